@@ -1,0 +1,248 @@
+"""Env files: `NAME=value` lines that Python and `set -a; . file` in dash and bash read alike.
+
+An env file says how a network is used, never which code runs, so nothing in it is ever evaluated: what a shell
+would expand, split or run is refused here with the file, the line and the mend. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import stat
+from collections.abc import Mapping, MutableMapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+
+MAX_BYTES = 64 * 1024
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A POSIX shell takes each of these literally anywhere in an assignment; `~`, `*`, `{` and the rest need quotes.
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.,:/@%+=^-]")
+_NOT_QUOTABLE = re.compile(r"[^ -~]|[$`\\]")
+
+_SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
+_REFUSED = (
+    (
+        r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+",
+        "changes which code runs",
+        "set it in your own shell or load a module",
+    ),
+    (
+        # Every variable that bash 5.2 or dash reads as a setting, keeps read-only, or gives a value of its own.
+        r"ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|FUNCNAME|FUNCNEST"
+        r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
+        r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_",
+        "belongs to the shell",
+        "leave it out",
+    ),
+    (
+        r"(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL",
+        "is set by Slurm for each step",
+        "ask for GPUs with gpus_per_node",
+    ),
+    (
+        r"(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\w+",
+        "is Slurm's own",
+        "give it as an option of sbatch or srun",
+    ),
+    (
+        r"(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
+        r"|OMPI_COMM_\w+|PMI_\w+",
+        "says which rank a process is",
+        "leave it to the launcher",
+    ),
+)
+_REFUSED_NAMES = tuple((re.compile(pattern), reason, mend) for pattern, reason, mend in _REFUSED)
+
+_UNPRINTABLE = {
+    "\r": ("a carriage return", "save the file with Unix line ends"),
+    "\0": ("a NUL byte", "save the file as plain text"),
+    "\ufeff": ("a byte order mark", "save the file as UTF-8 without one"),
+}
+
+
+class EnvFileError(ValueError):
+    """An env file, or the name of one, that cannot be used. One line: the file and line, what is wrong, the mend."""
+
+
+def parse(text: str, name: str) -> dict[str, str]:
+    """Returns the settings in an env file's `text`, in the file's order; nothing in it is expanded or run.
+
+    `name` is the file's name for messages. Raises EnvFileError at the first line that is not a comment, blank or an
+    allowed `NAME=value`. The dialect is the part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) that holds no expansion.
+    """
+    settings: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{_shown(name)}:{number}"
+        setting = _parse_line(line, where)
+        if setting is None:
+            continue
+        variable, value = setting
+        if variable in settings:
+            raise EnvFileError(f"{where}: {variable} is set on line {seen[variable]} already; keep one of the two")
+        settings[variable] = value
+        seen[variable] = number
+    return settings
+
+
+def read(path: str | PathLike[str]) -> dict[str, str]:
+    """Returns the settings in the env file at `path` (UTF-8, at most 64 KiB).
+
+    Raises EnvFileError as `parse` does, and for a file that is missing, unreadable, no ordinary file, too big or not
+    UTF-8.
+    """
+    name = fspath(path)
+    data = _read_bytes(Path(name))
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise EnvFileError(f"{_shown(name)}:{number}: not UTF-8; save the file as UTF-8") from None
+    return parse(text, name)
+
+
+def merge(*layers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of all `layers` together; of a name that several have, the last one's value."""
+    merged: dict[str, str] = {}
+    for layer in layers:
+        merged.update(layer)
+    return merged
+
+
+def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Sets in `environ` those settings whose name it does not have, and returns them.
+
+    A name that is there stays as the user left it, also with an empty value.
+    """
+    added = {name: value for name, value in settings.items() if name not in environ}
+    environ.update(added)
+    return added
+
+
+def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[Path]:
+    """Returns the env files of a run, weakest first: common, the fabric's, the site's.
+
+    `root` is the folder of env files (`env/`). `network` is a fabric's name (`root/<network>.env`), or a file where it
+    holds a `/` or ends in `.env` (relative to the current folder), or empty for no fabric. `site_files` are relative to
+    `root`. Raises EnvFileError for a fabric that `root` does not have; the files themselves are looked at by `read`.
+    """
+    files = [root / "common.env"]
+    if "/" in network or network.endswith(".env"):
+        files.append(Path(network))
+    elif network:
+        files.append(_fabric_file(network, root))
+    return files + [root / site_file for site_file in site_files]
+
+
+def _fabric_file(network: str, root: Path) -> Path:
+    fabrics = sorted({path.stem for path in root.glob("*.env")} - {"common"})
+    if network in fabrics:
+        return root / f"{network}.env"
+    nearest = difflib.get_close_matches(network.lower(), fabrics, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    there = ", ".join(fabrics) if fabrics else "none"
+    raise EnvFileError(f"network={_shown(network)}: no such fabric in {_shown(str(root))}; {hint}there are: {there}")
+
+
+def _read_bytes(path: Path) -> bytes:
+    shown = _shown(str(path))
+    try:
+        # Asked before opening: open() on a named pipe would wait for a writer.
+        is_ordinary = stat.S_ISREG(path.stat().st_mode)
+        data = _head(path) if is_ordinary else b""
+    except FileNotFoundError:
+        raise EnvFileError(f"{shown}: no such file; check the path of the env file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EnvFileError(f"{shown}: cannot be read ({reason}); check the path and its permissions") from None
+    if not is_ordinary:
+        raise EnvFileError(f"{shown}: not an ordinary file; name an env file")
+    if len(data) > MAX_BYTES:
+        raise EnvFileError(f"{shown}: larger than {MAX_BYTES} bytes; an env file holds a few NAME=value lines")
+    return data
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _parse_line(line: str, where: str) -> tuple[str, str] | None:
+    """The line's name and value; None for a blank line or a comment."""
+    _refuse_unprintable(line, where)
+    text = line.strip(" \t")
+    if not text or text.startswith("#"):
+        return None
+    if re.match(r"export[ \t]", text):
+        raise EnvFileError(f"{where}: starts with 'export'; leave that word out")
+    name, equals, value = line.partition("=")
+    if not equals:
+        raise EnvFileError(f"{where}: not a setting; write NAME=value, or # in front of a comment")
+    if name != name.strip(" \t") or value[:1] in (" ", "\t"):
+        raise EnvFileError(f"{where}: blanks in front of the name or around '='; write NAME=value without them")
+    if not _NAME.fullmatch(name):
+        raise EnvFileError(f"{where}: {name[:40]!r} is not a variable's name; use letters, digits and _")
+    _refuse_name(name, where)
+    return name, _parse_value(value, f"{where}: {name}")
+
+
+def _refuse_unprintable(line: str, where: str) -> None:
+    for character in line:
+        if character == "\t" or character.isprintable():
+            continue
+        what, mend = _UNPRINTABLE.get(character, (f"the invisible character U+{ord(character):04X}", "delete it"))
+        raise EnvFileError(f"{where}: has {what}; {mend}")
+
+
+def _refuse_name(name: str, where: str) -> None:
+    for pattern, reason, mend in _REFUSED_NAMES:
+        if pattern.fullmatch(name):
+            raise EnvFileError(f"{where}: {name} {reason}; {mend}")
+    if any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_")):
+        raise EnvFileError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")
+
+
+def _parse_value(value: str, where: str) -> str:
+    """The value without its quotes. The messages never show it: it may be what should not be in a log."""
+    if value.startswith("'"):
+        raise EnvFileError(f"{where} is in single quotes; use double quotes")
+    if value.startswith('"'):
+        return _parse_quoted(value[1:], where)
+    if bad := _NOT_PLAIN.search(value):
+        raise EnvFileError(f"{where} has {_describe(bad.group())} outside quotes; {_mend(bad.group())}")
+    return value
+
+
+def _parse_quoted(text: str, where: str) -> str:
+    body, quote, rest = text.partition('"')
+    if bad := _NOT_QUOTABLE.search(body):
+        raise EnvFileError(f"{where} has {_describe(bad.group())}; {_mend(bad.group(), quoted=True)}")
+    if not quote:
+        raise EnvFileError(f"{where} has no closing double quote on its line; add it, or put the value on one line")
+    if rest:
+        raise EnvFileError(f"{where} has something behind the closing quote; put comments on lines of their own")
+    return body
+
+
+def _describe(character: str) -> str:
+    return {" ": "a blank", "\t": "a tab", '"': "a double quote", "`": "a backquote", "\\": "a backslash"}.get(
+        character, f"'{character}'"
+    )
+
+
+def _mend(character: str, quoted: bool = False) -> str:
+    if character in "$`\\":
+        return "nothing is expanded here: write out what it stands for"
+    if not character.isascii():
+        return "write it in ASCII"
+    if quoted:
+        return "replace it by a blank"
+    if character in " #":
+        return "put the whole value in double quotes, and comments on lines of their own"
+    return "put the whole value in double quotes"
+
+
+def _shown(text: str) -> str:
+    """`text` as it may stand in a one-line message."""
+    return text if text.isprintable() and text else repr(text)
