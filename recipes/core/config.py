@@ -1,0 +1,494 @@
+"""Keys: declared once in dataclasses, typed as ``key=value``, checked without torch on the login node.
+
+Precedence: the dataclass's default < the cluster's profile (job keys, ``network``) < ``variant=NAME`` < ``config=FILE.yaml``
+< ``key=value``. OmegaConf merges and converts; ``__post_init__`` of each dataclass checks ranges.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.core import hostlist
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_SHOWN = 60  # characters of a bad value that are shown
+
+
+class ConfigError(ValueError):
+    """A user's key or value is wrong. The message is one line: key, value, what is wrong, the mend."""
+
+
+def shown(value: object) -> str:
+    """``value`` as it can stand in a one-line message: escaped, and cut when long."""
+    text = str(value.name if isinstance(value, Enum) else value)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the closest of ``known``, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    pattern: str = "",
+    form: str = "",
+    path: bool = False,
+    sbatch: str = "",
+) -> Any:
+    """A dataclass field with what its check and ``--help`` need.
+
+    low, high: the inclusive range of a number. pattern: a full-match expression that a text that is not empty must meet;
+    form: that pattern in words. path: made absolute when a job is submitted. sbatch: the option of sbatch that sets the same.
+    """
+    meta = {"help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "sbatch": sbatch}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def check(keys: Any) -> None:
+    """Checks every field of a dataclass of keys against the range and pattern that it declares.
+
+    Raises ConfigError for the first that is outside.
+    """
+    for field in dataclasses.fields(keys):
+        value, meta = getattr(keys, field.name), field.metadata
+        given = f"{field.name}={shown(value)}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{given}: wants a finite number")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if meta.get("low") is not None and value < meta["low"]:
+                raise ConfigError(f"{given}: the least is {meta['low']:g}")
+            if meta.get("high") is not None and value > meta["high"]:
+                raise ConfigError(f"{given}: the most is {meta['high']:g}")
+        if isinstance(value, str):
+            if any(ord(c) < 32 or ord(c) == 127 for c in value):
+                raise ConfigError(f"{given}: has a control character (a newline, say); write it in one plain line")
+            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value):
+                raise ConfigError(f"{given}: wants {meta['form']}")
+
+
+class Launcher(Enum):
+    slurm = "slurm"
+    local = "local"
+    print = "print"
+
+
+class Device(Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
+NAME_FORM = "letters, digits and _ . + @ = : - only"
+NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
+TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """What a job asks of Slurm, or of this machine: keys of launch.py alone."""
+
+    recipe: str = key("", "which recipe: a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name")
+    launcher: Launcher = key(
+        Launcher.slurm, "slurm: submit; local: start the ranks here; print: show the sbatch script"
+    )
+    nodes: int = key(1, "number of nodes", low=1, high=65536, sbatch="--nodes")
+    gpus_per_node: int | None = key(
+        None, "GPUs, and so ranks, of each node; default: the cluster profile's, else 1", low=0, high=1024,
+        sbatch="--ntasks-per-node and --gpus-per-node",
+    )  # fmt: skip
+    ranks_per_node: int | None = key(
+        None, "ranks of each node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
+    )
+    cpus_per_rank: int | None = key(
+        None, "CPUs of each rank; default: the cluster profile's, else 8 beside a GPU", low=1, high=4096,
+        sbatch="--cpus-per-task",
+    )  # fmt: skip
+    gpus: str = key(
+        "", "ranks of each machine where they differ, launcher=local by hand: 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
+        form="whole numbers with commas between them, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
+    )  # fmt: skip
+    node_rank: int = key(
+        0, "which of gpus=… this machine is, launcher=local by hand", low=0, sbatch="no option: srun's own"
+    )
+    master: str = key(
+        "", "HOST:PORT of the first machine, launcher=local by hand", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
+        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="no option: srun's own",
+    )  # fmt: skip
+    time: str = key(
+        "01:00:00", "time limit", pattern=TIME, form="a time of Slurm's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
+        sbatch="--time",
+    )  # fmt: skip
+    partition: str = key("", "Slurm partition(s)", pattern=NAMES, form=NAME_FORM, sbatch="--partition")
+    account: str = key("", "Slurm account", pattern=NAME, form=NAME_FORM, sbatch="--account")
+    qos: str = key("", "Slurm quality of service", pattern=NAME, form=NAME_FORM, sbatch="--qos")
+    constraint: str = key(
+        "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="features with & | , * ( ) [ ] between them",
+        sbatch="--constraint",
+    )  # fmt: skip
+    exclude: str = key("", "nodes not to use: node[3-4],node7", sbatch="--exclude")
+    reservation: str = key("", "Slurm reservation", pattern=NAMES, form=NAME_FORM, sbatch="--reservation")
+    name: str = key(
+        "",
+        "the job's name; default: the recipe's",
+        pattern=r"[A-Za-z0-9_.+@=:-]{1,64}",
+        form=f"{NAME_FORM}, at most 64",
+        sbatch="--job-name",
+    )
+    cluster: str = key(
+        "",
+        "the site's profile, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
+        pattern=r"[A-Za-z0-9_-]{1,64}",
+        form="letters, digits, _ and - only",
+    )
+    wait: bool = key(False, "wait for the job, follow rank 0's log, and return the job's outcome")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.exclude:
+            try:
+                hostlist.expand(self.exclude)
+            except hostlist.HostListError as error:
+                raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
+        minutes(self.time)
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """How a recipe runs, whatever it trains: keys of launch.py and of every recipe."""
+
+    run_dir: str = key("", "the run directory; default: runs/RECIPE/ID, ID the job's or a time stamp", path=True)
+    variant: str = key("", "a named set of differences, see recipes/conf/RECIPE.py", pattern=NAME, form=NAME_FORM)
+    config: str = key("", "a YAML file of keys; keys typed beside it win", path=True)
+    network: str = key("", "the fabric, env/NAME.env, or the path of an env file of one's own")
+    device: Device = key(Device.auto, "auto: the GPUs that are there (inside Slurm never the CPU by itself); cuda; cpu")
+    cpu_threads: int = key(
+        0, "torch's threads of a rank; 0: 1 with several ranks, torch's own choice for one", low=0, high=4096
+    )
+    resume: str = key("auto", "auto: go on from the run directory's newest checkpoint; never; or a checkpoint's path")
+    checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: none by steps", low=0)
+    checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: none by time", low=0)
+    max_requeues: int = key(20, "how often a preempted job is put back into the queue", low=0, high=10000)
+    timeout_s: float = key(600.0, "seconds after which a collective that does not end is an error", low=1, high=86400)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.resume:
+            raise ConfigError("resume=: wants auto, never or a checkpoint's path")
+
+
+@dataclass(frozen=True)
+class TrainKeys:
+    """Keys that every training recipe has, by these names; a recipe's own dataclass adds to them."""
+
+    dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
+    data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
+    epochs: int = key(1, "passes over the training set", low=0, high=1_000_000)
+    max_steps: int = key(0, "stop after so many optimiser steps; 0: no limit", low=0)
+    global_batch_size: int = key(
+        128, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
+    )
+    lr: float = key(0.1, "peak learning rate", low=0)
+    seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
+    num_workers: int = key(0, "loader processes of a rank, where samples are read from files", low=0, high=1024)
+    dtype: Dtype = key(Dtype.float32, "arithmetic of the model; bfloat16 by autocast")
+    compile: bool = key(False, "torch.compile the model")
+    evaluate: bool = key(False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training")
+    log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def choose_dataset(self, *names: str) -> None:
+        """Raises ConfigError unless ``dataset`` is one of ``names``."""
+        if self.dataset not in names:
+            raise ConfigError(
+                f"dataset={shown(self.dataset)}: wants one of {', '.join(names)}{nearest(self.dataset, names)}"
+            )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A command line, checked.
+
+    typed: run and recipe keys as given (from ``config=`` and the command line), in the text that gives them again.
+    saved: the recipe's config for ``config.yaml``, with interpolations such as ``${oc.env:X}`` left as they are.
+    """
+
+    recipe: str
+    job: JobKeys
+    run: RunKeys
+    config: Any
+    typed: dict[str, str]
+    saved: DictConfig
+
+
+def recipe_names() -> list[str]:
+    """The recipes there are: files recipes/NAME.py with a twin recipes/conf/NAME.py."""
+    twins = (p.stem for p in (ROOT / "recipes" / "conf").glob("*.py") if (ROOT / "recipes" / p.name).is_file())
+    return sorted(name for name in twins if name != "__init__")
+
+
+def recipe_conf(recipe: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
+    """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py. Raises ConfigError for a name that is none."""
+    names = recipe_names()
+    if recipe not in names:
+        mend = f"wants one of {', '.join(names)}{nearest(recipe, names)}"
+        raise ConfigError(f"recipe={shown(recipe)}: {mend}")
+    module = importlib.import_module(f"recipes.conf.{recipe}")
+    return module.Config, getattr(module, "VARIANTS", {})
+
+
+def minutes(time: str) -> int:
+    """Minutes, rounded up, of a time in one of Slurm's forms (``man sbatch``, --time). Raises ConfigError when zero."""
+    days, _, clock = time.rpartition("-")
+    parts = [int(p) for p in clock.split(":")]
+    if days:
+        hours, mins, secs = parts + [0] * (3 - len(parts))
+    else:
+        hours, mins, secs = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    total_s = ((int(days or 0) * 24 + hours) * 60 + mins) * 60 + secs
+    if total_s == 0:
+        raise ConfigError(f"time={shown(time)}: a job of no time; give minutes or HH:MM:SS")
+    return math.ceil(total_s / 60)
+
+
+def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None) -> Settings:
+    """Checks a command line of ``key=value`` words and gives its settings.
+
+    With ``recipe`` the words stand behind that recipe (or its batch script), where job keys are refused; without, behind
+    launch.py, where ``recipe=`` is one of them. ``environ`` is read for ``$RECIPES_CLUSTER`` alone (default: the process's).
+    Raises ConfigError, one line, for the first thing wrong.
+    """
+    environ = os.environ if environ is None else environ
+    words = _split(argv)
+    if "config" in words:
+        words = {**_read_yaml(words.pop("config")), **words}
+    of_launch = not recipe
+    if of_launch:
+        recipe = words.get("recipe", "")
+        if not recipe:
+            raise ConfigError(f"recipe= is missing: give recipe=NAME, one of {', '.join(recipe_names())}")
+    recipe_class, variants = recipe_conf(recipe)
+    job_names, run_names, recipe_names_ = (_names(c) for c in (JobKeys, RunKeys, recipe_class))
+    for name, value in words.items():
+        if name in job_names and not of_launch:
+            raise ConfigError(_misplaced(name, value))
+        if name not in job_names | run_names | recipe_names_:
+            known = (run_names | recipe_names_ | job_names) if of_launch else (run_names | recipe_names_)
+            raise ConfigError(
+                f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'{nearest(name, known)}"
+            )
+
+    variant = words.get("variant", "")
+    if variant and variant not in variants:
+        there = ", ".join(variants) or "none"
+        raise ConfigError(f"variant={shown(variant)}: recipe {recipe} has {there}{nearest(variant, variants)}")
+    cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
+    profile = cluster_profile(cluster) if cluster else {}
+    defaults = {k: v for k, v in profile.items() if k in job_names | run_names}
+    chosen = {**defaults, **(variants[variant] if variant else {}), **words}
+
+    job, _ = _build(JobKeys, {k: v for k, v in chosen.items() if k in job_names} if of_launch else {})
+    run, _ = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})
+    config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
+    typed = {k: v for k, v in words.items() if k not in job_names}
+    return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved)
+
+
+def parse_keys(cls: type, argv: Sequence[str]) -> Any:
+    """An instance of one dataclass of keys from ``key=value`` words, for a command that is no recipe. Raises ConfigError."""
+    words, known = _split(argv), _names(cls)
+    for name, value in words.items():
+        if name not in known:
+            raise ConfigError(
+                f"{name}={shown(value)}: there is no key '{name}', only {', '.join(sorted(known))}{nearest(name, known)}"
+            )
+    return _build(cls, words)[0]
+
+
+def cluster_profile(cluster: str) -> dict[str, Any]:
+    """The site's profile env/clusters/NAME.yaml: defaults of job keys, ``network``, and the lists ``modules``, ``env_files``.
+
+    Raises ConfigError when there is none of that name or it holds something else.
+    """
+    folder = ROOT / "env" / "clusters"
+    there = sorted(p.stem for p in folder.glob("*.yaml"))
+    if cluster not in there:
+        raise ConfigError(
+            f"cluster={shown(cluster)}: there is no env/clusters/{shown(cluster)}.yaml, only {', '.join(there)}{nearest(cluster, there)}"
+        )
+    path = folder / f"{cluster}.yaml"
+    profile = _load_yaml(path)
+    keys = (
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "reservation",
+        "gpus_per_node",
+        "cpus_per_rank",
+        "time",
+        "network",
+    )
+    for name, value in profile.items():
+        if name in ("modules", "env_files"):
+            pattern = r"[A-Za-z0-9_.+/-]{1,256}"
+            if not isinstance(value, list) or not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in value):
+                raise ConfigError(f"{path}: '{name}' wants a list of names, one a line behind '- '")
+        elif name not in keys:
+            raise ConfigError(
+                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files'))}"
+            )
+    return {k: v for k, v in profile.items() if v is not None}
+
+
+def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
+    """``typed`` with every path made absolute against ``base``, so that a job finds it wherever it runs."""
+    paths = {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
+
+    def full(name: str, value: str) -> str:
+        is_path = (
+            name in paths
+            or (name == "resume" and value not in ("auto", "never"))
+            or (name == "network" and "/" in value)
+        )
+        return str((base / Path(value).expanduser()).resolve()) if is_path and value and "${" not in value else value
+
+    return {name: full(name, value) for name, value in typed.items()}
+
+
+def help_text(recipe: str = "") -> str:
+    """The keys with their defaults and meanings: of one recipe, or of launch.py when ``recipe`` is empty."""
+    groups: list[tuple[str, type]] = [("run keys", RunKeys)]
+    if recipe:
+        config, variants = recipe_conf(recipe)
+        groups = [(f"keys of recipe {recipe}", config), *groups]
+        title = f"python -m recipes.{recipe} key=value …   (variants: {', '.join(variants) or 'none'})"
+    else:
+        groups = [("job keys", JobKeys), *groups]
+        title = f"python launch.py recipe=NAME key=value …   (recipes: {', '.join(recipe_names())}; their keys: python -m recipes.NAME --help)"
+    lines = [title]
+    for heading, cls in groups:
+        lines += ["", f"{heading}:"]
+        for f in dataclasses.fields(cls):
+            default = f.default.name if isinstance(f.default, Enum) else "" if f.default is None else f.default
+            default = str(default).lower() if isinstance(default, bool) else default
+            lines.append(f"  {f.name + '=' + str(default):<32} {f.metadata['help']}")
+    return "\n".join(lines)
+
+
+def _names(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def _split(argv: Sequence[str]) -> dict[str, str]:
+    words: dict[str, str] = {}
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            bare = re.fullmatch(r"--?([A-Za-z_][A-Za-z0-9_-]*)(=.*)?", word, re.DOTALL)
+            mend = (
+                f"; write {bare[1].replace('-', '_')}{shown(bare[2] or '=VALUE')}"
+                if bare
+                else "; write key=value, without blanks"
+            )
+            raise ConfigError(f"'{shown(word)}' is not key=value{mend}")
+        if "\0" in value or len(value) > 4096:
+            raise ConfigError(f"{name}={shown(value)}: too long, or with a NUL character")
+        words[name] = value
+    return words
+
+
+def _read_yaml(file: str) -> dict[str, str]:
+    """The keys of a ``config=`` file as the words that would give the same."""
+    plain = {True: "true", False: "false", None: "null"}
+    words = []
+    for name, value in _load_yaml(Path(file).expanduser()).items():
+        if isinstance(value, (dict, list)):
+            raise ConfigError(
+                f"config={shown(file)}: '{shown(name)}' wants one plain value; keys stand side by side, not nested"
+            )
+        words.append(f"{name}={plain[value] if value is None or isinstance(value, bool) else value}")
+    return _split(words)
+
+
+def _load_yaml(path: Path) -> dict[Any, Any]:
+    import yaml  # OmegaConf's own parser; imported where a file is read, since it costs as much as all else here
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: is not YAML ({' '.join(str(error).split())[:100]}); write 'key: value' lines"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: wants 'key: value' lines")
+    return content
+
+
+def _misplaced(name: str, value: str) -> str:
+    field = next(f for f in dataclasses.fields(JobKeys) if f.name == name)
+    options = field.metadata["sbatch"]
+    given = f"{name}={shown(value)}"
+    if name == "cluster":
+        return f"{given}: a recipe takes its site's profile from the environment: export RECIPES_CLUSTER={shown(value)}"
+    if not options:
+        return f"{given}: is a key of launch.py alone: python launch.py {given} …"
+    if options.startswith("--") and " " not in options:
+        options += f"={shown(value)}"
+    return f"{given}: the job's size and place are not the recipe's to set; give sbatch or srun {options}, or use launch.py"
+
+
+def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
+    """An instance of the dataclass ``cls``, converted and checked, and the mapping it was made of, unresolved."""
+    merged = cast(DictConfig, OmegaConf.structured(cls))
+    OmegaConf.set_readonly(merged, False)  # frozen dataclasses come read-only
+    for name, value in values.items():
+        field = next(f for f in dataclasses.fields(cls) if f.name == name)
+        try:
+            OmegaConf.update(merged, name, None if value == "null" and field.default is None else value)
+        except OmegaConfBaseException:
+            raise ConfigError(f"{name}={shown(value)}: {_wanted(field)}") from None
+    resolved = {}
+    for field in dataclasses.fields(cls):
+        try:
+            resolved[field.name] = merged[field.name]
+        except OmegaConfBaseException as error:
+            why = " ".join(str(error).split("\n")[0].split())
+            raise ConfigError(f"{field.name}={shown(values.get(field.name, ''))}: {shown(why)}") from None
+    return cls(**resolved), merged
+
+
+def _wanted(field: "dataclasses.Field[Any]") -> str:
+    kind = field.type if isinstance(field.type, type) else int
+    if issubclass(kind, Enum):
+        return f"wants one of {', '.join(kind.__members__)}"
+    return {bool: "wants true or false", int: "wants a whole number", float: "wants a number"}.get(kind, "wants a text")

@@ -1,0 +1,178 @@
+"""The run directory: where it is, its status, and who failed first. Standard library only.
+
+``status.json`` is what counts about a run's outcome: under srun a rank's exit status can be masked. Ranks that fail leave a
+record each; a rank that is gone without one was killed. `verdict` puts that together, from whichever process is left.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_CONFIG = 2  # bad configuration or bad input
+EXIT_MACHINE = 3  # this machine or allocation cannot run it
+EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
+
+STATES = ("running", "done", "preempted", "failed", "incomplete")
+
+
+class MachineError(RuntimeError):
+    """This machine or allocation cannot run the recipe. The message is one line; exit status 3."""
+
+
+class InputError(ValueError):
+    """Input other than keys (data, a checkpoint, the surroundings) is bad. The message is one line; exit status 2."""
+
+
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
+
+
+def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
+    """The run directory: as given, else ``runs/<recipe>/<run_id>`` under ``base``, with a time stamp where there is no id."""
+    if run_dir:
+        return (base / Path(run_dir).expanduser()).resolve()
+    stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    return base / "runs" / recipe / (run_id or stamp)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes ``content`` so that a reader finds the old file or the new one, never a part. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in ``path``; None where there is none or it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """``status.json``, or None before the run has begun."""
+    return read_json(run_dir / "status.json")
+
+
+def write_status(
+    run_dir: Path, state: str, *, attempt: int, step: int, reason: str = "",
+    first: Mapping[str, Any] | None = None, exit_status: int | None = None,
+) -> None:  # fmt: skip
+    """Replaces ``status.json``. first: the first failing rank, as `verdict` gives it. exit_status: that rank's, where known."""
+    assert state in STATES
+    content = {
+        "state": state,
+        "attempt": attempt,
+        "step": step,
+        "reason": reason,
+        "first_failing_rank": first.get("rank") if first else None,
+        "first_failing_host": first.get("host") if first else None,
+        "exit_status": exit_status,
+        "updated": round(time.time(), 3),
+    }
+    write_json(run_dir / "status.json", content)
+
+
+def begin_attempt(run_dir: Path, hosts: list[str]) -> int:
+    """Called by rank 0 alone: numbers this attempt (0 is the first), notes each rank's host, and marks the run as running."""
+    before = read_json(run_dir / "attempt.json")
+    attempt = before["attempt"] + 1 if before else 0
+    write_json(run_dir / "attempt.json", {"attempt": attempt, "hosts": hosts, "started": round(time.time(), 3)})
+    status = read_status(run_dir)
+    write_status(run_dir, "running", attempt=attempt, step=status["step"] if status else 0)
+    return attempt
+
+
+def record_failure(run_dir: Path, *, attempt: int, rank: int, host: str, kind: str, error: str) -> None:
+    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank; ``exit``, it left before the end."""
+    folder = run_dir / "failures"
+    folder.mkdir(exist_ok=True)
+    content = {"rank": rank, "host": host, "kind": kind, "error": error, "time": time.time()}
+    write_json(folder / f"attempt-{attempt}-rank-{rank}.json", content)
+
+
+def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
+    """Why the newest attempt failed, in one line, and the first failing rank with its host, as far as the records tell.
+
+    A rank's own error counts before anything else, the earliest first. Without one, a rank that left no record while others
+    lost a peer was killed from outside (SIGKILL, out of memory, its node).
+    """
+    attempt = read_json(run_dir / "attempt.json")
+    if not attempt:
+        return "it failed before its first step; the log above says why", None
+    found = (read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
+    records = sorted((r for r in found if r), key=lambda r: r["time"])
+    for record in records:
+        if record["kind"] != "peer":
+            return f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record
+    silent = [
+        {"rank": rank, "host": host}
+        for rank, host in enumerate(attempt["hosts"])
+        if rank not in {r["rank"] for r in records}
+    ]
+    if records and silent:
+        named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])
+        more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
+        return f"{named}{more} ended without a word (killed, out of memory, or its node is gone)", silent[0]
+    if records:
+        return f"rank {records[0]['rank']} on {records[0]['host']} lost its peers: {records[0]['error']}", records[0]
+    return "all ranks ended without a word (killed from outside)", None
+
+
+def close(run_dir: Path, reason: str = "", first: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Called when no rank is left: a status that still says running becomes failed. Gives the status, None where there is none.
+
+    reason, first: what the caller has seen itself, for where the ranks left no record.
+    """
+    status = read_status(run_dir)
+    if status and status["state"] == "running":
+        why, who = verdict(run_dir)
+        if first and (who is None or "ended without a word" in why):
+            why, who = reason, dict(first)
+        write_status(run_dir, "failed", attempt=status["attempt"], step=status["step"], reason=why, first=who)
+        status = read_status(run_dir)
+    return status
+
+
+def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
+    """The exit status that ``status.json`` stands for; ``fallback`` (never 0) where it says nothing better."""
+    state = status["state"] if status else ""
+    known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}.get(state)
+    return known if known is not None else (status and status.get("exit_status")) or fallback or EXIT_CRASH
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The kind and text of an error, in one line."""
+    text = " ".join(re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(error)).split())
+    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """The process's umask, for a while."""
+    old = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(old)

@@ -1,0 +1,741 @@
+import contextlib
+import dataclasses
+import errno
+import functools
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pty
+import random
+import resource
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import prepare
+from recipes.core import datafiles
+from recipes.core.datafiles import DataFile, Dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
+# random bytes do not pack, so that the middle of the .gz is the middle of the file
+PLAIN = {
+    IMAGES: bytes([0, 0, 8, 3]) + struct.pack(">3I", 400, 28, 28) + random.Random(0).randbytes(400 * 28 * 28),
+    LABELS: bytes([0, 0, 8, 1]) + struct.pack(">I", 400) + random.Random(1).randbytes(400),
+}
+PACKED = {name: gzip.compress(content) for name, content in PLAIN.items()}
+
+
+def dataset(*mirrors: str) -> Dataset:
+    files = tuple(DataFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in PLAIN.items())
+    return Dataset(name="tiny", recipe="mnist", folder="TINY/raw", files=files, mirrors=mirrors)
+
+
+# ---------------------------------------------------------------- a server that can be told to misbehave
+
+Answer = Callable[["Handler"], None]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: "Server"
+
+    def do_GET(self) -> None:
+        requested = self.headers.get("Range")
+        self.server.requests.append((self.path, requested))
+        name = self.path.rsplit("/", 1)[-1]
+        with contextlib.suppress(OSError, ssl.SSLError):
+            self.server.answers.get(name, whole)(self)
+
+    @property
+    def body(self) -> bytes:
+        return PACKED[self.path.rsplit("/", 1)[-1].removesuffix(".gz")]
+
+    @property
+    def offset(self) -> int:
+        return int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+
+    def head(self, status: int, **headers: object) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    scheme = "http"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, Answer] = {}
+        self.requests: list[tuple[str, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server_port}/data/"
+
+    def handle_error(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as one:
+        yield one
+
+
+@contextlib.contextmanager
+def serving(context: ssl.SSLContext | None = None) -> Iterator[Server]:
+    with Server() as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            server.scheme = "https"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def whole(handler: Handler) -> None:
+    start = handler.offset
+    rest = handler.body[start:]
+    if start:
+        end = len(handler.body) - 1
+        handler.head(206, Content_Length=len(rest), Content_Range=f"bytes {start}-{end}/{end + 1}")
+    else:
+        handler.head(200, Content_Length=len(rest))
+    handler.wfile.write(rest)
+
+
+def dropping(parts: int, ranges: bool = True) -> Answer:
+    """Closes the connection in the middle; with `ranges`, the next request goes on from there."""
+
+    def answer(handler: Handler) -> None:
+        size = len(handler.body)
+        start = handler.offset if ranges else 0
+        status, extra = (206, {"Content_Range": f"bytes {start}-{size - 1}/{size}"}) if start else (200, {})
+        handler.head(status, Content_Length=size - start, **extra)
+        requests = len([path for path, _ in handler.server.requests if path == handler.path])
+        stop = size * requests // parts
+        handler.wfile.write(handler.body[start:stop])
+
+    return answer
+
+
+def content(data: bytes) -> Answer:
+    def answer(handler: Handler) -> None:
+        handler.head(200, Content_Length=len(data))
+        handler.wfile.write(data)
+
+    return answer
+
+
+def status(code: int, **headers: object) -> Answer:
+    return lambda handler: handler.head(code, Content_Length=0, **headers)
+
+
+def endless(start: bytes, sent: list[int]) -> Answer:
+    def answer(handler: Handler) -> None:
+        handler.head(200)
+        handler.wfile.write(start)
+        while True:
+            sent.append(handler.wfile.write(b"a" * 65536))
+
+    return answer
+
+
+def half_then_wait(half_sent: threading.Event, go_on: threading.Event) -> Answer:
+    def answer(handler: Handler) -> None:
+        middle = len(handler.body) // 2
+        handler.head(200, Content_Length=len(handler.body))
+        handler.wfile.write(handler.body[:middle])
+        half_sent.set()
+        go_on.wait(20)
+        handler.wfile.write(handler.body[middle:])
+
+    return answer
+
+
+# ---------------------------------------------------------------- running it
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """run(*mirrors, source=…) prepares the tiny set in tmp_path/data; returns exit status, stdout, stderr."""
+    monkeypatch.setattr(datafiles, "RETRY_WAIT_S", 0.0)
+
+    def go(*mirrors: str, source: str = "", data_dir: Path = tmp_path / "data") -> tuple[int, str, str]:
+        monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_files, dataset(*mirrors)))
+        code = prepare.main(["tiny", f"data_dir={data_dir}", f"source={source}"])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (code != 0), "a user's error is one line"
+        return code, out, err
+
+    return go
+
+
+RUNNER = """
+import functools, json, sys
+from recipes import prepare
+from recipes.core.datafiles import DataFile, Dataset
+spec = json.loads(sys.argv[1])
+spec["files"] = tuple(DataFile(**file) for file in spec["files"])
+prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_files, Dataset(**spec))
+sys.exit(prepare.main(sys.argv[2:]))
+"""
+
+
+@contextlib.contextmanager
+def process(data_dir: Path, mirrors: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", RUNNER, json.dumps(dataclasses.asdict(dataset(*mirrors)))]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    with subprocess.Popen([*command, "tiny", f"data_dir={data_dir}"], cwd=ROOT, text=True, **options) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def raw(data_dir: Path) -> Path:
+    return data_dir / "TINY" / "raw"
+
+
+def assert_complete(data_dir: Path) -> None:
+    assert {path.name: path.read_bytes() for path in raw(data_dir).iterdir()} == PLAIN
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_from_a_mirror_then_kept(run: Run, server: Server, tmp_path: Path) -> None:
+    code, out, _ = run(server.url)
+    assert code == 0
+    assert_complete(tmp_path / "data")
+    assert f"is in {tmp_path}/data/TINY/raw" in out
+    assert f"next: python -m recipes.mnist data_dir={tmp_path}/data" in out
+    code, out, _ = run(server.url)
+    assert code == 0
+    assert out.count("already there, verified") == 2
+    assert [path for path, _ in server.requests] == [f"/data/{IMAGES}.gz", f"/data/{LABELS}.gz"]
+
+
+@pytest.mark.parametrize("below", ["", "TINY/raw", "tiny"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_from_a_folder(run: Run, tmp_path: Path, below: str, suffix: str) -> None:
+    folder = tmp_path / "source" / below
+    folder.mkdir(parents=True)
+    for name in PLAIN:
+        (folder / (name + suffix)).write_bytes((PACKED if suffix else PLAIN)[name])
+    assert run(source=str(tmp_path / "source"))[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_a_gz_that_was_unpacked_on_its_way_and_kept_its_name(run: Run, tmp_path: Path) -> None:
+    for name in PLAIN:
+        (tmp_path / f"{name}.gz").write_bytes(PLAIN[name])
+    assert run(source=str(tmp_path))[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_a_copy_carried_into_data_dir_needs_no_mirror(run: Run, tmp_path: Path) -> None:
+    raw(tmp_path / "data").mkdir(parents=True)
+    for name in PLAIN:
+        (raw(tmp_path / "data") / f"{name}.gz").write_bytes(PACKED[name])
+    assert run()[0] == 0
+    assert (raw(tmp_path / "data") / IMAGES).read_bytes() == PLAIN[IMAGES]
+
+
+def test_the_files_have_the_rights_that_the_umask_leaves(run: Run, server: Server, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert run(server.url)[0] == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in raw(tmp_path / "data").iterdir()} == {0o640}
+
+
+def test_source_as_a_url(run: Run, server: Server, tmp_path: Path) -> None:
+    assert run("https://no-such.invalid/", source=server.url.rstrip("/"))[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("http://example.org/mnist/", "use https://"),
+        ("ftp://127.0.0.1/", "use https://"),
+        ("file:///etc/", "is no URL"),
+        ("https://127.0.0.1:port/", "is no URL"),
+        ("https://example.org/a b/", "is no URL"),
+        ("https://example.org/ü/", "is no URL"),
+        ("/no/such/folder", "is no folder"),
+    ],
+)
+def test_a_source_that_cannot_be_one(run: Run, tmp_path: Path, source: str, words: str) -> None:
+    code, _, err = run(source=source)
+    assert code == 2
+    assert words in err
+    assert source in err
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("source", ["https://user:hunter2@example.org/", "https://example.org/?token=hunter2"])
+def test_a_secret_in_a_url_is_refused_and_not_repeated(run: Run, source: str) -> None:
+    code, out, err = run(source=source)
+    assert code == 2
+    assert "hunter2" not in out + err
+
+
+def test_a_source_without_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / f"{IMAGES}.gz").write_bytes(PACKED[IMAGES])
+    code, _, err = run(source=str(tmp_path))
+    assert code == 2
+    assert LABELS in err
+
+
+DAMAGED = {
+    "cut": (PACKED[IMAGES][:-20], "cut short"),
+    "crc": (PACKED[IMAGES][:-8] + b"\0\0\0\0" + PACKED[IMAGES][-4:], "CRC"),
+    "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "wrong content"),
+    "other size": (gzip.compress(PLAIN[IMAGES][:-1]), f"holds {len(PLAIN[IMAGES]) - 1} bytes"),
+    "web page": (b"<html>please log in</html>", "holds 26 bytes"),
+    "bomb": (gzip.compress(bytes(50_000_000)), "holds more than"),
+}
+
+
+@pytest.mark.parametrize(("data", "words"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_source(run: Run, tmp_path: Path, data: bytes, words: str) -> None:
+    for name in PLAIN:
+        (tmp_path / f"{name}.gz").write_bytes(data)
+    code, _, err = run(source=str(tmp_path))
+    assert code == 2
+    assert words in err
+    assert str(tmp_path / IMAGES) in err
+    assert list(raw(tmp_path / "data").iterdir()) == []
+
+
+def test_a_wrong_file_is_named_and_replaced_only_by_a_good_one(run: Run, server: Server, tmp_path: Path) -> None:
+    final = raw(tmp_path / "data") / IMAGES
+    final.parent.mkdir(parents=True)
+    final.write_bytes(PLAIN[IMAGES][:-1] + b"\0")
+    server.answers[f"{IMAGES}.gz"] = status(404)
+    code, out, err = run(server.url)
+    assert code == 3
+    assert f"{final} has the wrong content" in out
+    assert f"from {final}" not in out
+    assert "HTTP 404" in err
+    assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
+    server.answers.clear()
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+# ---------------------------------------------------------------- mirrors that misbehave
+
+
+def test_a_dropped_connection_is_resumed(run: Run, server: Server, tmp_path: Path) -> None:
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=3)
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+    size = len(PACKED[IMAGES])
+    asked = [requested for path, requested in server.requests if IMAGES in path]
+    assert asked == [None, f"bytes={size // 3}-", f"bytes={size * 2 // 3}-"]
+
+
+def test_a_server_without_ranges_starts_again(run: Run, server: Server, tmp_path: Path) -> None:
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=2, ranges=False)
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_a_server_that_always_drops_is_given_up(run: Run, server: Server) -> None:
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=1000)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "closed after" in err
+    assert len(server.requests) == 1 + datafiles.RETRIES
+
+
+def test_a_busy_server_is_asked_again(run: Run, server: Server, tmp_path: Path) -> None:
+    def busy_once(handler: Handler) -> None:
+        (whole if len(handler.server.requests) > 1 else status(503))(handler)
+
+    server.answers[f"{IMAGES}.gz"] = busy_once
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        status(404),
+        content(b"<html>"),
+        content(DAMAGED["other content"][0]),
+        status(302, Location="http://example.org/"),
+    ],
+    ids=["404", "web page", "wrong bytes", "redirect to http"],
+)
+def test_the_next_mirror_is_tried_and_then_stays_first(
+    run: Run, server: Server, tmp_path: Path, answer: Answer
+) -> None:
+    with serving() as bad:
+        bad.answers = {f"{name}.gz": answer for name in PLAIN}
+        code, out, _ = run(bad.url, server.url)
+        assert code == 0
+        assert_complete(tmp_path / "data")
+        assert "trying the next" in out
+        assert len(bad.requests) == 1
+
+
+def test_a_redirect_from_https_to_http_is_refused() -> None:
+    # over plain http to loopback, where the same handler decides
+    with serving() as server:
+        server.answers[f"{IMAGES}.gz"] = status(302, Location="http://example.org/x")
+        stream = datafiles._open_place(f"{server.url}{IMAGES}.gz", dataset().files[0])
+        with pytest.raises(OSError, match=r"redirects to http://example\.org"):
+            stream.read(1)
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"\x1f\x8b\x08\x08\0\0\0\0\0\xff", gzip.compress(b"x")[:10]],
+    ids=["plain", "an endless file name in the gzip header", "garbage behind a gzip header"],
+)
+def test_an_endless_body_is_bounded(run: Run, server: Server, start: bytes) -> None:
+    sent: list[int] = []
+    server.answers[f"{IMAGES}.gz"] = endless(start, sent)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "more than" in err or "is damaged" in err
+    assert sum(sent) < 100 * len(PLAIN[IMAGES])
+
+
+def test_an_announced_size_that_is_too_large_is_not_read(run: Run, server: Server) -> None:
+    server.answers[f"{IMAGES}.gz"] = lambda handler: handler.head(200, Content_Length=10**12)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "announces 1000000000000 bytes" in err
+
+
+def test_a_dripping_server_is_given_up_in_time(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drip(handler: Handler) -> None:
+        handler.head(200, Content_Length=len(handler.body))
+        for byte in handler.body:
+            handler.wfile.write(bytes([byte]))
+            time.sleep(0.02)
+
+    server.answers[f"{IMAGES}.gz"] = drip
+    monkeypatch.setattr(datafiles, "TOTAL_S", 0.3)
+    start = time.monotonic()
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "given up" in err
+    assert time.monotonic() - start < 5
+
+
+def test_a_silent_server_times_out(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def silent(handler: Handler) -> None:
+        over.wait(20)
+
+    server.answers[f"{IMAGES}.gz"] = silent
+    monkeypatch.setattr(datafiles, "TIMEOUT_S", 0.1)
+    start = time.monotonic()
+    code, _, err = run(server.url)
+    over.set()
+    assert time.monotonic() - start < 5
+    assert code == 3
+    assert "timed out" in err
+
+
+def test_offline_names_every_mirror_its_reason_and_the_mend(run: Run, server: Server) -> None:
+    with Server() as closed:
+        port = closed.server_port
+    code, _, err = run(f"http://127.0.0.1:{port}/a/", f"http://127.0.0.1:{port}/b/")
+    assert code == 3
+    for words in (f":{port}/a/{IMAGES}", f":{port}/b/{IMAGES}", "Connection refused", "login node", "source=", "PROXY"):
+        assert words in err
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command.split() + names, check=True, capture_output=True)
+    return key, cert
+
+
+def test_tls_is_verified(
+    run: Run, certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, cert = certificate
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with serving(context) as server:
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        code, _, err = run(server.url)
+        assert code == 3
+        assert "certificate not trusted" in err
+        assert "SSL_CERT_FILE" in err
+        assert server.requests == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert run(server.url)[0] == 0
+        assert_complete(tmp_path / "data")
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        other_name = server.url.replace("127.0.0.1", "localhost")
+        assert "certificate not trusted" in run(source=other_name, data_dir=tmp_path / "other")[2]
+
+
+def test_a_proxy_is_used(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "")
+    code, _, err = run("https://no-such.invalid/mnist/")
+    assert code == 3
+    assert "Tunnel connection failed: 501" in err  # this server knows no CONNECT: it was asked
+
+
+def test_loopback_is_not_asked_for_at_a_proxy(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert run(source=server.url)[0] == 0
+
+
+# ---------------------------------------------------------------- many at once, killed, interrupted
+
+
+def test_two_at_once_both_succeed(server: Server, tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+
+    def both_here(handler: Handler) -> None:
+        together.wait(20)
+        whole(handler)
+
+    server.answers[f"{IMAGES}.gz"] = both_here
+    with process(tmp_path, [server.url]) as one, process(tmp_path, [server.url]) as two:
+        assert [child.wait(30) for child in (one, two)] == [0, 0]
+    assert_complete(tmp_path)
+
+
+def test_the_second_of_two_keeps_the_firsts_file_and_spares_its_part(run: Run, server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as slow:
+        assert half_sent.wait(20)
+        server.answers.clear()
+        assert run(server.url, data_dir=tmp_path)[0] == 0
+        assert list(raw(tmp_path).glob(".*.part"))
+        inode = (raw(tmp_path) / IMAGES).stat().st_ino
+        go_on.set()
+        assert slow.wait(20) == 0
+    assert_complete(tmp_path)
+    assert (raw(tmp_path) / IMAGES).stat().st_ino == inode
+
+
+def test_killed_in_the_middle_then_again(run: Run, server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as child:
+        assert half_sent.wait(20)
+        child.kill()
+        child.wait(20)
+    go_on.set()
+    assert [path.suffix for path in raw(tmp_path).iterdir()] == [".part"]
+    server.answers.clear()
+    assert run(server.url, data_dir=tmp_path)[0] == 0
+    assert_complete(tmp_path)
+
+
+def test_a_dead_processs_part_beside_complete_files_is_removed(run: Run, server: Server, tmp_path: Path) -> None:
+    assert run(server.url)[0] == 0
+    (raw(tmp_path / "data") / f".{IMAGES}.{socket.gethostname()}.aa.part").write_bytes(b"half")
+    assert run()[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_another_hosts_part_is_removed_only_when_old(run: Run, server: Server, tmp_path: Path) -> None:
+    raw(tmp_path).mkdir(parents=True)
+    young, old = (raw(tmp_path) / f".{IMAGES}.otherhost.{token}.part" for token in ("aa", "bb"))
+    for path in (young, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert run(server.url, data_dir=tmp_path)[0] == 0
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_ctrl_c(server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as child:
+        assert half_sent.wait(20)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=20)
+        assert child.returncode == 130
+        assert err.count("\n") == 1
+    go_on.set()
+    assert list(raw(tmp_path).iterdir()) == []
+
+
+# ---------------------------------------------------------------- disks
+
+
+def test_too_little_room_is_found_before_fetching(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "is full: 0.3 MB needed, 1.0 kB free" in err
+    assert "the disk at /" in err
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_meanwhile(
+    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "the disk at /" in err
+    assert "make room" in err
+    assert list(raw(tmp_path / "data").iterdir()) == []
+
+
+def test_a_file_size_limit(server: Server, tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    with process(tmp_path, [server.url], preexec_fn=limit) as child:
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 3
+    assert "File too large" in err
+    assert err.count("\n") == 1
+    assert list(raw(tmp_path).iterdir()) == []
+
+
+def test_a_data_dir_that_is_a_file(run: Run, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "cannot be written (Not a directory)" in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_data_dir(run: Run, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o500)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "cannot be written (Permission denied)" in err
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["mnits"], ["'mnits'", "did you mean 'mnist'?"]),
+        (["mnist", "datadir=x"], ["datadir=x", "did you mean 'data_dir'?"]),
+        (["mnist", "xyz=1"], ["xyz=1", "data_dir, source"]),
+        (["data_dir=x"], ["one dataset is wanted", "none"]),
+        (["mnist", "mnist2"], ["one dataset is wanted", "'mnist2'"]),
+        (["mn\nist"], ["mn\\nist"]),
+    ],
+)
+def test_bad_arguments_are_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["mnist", "--help"]])
+def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(argv) == 0
+    assert "usage: python -m recipes.prepare DATASET" in capsys.readouterr().out
+
+
+def test_data_dir_defaults_to_recipes_data(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_files, dataset(server.url)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RECIPES_DATA", raising=False)
+    assert prepare.main(["tiny"]) == 0
+    assert_complete(tmp_path / "data")
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "elsewhere"))
+    assert prepare.main(["tiny"]) == 0
+    assert_complete(tmp_path / "elsewhere")
+    assert f"data_dir={tmp_path}/elsewhere" in capsys.readouterr().out
+
+
+def test_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere(server: Server, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with process(tmp_path, [server.url], stderr=theirs) as child:
+        out, _ = child.communicate(timeout=20)
+    os.close(theirs)
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert b"100 %" in shown
+    assert b"\n" not in shown
+    assert "\r" not in out
+    assert "%" not in out
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import recipes.prepare, sys; print({'torch', 'numpy', 'submitit'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
+    try:
+        datafiles.find_mnist(source)
+    except datafiles.DataFileError as err:
+        pytest.skip(str(err))
+    assert prepare.main(["mnist", f"data_dir={tmp_path}", f"source={source}"]) == 0
+    found = datafiles.find_mnist(tmp_path)
+    shape, pixels = datafiles.read_idx(found["test_images"])
+    assert shape == (10000, 28, 28)
+    assert datafiles.read_idx(found["train_images"])[0] == (60000, 28, 28)
+    assert prepare.main(["mnist", f"data_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("already there, verified") == 4
+
+    torch = pytest.importorskip("torch")
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.datasets.MNIST(str(tmp_path), train=False)
+    assert torch.equal(torch.frombuffer(pixels, dtype=torch.uint8).view(shape), theirs.data)
+    labels = datafiles.read_idx(found["test_labels"])[1]
+    assert list(labels[:5]) == theirs.targets[:5].tolist() == [7, 2, 1, 0, 4]
