@@ -1,0 +1,143 @@
+"""Submits a recipe to Slurm, runs it here, or shows the sbatch script: ``python launch.py recipe=mnist nodes=2``.
+
+``launcher=slurm`` (default) submits through submitit and does not wait; ``launcher=local`` starts the ranks on this machine;
+``launcher=print`` writes the sbatch script to stdout. Every key is checked here, on the login node, without torch.
+``python launch.py --help`` lists the keys. Exit status: 0 done or submitted; 2 a wrong key; 3 this machine, or Slurm, cannot run it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipes.core.config import Settings
+    from recipes.core.local import Layout
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+
+def main(argv: list[str]) -> int:
+    _use_project_python(argv)
+    try:
+        from recipes.core import config, rundir
+    except ModuleNotFoundError as error:
+        print(
+            f"launch.py: {sys.executable} has no module '{error.name}': activate your environment, or type: make install",
+            file=sys.stderr,
+        )
+        return 3
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(config.help_text())
+        return 0 if argv else rundir.EXIT_CONFIG
+    try:
+        settings = config.parse(argv)
+        run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
+        return run(settings)
+    except config.ConfigError as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        return rundir.EXIT_CONFIG
+    except rundir.MachineError as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        return rundir.EXIT_MACHINE
+
+
+def show(settings: Settings) -> int:
+    """launcher=print: the sbatch script on stdout; nothing is submitted."""
+    from recipes.core import slurm
+
+    job = slurm.describe(settings, ROOT, Path.cwd())
+    print(
+        slurm.script(job, header=["Made by launch.py; options of sbatch before the script's name win over these."]),
+        end="",
+    )
+    return 0
+
+
+def submit(settings: Settings) -> int:
+    """launcher=slurm: asks the controller, submits, and says where to look."""
+    from recipes.core import config, slurm, submit
+
+    job = slurm.describe(settings, ROOT, Path.cwd())
+    expected = submit.ask_controller(job)
+    run_dir = str(config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), Path.cwd())["run_dir"])
+    submitted = submit.submit(job, sys.executable, run_dir)
+    print(f"job {submitted.job_id}: {expected}")
+    print(f"run directory: {submitted.run_dir}")
+    print(f"log: tail -F {submitted.log}")
+    sys.stdout.flush()
+    if not settings.job.wait:
+        return 0
+    try:
+        return submit.wait(submitted)
+    except KeyboardInterrupt:
+        print(f"\njob {submitted.job_id} goes on; to end it: scancel {submitted.job_id}", file=sys.stderr)
+        return 130
+
+
+def run_here(settings: Settings) -> int:
+    """launcher=local: one process a rank on this machine, or this machine's share of gpus=8,2."""
+    from recipes.core import config, local, rundir
+
+    layout = local_layout(settings)
+    recipe_class, _ = config.recipe_conf(settings.recipe)
+    words = config.absolute(settings.typed, (config.RunKeys, recipe_class), Path.cwd())
+    run_dir = None
+    if layout.node_rank == 0:
+        run_dir = rundir.choose(words.get("run_dir", ""), settings.recipe, None, ROOT)
+        words["run_dir"] = str(run_dir)
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
+    return local.run(command, layout, run_dir, ROOT, environ)
+
+
+def local_layout(settings: Settings) -> Layout:
+    """Ranks of each machine, from the keys and the GPUs that are here. Raises ConfigError or MachineError."""
+    from recipes.core import config, local, slurm
+    from recipes.core.rundir import MachineError
+
+    job, on_cpu = settings.job, settings.run.device is config.Device.cpu
+    if job.nodes != 1:
+        raise config.ConfigError(
+            f"nodes={job.nodes}: launcher=local is this machine; for several by hand give gpus=8,8 node_rank= master="
+        )
+    if job.gpus:
+        ranks = tuple(int(n) for n in job.gpus.split(","))
+        if 0 in ranks:
+            raise config.ConfigError(f"gpus={job.gpus}: a machine without a rank has no part in the run; leave it out")
+        if job.node_rank >= len(ranks):
+            raise config.ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
+        if len(ranks) > 1 and not job.master:
+            raise config.ConfigError(
+                f"gpus={job.gpus}: several machines want master=HOST:PORT of the first, the same on each"
+            )
+    else:
+        if job.node_rank or job.master:
+            raise config.ConfigError("node_rank= and master= want gpus=8,2 beside them, the ranks of each machine")
+        ranks = (slurm.ranks_per_node(job, settings.run.device),)
+    seen = local.visible_gpus(os.environ)
+    if not job.gpus and job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
+        ranks = (seen,)
+    if not on_cpu and (job.gpus or job.gpus_per_node or seen) and ranks[job.node_rank] > seen:
+        raise MachineError(
+            f"{ranks[job.node_rank]} ranks want a GPU each and {seen} are visible on {os.uname().nodename}; give device=cpu, or fewer"
+        )
+    host, _, port = job.master.rpartition(":")
+    if job.master and not 1 <= int(port) <= 65535:
+        raise config.ConfigError(f"master={job.master}: a port is 1 to 65535")
+    return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
+
+
+def _use_project_python(argv: list[str]) -> None:
+    """Goes on in .venv's Python, where that is there and no environment is active."""
+    python = ROOT / ".venv" / "bin" / "python"
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or sys.prefix != sys.base_prefix
+    if not active and python.exists():
+        os.execv(python, [str(python), str(ROOT / "launch.py"), *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

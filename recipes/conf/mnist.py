@@ -1,0 +1,41 @@
+"""Keys and variants of the recipe mnist."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from recipes.core.config import TrainKeys, key
+
+
+class Optimizer(Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    constant = "constant"
+
+
+@dataclass(frozen=True)
+class Config(TrainKeys):
+    dataset: str = key("mnist", "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images")
+    epochs: int = key(4, "passes over the training set", low=0, high=1_000_000)
+    global_batch_size: int = key(
+        256, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
+    )
+    lr: float = key(0.003, "peak learning rate", low=0)
+    optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
+    weight_decay: float = key(0.01, "weight decay", low=0)
+    schedule: Schedule = key(Schedule.cosine, "cosine: warm up, then down to zero; constant")
+    warmup: float = key(0.2, "share of the steps in which the learning rate rises", low=0, high=1)
+    label_smoothing: float = key(0.1, "share of the target spread over all classes", low=0, high=1)
+    augment: bool = key(True, "shift each training image by up to two pixels")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose_dataset("mnist", "digits", "fake")
+
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {}

@@ -1,0 +1,80 @@
+"""What a batch script asks before and after srun: ``python -m recipes.core.batch check|finish RECIPE …``. Never torch.
+
+``check RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started.
+``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
+into the queue, says how the run ended, and exits with what counts.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from recipes.core import config, rundir
+
+
+def check(recipe: str, words: list[str]) -> int:
+    """0, or 2 with one line for the first key that is wrong."""
+    try:
+        config.parse(words, recipe=recipe)
+    except config.ConfigError as error:
+        print(f"{recipe}: {error}", file=sys.stderr)
+        return rundir.EXIT_CONFIG
+    return rundir.EXIT_DONE
+
+
+def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
+    """The job's exit status, after its step has ended with ``srun_status``."""
+    settings = config.parse(words, recipe=recipe)
+    run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
+    status = rundir.close(run_dir)
+    if status is None:
+        if srun_status == 0:
+            print(f"{recipe}: ended with status 0 and left no status in {run_dir}", file=sys.stderr)
+        return srun_status or rundir.EXIT_CRASH
+    code = rundir.exit_code(status, srun_status)
+    if status["state"] == "done":
+        print(f"{recipe}: done; run directory {run_dir}")
+    elif status["state"] == "preempted":
+        print(
+            f"{recipe}: saved at step {status['step']}; {requeue(settings.run.max_requeues, environ)}; run directory {run_dir}"
+        )
+    else:
+        print(f"{recipe}: {status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
+    return code
+
+
+def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
+    """Puts this job back into the queue if it may be, and says in a few words what was done.
+
+    Only a job that still runs is: one that was cancelled stays so, and one that Slurm preempted is queued by Slurm.
+    """
+    job, restarts = rundir.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
+    if restarts >= max_requeues:
+        return f"not queued again, since max_requeues={max_requeues} is reached"
+    try:
+        show = subprocess.run(
+            ["scontrol", "show", "job", "-o", str(job)], capture_output=True, text=True, timeout=60, check=True
+        )
+        if "JobState=RUNNING" not in show.stdout.split():
+            return "Slurm is ending the job itself, so it is not queued again from here"
+        subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
+    except FileNotFoundError:
+        return "not queued again, since there is no scontrol here: sbatch the same script with run_dir= to go on"
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        why = " ".join((getattr(error, "stderr", "") or str(error)).split())
+        return f"not queued again, since scontrol failed ({why[:200]}): sbatch the same script with run_dir= to go on"
+    return f"queued again (restart {restarts + 1} of at most {max_requeues})"
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) >= 2 and argv[0] == "check":
+        return check(argv[1], argv[2:])
+    if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
+        return finish(argv[1], int(argv[2]), argv[3:], os.environ)
+    print("usage: python -m recipes.core.batch check RECIPE WORDS | finish RECIPE STATUS WORDS", file=sys.stderr)
+    return rundir.EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

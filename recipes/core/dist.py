@@ -1,0 +1,197 @@
+"""The device of this rank and the process group of all ranks: NCCL on GPUs, gloo on CPUs."""
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.core.config import Device
+from recipes.core.entry import Start
+from recipes.core.ranks import RankInfo
+from recipes.core.rundir import MachineError
+
+TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks. hosts: each rank's host name, by rank. store: what the ranks met through."""
+
+    ranks: RankInfo
+    device: torch.device
+    backend: str
+    hosts: tuple[str, ...]
+    store: torch.distributed.Store
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``values`` summed over all ranks, in place; every rank has to call it."""
+        torch.distributed.all_reduce(values)
+        return values
+
+    def broadcast_text(self, name: str, text: str = "") -> str:
+        """Rank 0's ``text``, on every rank. ``name`` is used once in a run."""
+        if self.rank == 0:
+            self.store.set(f"text/{name}", text)
+        return self.store.get(f"text/{name}").decode()
+
+    def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
+        """``model``, its gradients averaged over the ranks during the backward pass; as it is where there is one rank."""
+        if compile:
+            model = cast(nn.Module, torch.compile(model))
+        if self.size == 1:
+            return model
+        return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+
+
+def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:
+    """This rank's device. ``seen``: GPUs that torch sees.
+
+    One rank a GPU: the local rank's, or the only one shown where the launcher shows each rank its own. Raises MachineError,
+    naming host and counts, where GPUs are missing; inside a Slurm job ``auto`` never becomes the CPU.
+    """
+    if device is Device.cpu:
+        return torch.device("cpu")
+    host = socket.gethostname()
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    granted = environ.get("SLURM_GPUS_ON_NODE", "")
+    on_node = int(granted) if granted.isdecimal() else 0
+    visible = len([d for d in (listed or "").split(",") if d.strip() not in ("", "-1", "NoDevFiles")])
+    expected = visible if listed is not None else on_node
+    if seen < expected:
+        source = "CUDA_VISIBLE_DEVICES names" if listed is not None else "Slurm granted"
+        raise MachineError(
+            f"{host}: {source} {expected} GPUs and torch sees {seen}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node"
+        )
+    if seen == 0:
+        if info.in_slurm:
+            raise MachineError(
+                f"{host}: Slurm granted {on_node} GPUs and torch sees 0: ask for GPUs (--gpus-per-node=…), or give device=cpu"
+            )
+        if device is Device.cuda:
+            raise MachineError(
+                f"{host}: device=cuda and torch sees 0 GPUs: give device=cpu, or install a driver and a CUDA build of torch"
+            )
+        return torch.device("cpu")
+    if info.local_world_size <= seen:
+        return torch.device("cuda", info.local_rank)
+    if seen == 1 and info.in_slurm and on_node >= info.local_world_size:
+        return torch.device("cuda", 0)  # bound one to a task (--gpus-per-task, --gpu-bind)
+    raise MachineError(
+        f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; start fewer ranks there, ask for more GPUs, or give device=cpu"
+    )
+
+
+@contextlib.contextmanager
+def process_group(start: Start, device: torch.device) -> Iterator[World]:
+    """All ranks, met and connected; torn down at the end, in bounded time also where a rank was lost.
+
+    Raises MachineError when the ranks do not meet within ``timeout_s``, or two ranks have the same GPU.
+    """
+    info, run = start.ranks, start.settings.run
+    timeout = datetime.timedelta(seconds=run.timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = _meet(info, timeout)
+    hosts = _exchange_hosts(store, info, device)
+    try:
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+            timeout=timeout, device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+    except torch.distributed.DistStoreError as error:
+        raise MachineError(
+            f"{hosts[info.rank]}: not all of {info.world_size} ranks came within {run.timeout_s:g} s ({error})"
+        ) from None
+    try:
+        yield World(info, device, backend, hosts, store)
+    finally:
+        leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(TEARDOWN_S)
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether ``error`` tells of another rank's end rather than of this rank's own fault."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+        "Socket Timeout",
+        "gloo/transport",
+        "ncclRemoteError",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Store:
+    """The store that all ranks of this attempt share."""
+    if info.world_size == 1:
+        return torch.distributed.HashStore()
+    # torchrun's agent already serves the store at that port, for every restart of its ranks.
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = os.environ.pop("RECIPES_LISTEN_FD", None)
+    where = f"{info.master_addr}:{info.master_port}"
+    try:
+        store: torch.distributed.Store = torch.distributed.TCPStore(
+            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=timeout,
+            wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
+        )  # fmt: skip
+    except (torch.distributed.DistError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error):
+            raise MachineError(
+                f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
+            ) from None
+        why = str(error).strip().split("\n")[0]
+        raise MachineError(
+            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}); is that its name and is it running?"
+        ) from None
+    store = torch.distributed.PrefixStore(f"attempt-{info.restart_count}", store)
+    store.set_timeout(timeout)
+    return store
+
+
+def _exchange_hosts(store: torch.distributed.Store, info: RankInfo, device: torch.device) -> tuple[str, ...]:
+    """Every rank's host name. Raises MachineError when two ranks hold one GPU, or a rank does not come."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"host/{info.rank}", f"{socket.gethostname()} {gpu}")
+    try:
+        found = [
+            text.decode().split(" ") for text in store.multi_get([f"host/{rank}" for rank in range(info.world_size)])
+        ]
+    except torch.distributed.DistError:
+        missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
+        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise MachineError(
+            f"{socket.gethostname()}: rank {shown} of {info.world_size} did not come in time (timeout_s)"
+        ) from None
+    for rank, (host, uuid) in enumerate(found):
+        if uuid and rank != info.rank and (host, uuid) == tuple(found[info.rank]):
+            raise MachineError(
+                f"{host}: ranks {rank} and {info.rank} have the same GPU {uuid}; there is one rank per GPU"
+            )
+    return tuple(host for host, _ in found)

@@ -1,0 +1,82 @@
+"""The start of a recipe, before torch is imported: keys, ranks, env files, network interface.
+
+A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" else None``, and imports torch after that, since
+some variables of the env files are read when torch is loaded.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from recipes.core import config, envfile, network, ranks, rundir
+from recipes.core.config import ConfigError, Settings
+from recipes.core.ranks import RankInfo
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a recipe knows before torch is there.
+
+    from_files: variables set from the env files. interface: the one proven by route, None where nothing could be.
+    """
+
+    settings: Settings
+    ranks: RankInfo
+    from_files: dict[str, str]
+    interface: network.Choice | None
+
+
+def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
+    """Checks the keys, finds this process's rank, and sets the variables of the env files and of the network interface.
+
+    A variable that the user has set stays as it is. Ends the process with one line: status 2 for a wrong key or surroundings
+    that contradict themselves, 3 where this machine cannot take part.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word in ("-h", "--help") for word in argv):
+        print(config.help_text(recipe))
+        sys.exit(rundir.EXIT_DONE)
+    host = socket.gethostname()
+    try:
+        settings = config.parse(argv, recipe=recipe)
+    except ConfigError as error:
+        _refuse(recipe, str(error), rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+    try:
+        info = ranks.detect(os.environ)
+        from_files = _apply_env_files(settings)
+    except (ranks.RankError, envfile.EnvFileError, ConfigError) as error:
+        _refuse(recipe, f"{host}: {error}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+    try:
+        interface = network.choose(info)
+    except network.NetworkError as error:
+        _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
+    if interface:
+        os.environ.update(network.settings(interface, os.environ))
+    return Start(settings, info, from_files, interface)
+
+
+def _apply_env_files(settings: Settings) -> dict[str, str]:
+    """common < fabric < site, set where the user has not. Raises EnvFileError or ConfigError."""
+    folder = config.ROOT / "env"
+    cluster = os.environ.get("RECIPES_CLUSTER", "")
+    profile = config.cluster_profile(cluster) if cluster else {}
+    files = envfile.files_for(settings.run.network, folder, profile.get("env_files", ()))
+    return envfile.apply(envfile.merge(*(envfile.read(file) for file in files)), os.environ)
+
+
+def _rank_hint() -> str:
+    """This process's rank as its launcher says it, unchecked: for choosing who speaks when nothing else is known."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
+
+
+def _refuse(recipe: str, message: str, status: int, *, speaks: bool) -> NoReturn:
+    """Ends with one line. Ranks that see the same as the one that speaks give it time to be the one that is read."""
+    if not speaks:
+        time.sleep(1.5)
+    print(f"{recipe}: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)

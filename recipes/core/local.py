@@ -1,0 +1,200 @@
+"""Ranks of one machine, without Slurm: starts them, stops all when one fails, names the first that failed. Standard library only."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from recipes.core import rundir
+from recipes.core.rundir import MachineError
+
+PEERS_GRACE_S = 15.0  # after a first failure the others have this long to end by themselves
+TERM_GRACE_S = 5.0  # and this long after SIGTERM
+SAVE_GRACE_S = 60.0  # after a stop that was asked for: a checkpoint is being written
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each machine, which of them this is, and where rank 0 listens (port 0: a free one, on this machine alone)."""
+
+    ranks: tuple[int, ...]
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def visible_gpus(environ: Mapping[str, str], proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """NVIDIA GPUs that a process here may use, found without torch: those of CUDA_VISIBLE_DEVICES, else those of the driver."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([d for d in listed.split(",") if d.strip() and d.strip() != "-1" and d.strip() != "NoDevFiles"])
+    return len(list(proc.iterdir())) if proc.is_dir() else 0
+
+
+def listen(layout: Layout) -> socket.socket:
+    """The socket that rank 0 accepts its peers on: bound before any rank starts, so no two runs can draw the same port.
+
+    Raises MachineError where the port is taken.
+    """
+    alone = len(layout.ranks) == 1
+    try:
+        if alone or not socket.has_dualstack_ipv6():
+            family = socket.AF_INET
+            return socket.create_server(("127.0.0.1" if alone else "", layout.master_port), family=family, backlog=2048)
+        return socket.create_server(("", layout.master_port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+    except OSError as error:
+        where = f"{socket.gethostname()}: port {layout.master_port}"
+        raise MachineError(
+            f"{where} cannot be listened on ({error.strerror}); give another in master=HOST:PORT"
+        ) from None
+
+
+def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one rank, by the names that torchrun gives them."""
+    before = sum(layout.ranks[: layout.node_rank])
+    return {
+        **environ,
+        "RANK": str(before + local_rank),
+        "WORLD_SIZE": str(sum(layout.ranks)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(layout.ranks[layout.node_rank]),
+        "GROUP_RANK": str(layout.node_rank),
+        "GROUP_WORLD_SIZE": str(len(layout.ranks)),
+        "MASTER_ADDR": layout.master_addr,
+        "MASTER_PORT": str(port),
+    }
+
+
+def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
+    """Runs ``command`` once a rank of this machine and gives the run's exit status.
+
+    run_dir: for its status; None on a machine that is not the first, where rank 0 is elsewhere.
+    """
+    listener = listen(layout) if layout.node_rank == 0 else None
+    port = listener.getsockname()[1] if listener else layout.master_port
+    ranks: list[subprocess.Popen[bytes]] = []
+    stop = _Stop()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop)
+        stack.callback(_kill, ranks)
+        for local_rank in range(layout.ranks[layout.node_rank]):
+            variables, handed = rank_environment(layout, local_rank, port, environ), ()
+            if listener and local_rank == 0:
+                variables["RECIPES_LISTEN_FD"], handed = str(listener.fileno()), (listener.fileno(),)  # type: ignore[assignment]
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=variables,
+                    cwd=root,
+                    pass_fds=handed,
+                    start_new_session=True,
+                    preexec_fn=_die_with(os.getpid()),
+                )
+            )
+        if listener:
+            listener.close()
+        first = _watch(ranks, stop)
+    return _outcome(ranks, first, stop, layout, run_dir)
+
+
+class _Stop:
+    """Turns SIGINT and SIGTERM into a flag while it is entered; ``asked`` counts them."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+
+    def __enter__(self) -> "_Stop":
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What a rank does before it starts: asks the kernel to be killed when the launcher dies, however that happens."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(rundir.EXIT_CRASH)
+
+    return prepare
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> int | None:
+    """Waits until every rank has ended, helping where that takes too long. Gives the first that failed by itself, if any."""
+    first: int | None = None
+    told, deadline = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks):
+        if first is None and not told:
+            first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
+            if first is not None:
+                deadline = time.monotonic() + PEERS_GRACE_S
+        if stop.asked > told:
+            told = stop.asked
+            _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
+            deadline = time.monotonic() + SAVE_GRACE_S
+            if told == 1:
+                print("stopping: the ranks save and end; once more to stop at once", file=sys.stderr)
+        if time.monotonic() > deadline:
+            _signal(ranks, signal.SIGTERM)
+            time.sleep(TERM_GRACE_S)
+            _signal(ranks, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.02)
+    if first is None and not told:
+        first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
+    return first
+
+
+def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """To every rank that lives; SIGKILL to its whole session, loader processes included."""
+    for rank in ranks:
+        if rank.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    _signal(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _outcome(
+    ranks: Sequence[subprocess.Popen[bytes]], first: int | None, stop: _Stop, layout: Layout, run_dir: Path | None
+) -> int:
+    code = 0
+    if first is not None:
+        code = ranks[first].returncode
+        number = sum(layout.ranks[: layout.node_rank]) + first
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        reason = f"rank {number} on {socket.gethostname()} {ended}"
+        code = 128 - code if code < 0 else code
+        if code not in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
+            status = run_dir and rundir.close(run_dir, reason, {"rank": number, "host": socket.gethostname()})
+            if status and status["reason"]:
+                reason = status["reason"] if number == status["first_failing_rank"] and reason in status["reason"] else f"{reason}; {status['reason']}"  # fmt: skip
+            print(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""), file=sys.stderr)
+        return code
+    if stop.asked:
+        code = next((r.returncode for r in ranks if r.returncode), 0)
+        code = 128 - code if code < 0 else code
+    status = run_dir and rundir.close(run_dir)
+    return rundir.exit_code(status, code) if status else code

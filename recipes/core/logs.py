@@ -1,0 +1,54 @@
+"""Output: each rank's log file, and what is said to a person. Standard library only.
+
+The copy is made by a process of its own (``tee``), below Python: NCCL's lines are in it too, and the last words of a rank that
+is killed or crashes.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+
+@contextlib.contextmanager
+def copied_to(path: Path) -> Iterator[TextIO | None]:
+    """Copies this process's stdout and stderr, children's included, to the end of ``path`` while it is entered.
+
+    Gives the terminal that stderr was, where it was one, for a progress line that does not belong into a file; else None.
+    Raises OSError when ``path`` cannot be written.
+    """
+    with open(path, "ab"):
+        pass
+    terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
+    copies = []
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        original = os.dup(number)
+        read_end, write_end = os.pipe()
+        # Not for the terminal's Ctrl-C to end (-i, and a session of its own): it ends when the rank does.
+        tee = subprocess.Popen(
+            ["tee", "-ai", str(path)],
+            stdin=read_end,
+            stdout=original,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(read_end)
+        os.dup2(write_end, number)
+        os.close(write_end)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        copies.append((number, stream, original, tee))
+    try:
+        yield terminal
+    finally:
+        for number, stream, original, tee in copies:
+            stream.flush()
+            os.dup2(original, number)
+            os.close(original)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tee.wait(timeout=5)  # not for ever: a grandchild may still hold the pipe
+        if terminal:
+            terminal.close()

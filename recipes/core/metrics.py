@@ -1,0 +1,57 @@
+"""metrics.jsonl, summary.json and what a run was made with."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+from recipes.core import config
+
+
+class Rows:
+    """``metrics.jsonl``: one JSON object a line, only ever added to; rank 0 alone has one."""
+
+    def __init__(self, path: Path) -> None:
+        # A line that a killed attempt left half written is ended, so that it spoils no other.
+        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        if torn:
+            self._file.write("\n")
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def git_commit(root: Path = config.ROOT) -> str | None:
+    """The repository's commit, ``-dirty`` behind it where files differ; None outside of one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,338 @@
+"""One attempt of one run, from the process group to the exit status: what every recipe's ``main`` is called inside of."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+import torch.distributed
+from omegaconf import OmegaConf
+
+from recipes.core import checkpoint, config, dist, logs, metrics, preempt, rundir
+from recipes.core.checkpoint import State
+from recipes.core.config import RunKeys, Settings
+from recipes.core.dist import World
+from recipes.core.entry import Start
+from recipes.core.rundir import InputError, MachineError
+
+PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
+MAY_CHANGE = {"epochs", "max_steps", "num_workers", "log_every_steps", "evaluate"}  # on resume; and paths
+
+
+@dataclass
+class Run:
+    """What a recipe's main works with. stopping: the ranks have agreed to stop; set by the step loop alone."""
+
+    settings: Settings
+    world: World
+    dir: Path
+    attempt: int
+    stop: preempt.StopFlag
+    terminal: TextIO | None
+    rows: metrics.Rows | None  # rank 0's
+    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
+    resumed_from_step: int | None = None
+    was_done: bool = False
+    stopping: str = ""
+    samples: int = 0  # trained on, in this attempt
+    train_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def keys(self) -> RunKeys:
+        return self.settings.run
+
+    def say(self, text: str) -> None:
+        """A line from rank 0."""
+        if self.world.rank == 0:
+            self.progress("")
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A line from any rank, with its host's name."""
+        print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Rank 0's progress line, rewritten in place; on a terminal only."""
+        if self.terminal and self.world.rank == 0:
+            self.terminal.write(f"\r\033[K{text}")
+            self.terminal.flush()
+
+    def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
+        """Makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
+
+        sampler: what the order of samples depends on besides the config. Called by all ranks. Raises InputError where the
+        checkpoint is another run's, or none can be read.
+        """
+        self.state = state
+        state.meta = {
+            "recipe": self.settings.recipe,
+            "config": _plain(self.settings.config),
+            "world_size": self.world.size,
+        }
+        state.meta["torch"] = torch.__version__
+        chosen = self._choose_checkpoint()
+        if not chosen:
+            return
+        content = checkpoint.read(Path(chosen))
+        meta, paths = content["meta"], {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
+        if meta.get("recipe") != self.settings.recipe:
+            raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
+        changed = checkpoint.differences(meta["config"], state.meta["config"], MAY_CHANGE | paths)
+        changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
+        if changed:
+            raise InputError(
+                f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
+            )
+        checkpoint.restore(state, content)
+        if len(content["rng"]) == self.world.size:
+            checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
+        self.resumed_from_step = state.step
+        self.say(f"resumed from {chosen}, step {state.step}")
+
+    def _choose_checkpoint(self) -> str:
+        """The checkpoint to go on from, "" for none: rank 0 looks, all ranks learn the same."""
+        chosen, error = "", ""
+        if self.world.rank == 0:
+            try:
+                chosen = self._look_for_checkpoint()
+            except InputError as problem:
+                error = str(problem)
+        found = json.loads(self.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
+        if found[1]:
+            raise InputError(found[1])
+        return str(found[0])
+
+    def _look_for_checkpoint(self) -> str:
+        wanted = self.keys.resume
+        if wanted not in ("auto", "never"):
+            return wanted
+        there = checkpoint.candidates(self.dir / "checkpoints")
+        if wanted == "never":
+            if there:
+                raise InputError(
+                    f"resume=never: {self.dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
+                )
+            return ""
+        for path in there:
+            try:
+                checkpoint.read(path)
+                return str(path)
+            except InputError as problem:
+                self.warn(f"{problem}; taking the one before it")
+        if there:
+            raise InputError(f"{self.dir}/checkpoints: none of {len(there)} can be read: move them away to start anew")
+        return ""
+
+    def save(self, sampler: Mapping[str, Any]) -> None:
+        """Writes a checkpoint of ``state``. Called by all ranks."""
+        rng: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        if self.world.rank == 0:
+            path = checkpoint.save(self.dir / "checkpoints", self.state, sampler, rng)
+            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.state.step)
+            self.progress("")
+            print(f"checkpoint {path}", flush=True)
+        torch.distributed.barrier()
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
+        if self.world.rank != 0:
+            return
+        step = self.state.step
+        if self.stopping:
+            rundir.write_status(self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping)
+            self.say(f"stopped by {self.stopping} at step {step}, saved in {self.dir}")
+            return
+        if results or not (self.dir / "summary.json").exists():
+            summary = {
+                "recipe": self.settings.recipe,
+                "world_size": self.world.size,
+                "num_nodes": self.world.ranks.num_nodes,
+                "device": self.world.device.type,
+                "backend": self.world.backend,
+                "epochs": self.settings.config.epochs,
+                "steps": step,
+                "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+                "wall_seconds": round(time.monotonic() - self.started, 3),
+                **results,
+                "resumed_from_step": self.resumed_from_step,
+                "restarts": self.attempt,
+                "git_commit": metrics.git_commit(),
+                "versions": metrics.versions(),
+            }
+            rundir.write_json(self.dir / "summary.json", summary)
+        rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
+
+
+def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
+    """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends the process.
+
+    What main returns goes into ``summary.json``. Exit status as in README: 0 done, 2 bad input, 3 cannot run here, 75 saved
+    and wants to be queued again, 1 anything else, with the first failing rank in the last lines and in ``status.json``.
+    """
+    code = rundir.EXIT_CRASH
+    try:
+        faulthandler.enable()
+        _set_threads(start)
+        device = dist.resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
+        with preempt.stop_flag() as stop, dist.process_group(start, device) as world:
+            code = _attempt(main, start, world, stop)
+    except (InputError, MachineError) as error:
+        if start.ranks.local_rank != 0:
+            time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
+        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
+        sys.exit(code)
+    os._exit(code)  # no teardown that waits for ranks that are gone
+
+
+def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: preempt.StopFlag) -> int:
+    """The part that has a run directory: gives the exit status, and leaves a record where this rank failed."""
+    run_dir, attempt, was_done = _open_run_dir(start, world)
+    with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
+        rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
+        if rows:
+            stack.callback(rows.close)
+        current = Run(start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done)
+        try:
+            _introduce(current, start)
+            current.finish(main(start.settings.config, current))
+            torch.distributed.barrier()
+            return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
+        except BaseException as error:
+            current.progress("")
+            return _fail(current, error)
+
+
+def _fail(run: Run, error: BaseException) -> int:
+    """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
+    world, code, kind = run.world, rundir.EXIT_CRASH, "error"
+    line = rundir.one_line(error)
+    if isinstance(error, (InputError, MachineError)):
+        code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
+        if _rank0_says_the_same(world, line):
+            return code
+        print(f"{run.settings.recipe}: {line}", file=sys.stderr)
+    elif dist.is_peer_error(error):
+        kind = "peer"
+        print(
+            f"rank {world.rank} on {world.host} lost its peers at step {run.state.step if run.state else 0}: {line}",
+            file=sys.stderr,
+        )
+    else:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        rundir.record_failure(run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line)
+        if kind == "peer":
+            time.sleep(PEERS_TELL_S)
+        reason, first = rundir.verdict(run.dir)
+        rundir.write_status(
+            run.dir,
+            "failed",
+            attempt=run.attempt,
+            step=run.state.step if run.state else 0,
+            reason=reason,
+            first=first,
+            exit_status=code,
+        )
+        if code == rundir.EXIT_CRASH:
+            print(f"{run.settings.recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+    return code
+
+
+def _rank0_says_the_same(world: World, line: str) -> bool:
+    """Whether rank 0 ends with the same line, so that this rank need not repeat it."""
+    with contextlib.suppress(Exception):
+        world.store.set(f"fault/{world.rank}", line)
+        if world.rank != 0:
+            for _ in range(15):
+                if world.store.check(["fault/0"]):
+                    return world.store.get("fault/0").decode() == line
+                time.sleep(0.1)
+    return False
+
+
+def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
+    """The run directory that rank 0 chooses, made; this attempt's number; and whether the run was done already."""
+    message = {}
+    if world.rank == 0:
+        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, start.ranks.run_id, config.ROOT)
+        try:
+            for name in ("logs", "checkpoints", "failures"):
+                (path / name).mkdir(parents=True, exist_ok=True)
+            status = rundir.read_status(path)
+            attempt = rundir.begin_attempt(path, list(world.hosts))
+            OmegaConf.save(start.settings.saved, path / "config.yaml")
+            message = {"dir": str(path), "attempt": attempt, "was_done": bool(status and status["state"] == "done")}
+        except OSError as error:
+            message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
+    message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
+    if "error" in message:
+        raise MachineError(message["error"])
+    path = Path(message["dir"])
+    if world.rank != 0:
+        for name in ("logs", "failures"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+    return path, message["attempt"], message["was_done"]
+
+
+def _introduce(run: Run, start: Start) -> None:
+    """The first lines: size, device, where the run is kept, the network that was chosen and any node that differs."""
+    world = run.world
+    store = world.store
+    if world.ranks.local_rank == 0:
+        store.set(f"interface/{world.ranks.node_rank}", start.interface.interface if start.interface else "")
+    if world.rank != 0:
+        return
+    again = f", attempt {run.attempt + 1}" if run.attempt else ""
+    nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
+    run.say(
+        f"{run.settings.recipe}: {world.size} rank{'s' if world.size > 1 else ''} on {nodes}, {world.device.type}, {world.backend}{again}"
+    )
+    run.say(f"run directory: {run.dir}")
+    found = [text.decode() for text in store.multi_get([f"interface/{n}" for n in range(world.ranks.num_nodes)])]
+    if found[0] and start.interface:
+        run.say(f"network: {found[0]} ({start.interface.reason})")
+    elif world.size > 1:
+        run.say("network: no interface could be proven by route; NCCL's and gloo's own choice holds")
+    for node, name in enumerate(found):
+        if name != found[0]:
+            host = next(
+                (
+                    h
+                    for r, h in enumerate(world.hosts)
+                    if start.ranks.nodes and h.split(".")[0] == start.ranks.nodes[node].split(".")[0]
+                ),
+                f"node {node}",
+            )
+            run.say(f"network: {host} has {name or 'none proven'} instead")
+    if start.from_files:
+        run.say("from env files: " + " ".join(sorted(start.from_files)))
+    idle = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if world.device.type == "cpu" and idle.isdecimal() and int(idle) > 0:
+        run.say(f"warning: device=cpu, and {idle} GPUs a node stand idle: give sbatch --gpus-per-node=0 beside it")
+
+
+def _set_threads(start: Start) -> None:
+    threads = start.settings.run.cpu_threads or (1 if start.ranks.world_size > 1 else 0)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _plain(keys: Any) -> dict[str, Any]:
+    """A dataclass of keys as what a checkpoint can hold: texts, numbers, booleans."""
+    return {f.name: getattr(v, "name", v) for f in fields(keys) for v in [getattr(keys, f.name)]}

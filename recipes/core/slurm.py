@@ -1,0 +1,216 @@
+"""One job description, and the two things made of it: the text of an sbatch script, and submitit's parameters.
+
+Values are checked where keys are (recipes/core/config.py) and quoted here: nothing typed reaches a script bare.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import config
+from recipes.core.config import ConfigError, Device, JobKeys, Settings
+
+SIGNAL_S = 120  # seconds before the time limit at which Slurm signals the ranks; it may come up to 60 s early
+GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
+SRUN_OPTIONS = ("--kill-on-bad-exit=1", "--wait=60")  # one dead rank ends the step
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is submitted: a recipe with its arguments, and what it asks of Slurm.
+
+    arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs; None in a ready script, which
+    is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value.
+    """
+
+    recipe: str
+    arguments: tuple[str, ...]
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    cpus_per_rank: int
+    minutes: int
+    name: str
+    root: Path | None
+    cluster: str = ""
+    modules: tuple[str, ...] = ()
+    directives: tuple[tuple[str, str], ...] = ()
+
+
+def ranks_per_node(job: JobKeys, device: Device) -> int:
+    """Ranks of each node: one for each GPU; on the CPU ``ranks_per_node``, or ``gpus_per_node`` taken as that.
+
+    Raises ConfigError when the keys contradict each other.
+    """
+    if device is Device.cpu:
+        if job.ranks_per_node is not None:
+            return job.ranks_per_node
+        return job.gpus_per_node or 1
+    if job.ranks_per_node is not None and job.ranks_per_node != (job.gpus_per_node or job.ranks_per_node):
+        raise ConfigError(
+            f"ranks_per_node={job.ranks_per_node}: beside gpus_per_node={job.gpus_per_node}, but there is one rank per GPU;"
+            " give gpus_per_node alone, or device=cpu"
+        )
+    if job.gpus_per_node == 0:
+        raise ConfigError("gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1")
+    return job.gpus_per_node or job.ranks_per_node or 1
+
+
+def describe(settings: Settings, root: Path, base: Path) -> Job:
+    """The job that ``settings`` describe. Paths typed are relative to ``base``. Raises ConfigError."""
+    job, on_cpu = settings.job, settings.run.device is Device.cpu
+    for name in ("gpus", "master"):
+        if getattr(job, name):
+            raise ConfigError(
+                f"{name}={getattr(job, name)}: is for launcher=local; with launcher=slurm give nodes= and gpus_per_node="
+            )
+    if job.node_rank:
+        raise ConfigError(
+            f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
+        )
+    ranks = ranks_per_node(job, settings.run.device)
+    workers = getattr(settings.config, "num_workers", 0)
+    cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    recipe_class, _ = config.recipe_conf(settings.recipe)
+    words = config.absolute(settings.typed, (config.RunKeys, recipe_class), base)
+    profile = config.cluster_profile(job.cluster) if job.cluster else {}
+    options = ("partition", "account", "qos", "constraint", "exclude", "reservation")
+    return Job(
+        recipe=settings.recipe,
+        arguments=tuple(f"{name}={value}" for name, value in words.items()),
+        nodes=job.nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=0 if on_cpu else ranks,
+        cpus_per_rank=cpus,
+        minutes=config.minutes(job.time),
+        name=job.name or settings.recipe,
+        root=root,
+        cluster=job.cluster,
+        modules=tuple(profile.get("modules", ())),
+        directives=tuple((name, getattr(job, name)) for name in options if getattr(job, name)),
+    )
+
+
+def directives(job: Job) -> dict[str, str]:
+    """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
+    size = {"nodes": str(job.nodes), "ntasks-per-node": str(job.ranks_per_node)}
+    if job.gpus_per_node:
+        size["gpus-per-node"] = str(job.gpus_per_node)
+    return {
+        "job-name": job.name,
+        **size,
+        "cpus-per-task": str(job.cpus_per_rank),
+        "time": str(job.minutes),
+        **dict(job.directives),
+        "requeue": "",
+        "open-mode": "append",
+        "signal": f"USR2@{SIGNAL_S}",
+    }
+
+
+def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
+    """The sbatch script of ``job``. ``path``: a ready script's own, relative to the repository; ``header``: lines of comment."""
+    options = directives(job)
+    if job.root is not None:
+        options["chdir"] = str(job.root)
+    # In the folder that the job starts in, since that one is always there: a log's folder that is missing fails the job
+    # without a word (sbatch, 0:53).
+    options["output"] = "%x-%j.out"
+    lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
+    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    recipe = job.recipe
+    lines += [
+        "",
+        "stop() {",
+        '    echo "$1" >&2',
+        "    exit 2",
+        "}",
+        *_setup(job),
+    ]
+    if job.root is None:
+        lines += [
+            f"[ -f recipes/{recipe}.py ] ||",
+            f'    stop "{path}: $PWD is not the repository: cd to its top folder and type sbatch {path}"',
+            *_CLUSTER.splitlines(),
+        ]
+    if job.arguments:
+        lines += [f'set -- {shlex.join(job.arguments)} "$@"']
+    lines += [
+        *_PYTHON.splitlines(),
+        f'"$python" -m recipes.core.batch check {recipe} "$@" || exit',
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(SRUN_OPTIONS)} \\',
+        f'    "$python" -u -m recipes.{recipe} "$@"',
+        f'"$python" -m recipes.core.batch finish {recipe} $? "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _setup(job: Job) -> list[str]:
+    """What the batch shell does before anything else, in every script."""
+    lines = [
+        "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
+        'unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
+    ]
+    if job.cluster:
+        lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
+    return lines + [f"module load {shlex.quote(module)}" for module in job.modules]
+
+
+# The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
+_CLUSTER = """\
+words=()
+for word in "$@"; do
+    case $word in
+        cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
+        *) words+=("$word") ;;
+    esac
+done
+set -- "${words[@]}"
+if [ -n "${RECIPES_CLUSTER:-}" ]; then
+    profile=env/clusters/$RECIPES_CLUSTER.yaml
+    [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
+    while read -r module; do
+        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
+    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
+fi
+"""
+
+_PYTHON = """\
+if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    python=python
+elif [ -x .venv/bin/python ]; then
+    python=.venv/bin/python
+else
+    stop "no Python environment: activate yours before sbatch, or make one here with: make install"
+fi
+"""
+
+
+def submitit_parameters(job: Job, python: str) -> dict[str, object]:
+    """The same job for ``submitit.SlurmExecutor.update_parameters`` (submitit 1.5). ``python``: that runs the recipe."""
+    options = directives(job)
+    native: dict[str, object] = {
+        "job_name": options.pop("job-name"),
+        "nodes": int(options.pop("nodes")),
+        "ntasks_per_node": int(options.pop("ntasks-per-node")),
+        "cpus_per_task": int(options.pop("cpus-per-task")),
+        "time": int(options.pop("time")),
+        "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
+    }
+    if "gpus-per-node" in options:
+        native["gpus_per_node"] = int(options.pop("gpus-per-node"))
+    for name in ("partition", "qos", "constraint", "exclude", "account"):
+        if name in options:
+            native[name] = options.pop(name)
+    del options["open-mode"]  # submitit writes it by itself
+    finish = shlex.join([python, "-m", "recipes.core.batch", "finish", job.recipe])
+    return {
+        **native,
+        "wckey": None,  # some sites refuse submitit's own
+        "stderr_to_stdout": True,
+        "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
+        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *SRUN_OPTIONS],
+        "setup": _setup(job),
+        "teardown": [f"{finish} $? {shlex.join(job.arguments)}"],
+    }

@@ -1,0 +1,185 @@
+"""Submission to Slurm through submitit, and waiting for what came of it, with or without accounting. Never torch."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import rundir, slurm
+from recipes.core.rundir import MachineError
+from recipes.core.slurm import Job
+
+KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that Slurm has taken. log: where rank 0's output and srun's own messages go."""
+
+    job_id: str
+    run_dir: Path
+    log: Path
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what an outer allocation left in it (SLURM_*, SRUN_*, SBATCH_*), but with what sites prescribe."""
+    return {k: v for k, v in environ.items() if k in KEPT or not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment, replaced for a while: submitit starts sbatch with it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def ask_controller(job: Job) -> str:
+    """Slurm's own word on when ``job`` would start. Raises MachineError with Slurm's reason where it never could."""
+    if shutil.which("sbatch") is None:
+        raise MachineError(
+            "there is no Slurm on this machine (no sbatch on the PATH): launcher=local runs the recipe here"
+        )
+    try:
+        asked = subprocess.run(
+            ["sbatch", "--test-only"],
+            input=slurm.script(job), env=clean_environment(os.environ), cwd=job.root, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise MachineError(
+            "Slurm's controller has not answered within 120 s: ask for its state with scontrol ping"
+        ) from None
+    words = " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", asked.stderr).split())
+    if asked.returncode != 0:
+        raise MachineError(f"Slurm refuses this job: {words or 'sbatch --test-only gave no reason'}")
+    return words
+
+
+def job_folder(root: Path) -> Path:
+    """The folder of submitit's job files, made private: they are pickles, which a job runs as whatever they say.
+
+    Raises MachineError where it belongs to, or can be written by, somebody else.
+    """
+    folder = root / "runs" / "submitit"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be made ({error.strerror}); job files have to be written there") from None
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise MachineError(
+            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {folder}"
+        )
+    return folder
+
+
+def submit(job: Job, python: str, run_dir: str) -> Submitted:
+    """Submits ``job`` through submitit and does not wait. ``run_dir``: as typed, absolute, or empty for the default.
+
+    Each task of submitit's becomes the recipe by exec, so that neither its signal handler nor what it unpickles stays
+    between Slurm and the ranks. Raises MachineError with Slurm's reason.
+    """
+    import submitit
+
+    assert job.root is not None
+    folder = job_folder(job.root)
+    command = [python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments]
+    with _environment(clean_environment(os.environ)), rundir.umask(0o077):
+        executor = submitit.SlurmExecutor(folder=folder, python=python)
+        executor.update_parameters(**slurm.submitit_parameters(job, python))
+        try:
+            submitted = executor.submit(os.execv, python, command)
+        except submitit.core.utils.FailedSubmissionError as error:
+            raise MachineError(f"Slurm refuses this job: {' '.join(str(error).split())[:300]}") from None
+    job_id = str(submitted.job_id)
+    where = rundir.choose(run_dir, job.recipe, job_id, job.root)
+    where.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(submitted.paths.submission_file, where / "job.sh")
+    rundir.write_json(
+        where / "job.yaml", {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
+    )
+    return Submitted(job_id, where, Path(submitted.paths.stdout))
+
+
+def job_state(job_id: str) -> tuple[str, int]:
+    """The job's state in Slurm's words and its exit status; ``("", 0)`` where Slurm has forgotten the job.
+
+    Asks the controller, since accounting may not be there. Raises MachineError when the controller does not answer.
+    """
+    show = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, timeout=120)
+    if show.returncode != 0:
+        if "Invalid job id" in show.stderr:
+            return "", 0
+        raise MachineError(f"Slurm's controller does not answer: {' '.join(show.stderr.split())[:200]}")
+    fields = dict(word.split("=", 1) for word in show.stdout.split() if "=" in word)
+    status, _, signal = fields.get("ExitCode", "0:0").partition(":")
+    return fields.get("JobState", ""), int(status) or (128 + int(signal) if int(signal or 0) else 0)
+
+
+def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
+    """Waits for the job to end, shows rank 0's log meanwhile, and gives the job's outcome as an exit status.
+
+    A controller that does not answer is asked again for ``patience_s`` seconds.
+    """
+    shown, interval_s, silent_since = 0, 0.5, 0.0
+    while True:
+        try:
+            state, code = job_state(submitted.job_id)
+            silent_since = 0.0
+        except (MachineError, subprocess.TimeoutExpired) as error:
+            state, code, silent_since = "UNKNOWN", 0, silent_since or time.monotonic()
+            if time.monotonic() - silent_since > patience_s:
+                raise MachineError(f"job {submitted.job_id} goes on, but {error}") from None
+        shown = _follow(submitted.log, shown)
+        if state in ENDED or state == "":
+            break
+        time.sleep(interval_s)
+        interval_s = min(5.0, interval_s * 1.1)  # kind to a controller that many people ask
+    time.sleep(0.2)
+    _follow(submitted.log, shown)
+    status = rundir.read_status(submitted.run_dir)
+    if state == "COMPLETED" or (not state and status and status["state"] == "done"):
+        print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
+        return rundir.exit_code(status, code)
+    reason = f": {status['reason']}" if status and status["reason"] else ""
+    print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
+    code = rundir.exit_code(status, code)
+    return code or rundir.EXIT_CRASH
+
+
+def _follow(log: Path, shown: int) -> int:
+    """Copies what ``log`` has behind byte ``shown`` to stdout and gives the new end."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(shown)
+            text = file.read()
+    except FileNotFoundError:
+        return shown
+    sys.stdout.write(text.decode(errors="replace"))
+    sys.stdout.flush()
+    return shown + len(text)

@@ -1,0 +1,116 @@
+"""MNIST: a small CNN, trained data-parallel. The recipe to copy when you write your own.
+
+    python -m recipes.mnist dataset=digits                                         # one process, no download
+    python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu       # two ranks here
+    sbatch sbatch/mnist_2x8.sh data_dir=…                                          # two nodes of eight GPUs
+
+What to expect: not measured yet.
+"""
+
+from recipes.core import entry
+
+# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+START = entry.begin("mnist") if __name__ == "__main__" else None
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.mnist import Config, Optimizer, Schedule
+from recipes.core import data, session, train
+from recipes.core.checkpoint import State
+from recipes.core.data import GlobalBatches, ImageSet, Shard, ShiftedImages
+from recipes.core.session import Run
+
+MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels
+
+
+class Net(nn.Module):
+    """Images (B, 1, 28, 28) to the logits of ten classes (B, 10). Nothing in it depends on how a batch is cut into ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 5, stride=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, stride=2)
+        self.fc1 = nn.Linear(64 * 4 * 4, 256)
+        self.fc2 = nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
+    if cfg.dataset == "mnist":
+        return data.mnist(cfg.data_dir)
+    return data.digits() if cfg.dataset == "digits" else data.fake(60_000, 10_000, (1, 28, 28), 10)
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 (B, 1, H, W) to float, mean 0 and standard deviation 1 over MNIST."""
+    return images.float().sub_(MEAN).div_(STD)
+
+
+def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
+    if cfg.optimizer is Optimizer.sgd:
+        return torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(net.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+
+
+def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
+    """The learning rate of a step, as a share of its peak: up in a line, then down along a cosine to zero."""
+    rise = cfg.warmup * total_steps
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    if cfg.schedule is Schedule.constant:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, total_steps - rise))))
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    train_set, test_set = (part.to(world.device) for part in load(cfg))
+    net = Net().to(world.device)
+    model = world.parallel(net, compile=cfg.compile)
+    optimizer = make_optimizer(cfg, net)
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    steps = train.total_steps(cfg, batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
+    shifted = ShiftedImages(train_set.images, reach=2 if cfg.augment else 0)
+    autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=cfg.dtype.name == "bfloat16")
+
+    def loss_sum(shard: Shard) -> Tensor:
+        shifted.draw(cfg.seed, shard.epoch)
+        indices = shard.indices.to(world.device)
+        with autocast:
+            logits = model(normalise(shifted.take(indices)))
+        return F.cross_entropy(
+            logits.float(), train_set.labels[indices], reduction="sum", label_smoothing=cfg.label_smoothing
+        )
+
+    @torch.inference_mode()
+    def evaluate() -> dict[str, Any]:
+        """Over all ranks, each test sample once: every rank counts its own share, and the counts are added."""
+        part = data.share(len(test_set), world.rank, world.size)
+        right = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
+        for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
+            with autocast:
+                best = net(normalise(images)).topk(5).indices == labels[:, None]
+            right += torch.stack([best[:, 0].sum(), best.sum(), torch.tensor(len(labels), device=world.device)])
+        top1, top5, samples = world.sum(right).tolist()
+        return {"val_top1": top1 / samples, "val_top5": top5 / samples, "val_samples": samples}
+
+    run.resume(State(net, optimizer, scheduler), train.sampler_state(batches))
+    if cfg.evaluate:
+        return train.evaluate_only(run, evaluate)
+    return train.fit(run, cfg, batches, loss_sum, evaluate)
+
+
+if START:
+    session.run(main, START)

@@ -1,0 +1,288 @@
+"""The cluster that the other tests stand on: is it what they take it for, and is nothing left of it afterwards?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm import cluster as cluster_module
+from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, Process, running_cluster, start
+
+SCRIPT = Path(cluster_module.__file__)
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2")
+
+
+def job_output(slurm: Cluster, folder: Path, command: str, *options: str) -> list[str]:
+    """Lines that a batch script with this command prints, sorted: tasks write in any order."""
+    script, log = folder / "job.sh", folder / "job.log"
+    script.write_text(f"#!/bin/bash\n{command}\n")
+    job = slurm.submit(f"--output={log}", *options, script)
+    assert slurm.wait_job(job) == "COMPLETED", log.read_text()
+    return sorted(log.read_text().splitlines())
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def left_over(root: Path, state: dict[str, Any]) -> list[str]:
+    """What there still is of a cluster: folder, link, mounts, processes."""
+    found = [str(root)] if root.exists() else []
+    found += [name for name in os.listdir("/sys/class/net") if name == state["link"]]
+    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(root) in line]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(root) in line:
+            found.append(line)
+    return found
+
+
+def test_nodes_are_idle_and_have_gpus(slurm: Cluster) -> None:
+    slurm.wait_idle()
+    lines = slurm.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %t %c %G").stdout.splitlines()
+    assert [line.rstrip() for line in lines] == ["node1 idle 64 gpu:8", "node2 idle 64 gpu:8"]
+
+
+def test_batch_job_runs_on_both_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    assert job_output(slurm, tmp_path, "srun hostname", *TWO_BY_TWO) == ["node1", "node1", "node2", "node2"]
+
+
+def test_tasks_are_given_gpus(slurm: Cluster, tmp_path: Path) -> None:
+    command = "srun bash -c 'echo $SLURM_PROCID $SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES'"
+    assert job_output(slurm, tmp_path, command, *TWO_BY_TWO) == [f"{rank} 2 0,1" for rank in range(4)]
+    command = "srun --gpus-per-task=1 bash -c 'echo $SLURM_PROCID $CUDA_VISIBLE_DEVICES'"
+    assert job_output(slurm, tmp_path, command, *TWO_BY_TWO) == ["0 0", "1 1", "2 0", "3 1"]
+
+
+def test_srun_from_the_login_side(slurm: Cluster) -> None:
+    outside = slurm.run("srun", "--nodes=2", "hostname")
+    assert sorted(outside.stdout.split()) == ["node1", "node2"], outside.stderr
+    inside = slurm.run("salloc", "--nodes=2", "srun", "hostname")
+    assert sorted(inside.stdout.split()) == ["node1", "node2"], inside.stderr
+
+
+def test_every_node_is_a_host_of_its_own(slurm: Cluster, tmp_path: Path) -> None:
+    command = "srun bash -c 'echo $(hostname) $(ls /sys/class/net) $(ip -4 -o addr show docker0 | grep -o 172.*/16)'"
+    lines = job_output(slurm, tmp_path, command, "--nodes=2")
+    assert lines == [f"{name} docker0 eth0 lo veth0 172.17.0.1/16" for name in ("node1", "node2")]
+
+
+def test_names_resolve_to_the_data_network_but_the_own_one_to_loopback(slurm: Cluster) -> None:
+    first, second = slurm.nodes
+    assert slurm.on_node("node1", "getent", "ahostsv4", "node1").stdout.split()[0] == "127.0.1.1"
+    assert slurm.on_node("node1", "getent", "ahostsv4", "node2").stdout.split()[0] == second.address
+    listener = (
+        "import socket; s = socket.create_server(('', 7777)); print('up', flush=True); c, a = s.accept(); print(a[0])"
+    )
+    argv = ["nsenter", f"--target={second.pid}", "--net", "--", sys.executable, "-c", listener]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "up\n"
+        client = "import socket; socket.create_connection(('node2', 7777), timeout=5)"
+        assert slurm.on_node("node1", sys.executable, "-c", client).stderr == ""
+        assert server.stdout.readline().strip() == first.address
+
+
+@pytest.mark.skipif(not Path("/proc/sys/net/ipv6").exists(), reason="this kernel has no IPv6")
+def test_nodes_reach_each_other_by_ipv6(slurm: Cluster) -> None:
+    first, second = slurm.nodes
+    route = slurm.on_node("node1", "ip", "-6", "route", "get", second.address6).stdout
+    assert "dev eth0" in route
+    assert f"src {first.address6}" in route
+    client = f"import socket; socket.create_connection(('{second.address6}', 9), timeout=5)"
+    assert "ConnectionRefusedError" in slurm.on_node("node1", sys.executable, "-c", client).stderr
+
+
+def test_the_login_sides_name_is_known_to_the_nodes(slurm: Cluster) -> None:
+    name = os.uname().nodename
+    assert slurm.on_node("node1", "getent", "ahostsv4", name).stdout.split()[0] == slurm.login_address
+
+
+def test_an_ordinary_user_can_submit(slurm: Cluster) -> None:
+    done = slurm.run("srun", "--chdir=/", "id", "-un", user="nobody", group="nogroup", extra_groups=[], cwd="/")
+    assert done.stdout.strip() == "nobody", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--partition=nowhere",), "invalid partition"),
+        (("--partition=short", "--time=11"), "time limit"),
+        (("--nodes=3",), "node count"),
+        (("--gpus-per-node=9",), "node configuration is not available"),
+    ],
+)
+def test_test_only_refuses_what_cannot_run(slurm: Cluster, options: tuple[str, ...], complaint: str) -> None:
+    done = slurm.run("sbatch", "--test-only", *options, "--wrap=true")
+    assert done.returncode == 1
+    assert complaint in done.stderr.lower()
+    assert slurm.run("sbatch", "--test-only", "--partition=short", "--time=10", "--wrap=true").returncode == 0
+
+
+def test_a_jobs_end_is_seen_without_accounting(slurm: Cluster) -> None:
+    failed = slurm.submit("--output=/dev/null", "--wrap=exit 3")
+    assert slurm.wait_job(failed) == "FAILED"
+    assert slurm.jobs(failed)[0]["ExitCode"] == "3:0"
+    tasks = slurm.submit("--output=/dev/null", "--array=0-1", "--wrap=exit $SLURM_ARRAY_TASK_ID")
+    assert slurm.wait_job(tasks) == "FAILED"
+    asleep = slurm.submit("--output=/dev/null", "--wrap=sleep 60")
+    with pytest.raises(ClusterError, match=f"the end of job {asleep} not within 0.2 s: "):
+        slurm.wait_job(asleep, timeout_s=0.2)
+    slurm.run("scancel", asleep)
+    assert slurm.wait_job(asleep) == "CANCELLED"
+
+
+def test_tasks_are_found_and_can_be_killed_from_outside(slurm: Cluster) -> None:
+    job = slurm.submit("--nodes=2", "--output=/dev/null", "--wrap=srun --kill-on-bad-exit=1 /usr/bin/sleep 61")
+    try:
+
+        def tasks() -> list[Process]:
+            return [each for each in slurm.processes(job_id=job) if each.command == "/usr/bin/sleep 61"]
+
+        assert until(lambda: sorted(task.node for task in tasks()) == ["node1", "node2"]), tasks()
+        os.kill(tasks()[0].pid, signal.SIGKILL)
+        assert slurm.wait_job(job) == "FAILED"
+        assert until(lambda: not slurm.processes(job_id=job))
+    finally:
+        slurm.run("scancel", job)
+
+
+def test_a_task_outlives_its_slurmd(slurm: Cluster) -> None:
+    job = slurm.submit("--nodelist=node2", "--output=/dev/null", "--wrap=sleep 62")
+    try:
+        assert until(lambda: slurm.processes(job_id=job, command="sleep 62"))
+        slurm.kill_slurmd("node2")
+        assert slurm.processes(job_id=job, command="sleep 62")
+        slurm.restart_slurmd("node2")
+        assert slurm.jobs(job)[0]["JobState"] == "RUNNING"
+    finally:
+        slurm.run("scancel", job)
+        slurm.wait_job(job)
+
+
+def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
+    with running_cluster(ClusterOptions(gpus=(8, 2), own_name_is_loopback=False, same_docker0=False)) as cluster:
+        gres = cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %G").stdout.split()
+        assert gres == ["node1", "gpu:8", "node2", "gpu:2"]
+        command = "srun bash -c 'echo $(hostname) $SLURM_LOCALID $CUDA_VISIBLE_DEVICES'"
+        lines = job_output(cluster, tmp_path, command, "--nodes=2", "--ntasks=10", "--gpus-per-task=1")
+        assert lines == [f"node1 {each} {each}" for each in range(8)] + [f"node2 {each} {each}" for each in range(2)]
+        first = cluster.nodes[0]
+        assert cluster.on_node("node1", "getent", "ahostsv4", "node1").stdout.split()[0] == first.address
+        assert cluster.on_node("node1", "ls", "/sys/class/net").stdout.split() == ["eth0", "lo"]
+
+
+def test_a_dead_node_is_found_and_its_job_requeued() -> None:
+    options = ClusterOptions(slurmd_timeout_s=3, extra_conf="MessageTimeout=3")
+    with running_cluster(options) as cluster:
+        job = cluster.submit("--nodelist=node2", "--requeue", "--output=/dev/null", "--wrap=sleep 63")
+        cluster.wait_running(job)
+        cluster.kill_node("node2")
+        assert not cluster.processes(job_id=job)
+        assert until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", timeout_s=20)
+        cluster.restart_slurmd("node2")
+        cluster.run("scancel", job)
+        assert cluster.run("srun", "--nodes=2", "hostname").returncode == 0
+
+
+def test_two_clusters_at_once_with_preemption(slurm: Cluster) -> None:
+    options = ClusterOptions(nodes=1, preempt=True, extra_conf="LaunchParameters=use_interactive_step")
+    with running_cluster(options) as other:
+        assert other.nodes[0].address != slurm.nodes[0].address
+        assert other.run("srun", "hostname").stdout == "node1\n"
+        assert slurm.run("srun", "-w", "node2", "hostname").stdout == "node2\n"
+        low = other.submit("--exclusive", "--requeue", "--output=/dev/null", "--wrap=sleep 64")
+        other.wait_running(low)
+        high = other.submit("--exclusive", "--partition=high", "--output=/dev/null", "--wrap=true")
+        assert other.wait_job(high) == "COMPLETED"
+        assert other.jobs(low)[0]["Restarts"] == "1"
+        assert "use_interactive_step" in other.run("scontrol", "show", "config").stdout
+    assert slurm.run("srun", "-w", "node1", "hostname").stdout == "node1\n"
+
+
+def test_down_leaves_nothing() -> None:
+    cluster = start(ClusterOptions(nodes=1))
+    state = json.loads((cluster.root / "state.json").read_text())
+    job = cluster.submit("--output=/dev/null", "--wrap=setsid sleep 65 & sleep 65")
+    assert until(lambda: len(cluster.processes(job_id=job, command="sleep 65")) >= 2)
+    sleepers = cluster.processes(job_id=job, command="sleep 65")
+    cluster.down()
+    assert left_over(cluster.root, state) == []
+    assert not [each for each in sleepers if Path(f"/proc/{each.pid}").exists()]
+    cluster.down()
+
+
+def test_a_killed_owner_leaves_nothing() -> None:
+    code = (
+        "import os, time; from tests.slurm.cluster import *\n"
+        "with running_cluster(ClusterOptions(nodes=1)) as c:\n"
+        "    job = c.submit('--output=/dev/null', '--wrap=sleep 66'); c.wait_running(job)\n"
+        "    print(c.root, flush=True); time.sleep(60)"
+    )
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=SCRIPT.parents[2]) as owner:
+        assert owner.stdout is not None
+        root = Path(owner.stdout.readline().strip())
+        state = json.loads((root / "state.json").read_text())
+        assert len(left_over(root, state)) > 3
+        owner.kill()
+    assert until(lambda: not left_over(root, state)), left_over(root, state)
+
+
+def test_command_line_up_and_down_after_a_crash() -> None:
+    up = subprocess.run([sys.executable, SCRIPT, "up", "--nodes=1", "--gpus=2"], capture_output=True, text=True)
+    assert up.stdout.startswith("export SLURM_CONF=/tmp/slurm-test-"), up.stderr
+    assert len(up.stdout.splitlines()) == 1
+    conf = Path(up.stdout.strip().partition("=")[2])
+    root = conf.parents[1]
+    state = json.loads((root / "state.json").read_text())
+    try:
+        greeting = subprocess.run(["bash", "-c", f"{up.stdout}\nsrun hostname"], capture_output=True, text=True)
+        assert greeting.stdout == "node1\n", greeting.stderr
+        status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
+        assert f"{root}: up\n" in status.stdout
+        os.kill(state["processes"][0][0], signal.SIGKILL)
+    finally:
+        subprocess.run([sys.executable, SCRIPT, "down", root], check=True, capture_output=True)
+    assert until(lambda: not left_over(root, state)), left_over(root, state)
+
+
+def test_a_daemon_that_does_not_come_up_is_named_with_its_log() -> None:
+    with pytest.raises(ClusterError, match=r"slurmctld[\s\S]*NoSuchKey") as caught:
+        start(ClusterOptions(nodes=1, extra_conf="NoSuchKey=1"))
+    assert "exit status" in str(caught.value)
+    mentioned = re.findall(r"/tmp/slurm-test-\w+", str(caught.value))
+    assert mentioned
+    assert not Path(mentioned[0]).exists()
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"gpus=\(8, 2\): give one count, or one for each of the 3 nodes"):
+        ClusterOptions(nodes=3, gpus=(8, 2))
+
+
+def test_missing_names_packages_and_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda program, path: None if program == "slurmd" else program)
+    assert cluster_module.missing() == "slurmd not found: apt-get install " + cluster_module.PACKAGES
+    monkeypatch.setattr(shutil, "which", lambda program, path: program)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in str(cluster_module.missing())
