@@ -34,14 +34,16 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 5, stride=2)
-        self.conv2 = nn.Conv2d(32, 64, 5, stride=2)
-        self.fc1 = nn.Linear(64 * 4 * 4, 256)
-        self.fc2 = nn.Linear(256, 10)
+        self.conv1 = nn.Conv2d(1, 32, 5, stride=2)  # to 12x12
+        self.conv2 = nn.Conv2d(32, 64, 3, stride=2)  # to 5x5
+        self.conv3 = nn.Conv2d(64, 128, 3)  # to 3x3
+        self.fc1 = nn.Linear(128 * 3 * 3, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
+        x = F.relu(self.conv3(x))
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 

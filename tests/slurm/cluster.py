@@ -653,9 +653,8 @@ _FIRST_PROCESS = """set -e
 name=$1 root=$2
 hostname "$name"
 mount --bind "$root/etc/hosts-$name" /etc/hosts
-mount --bind /dev/null /etc/resolv.conf
-mkdir -p /etc/slurm
-mount --bind "$root/etc" /etc/slurm
+[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf
+[ ! -d /etc/slurm ] || mount --bind "$root/etc" /etc/slurm
 mount -t tmpfs -o mode=1777 shm /dev/shm
 if [ "${3-}" = own-sys ]; then
     mkdir "$root/spool/$name/cgroup"
@@ -750,11 +749,17 @@ def _running() -> list[tuple[Path, bool, bool]]:
     return found
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of counts such as 8,2") from None
+
+
 def _up(arguments: argparse.Namespace) -> int:
-    gpus = tuple(int(each) for each in arguments.gpus.split(","))
     options = ClusterOptions(
         nodes=arguments.nodes,
-        gpus=gpus if len(gpus) > 1 else gpus[0],
+        gpus=arguments.gpus if len(arguments.gpus) > 1 else arguments.gpus[0],
         cpus=arguments.cpus,
         own_name_is_loopback=not arguments.own_address,
         same_docker0=not arguments.no_docker0,
@@ -793,7 +798,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help='bring one up: eval "$(sudo python tests/slurm/cluster.py up)"')
     up.add_argument("--nodes", type=int, default=2)
-    up.add_argument("--gpus", default="8", help="a node, or one count for each node: 8,2")
+    up.add_argument("--gpus", type=_counts, default=(8,), help="a node, or one count for each node: 8,2")
     up.add_argument("--cpus", type=int, default=64, help="a node")
     up.add_argument("--own-address", action="store_true", help="a node's own name is its address, not 127.0.1.1")
     up.add_argument("--no-docker0", action="store_true")

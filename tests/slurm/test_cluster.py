@@ -179,6 +179,18 @@ def test_a_task_outlives_its_slurmd(slurm: Cluster) -> None:
         slurm.wait_job(job)
 
 
+def test_a_nodes_cable_can_be_pulled(slurm: Cluster) -> None:
+    def carrier() -> str:
+        return slurm.on_node("node2", "cat", "/sys/class/net/eth0/carrier").stdout.strip()
+
+    try:
+        slurm.cut_network("node2")
+        assert carrier() == "0"
+    finally:
+        slurm.join_network("node2")
+    assert carrier() == "1"
+
+
 def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
     with running_cluster(ClusterOptions(gpus=(8, 2), own_name_is_loopback=False, same_docker0=False)) as cluster:
         gres = cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %G").stdout.split()
@@ -276,6 +288,8 @@ def test_a_daemon_that_does_not_come_up_is_named_with_its_log() -> None:
 
 
 def test_options_are_checked() -> None:
+    up = subprocess.run([sys.executable, SCRIPT, "up", "--gpus=8;2"], capture_output=True, text=True)
+    assert "--gpus: '8;2' is no list of counts such as 8,2" in up.stderr
     with pytest.raises(ValueError, match=r"gpus=\(8, 2\): give one count, or one for each of the 3 nodes"):
         ClusterOptions(nodes=3, gpus=(8, 2))
 
