@@ -84,7 +84,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
     steps = train.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
-    shifted = ShiftedImages(train_set.images, reach=2 if cfg.augment else 0)
+    shifted = ShiftedImages(train_set.images, reach=1 if cfg.augment else 0)
     autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=cfg.dtype.name == "bfloat16")
 
     def loss_sum(shard: Shard) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core.rundir import InputError
 
@@ -116,6 +117,9 @@ def restore(state: State, content: Mapping[str, Any]) -> None:
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"checkpoint: is of another model ({' '.join(str(error).split())[:200]})") from None
     state.step = int(content["meta"]["step"])
+    if isinstance(state.scheduler, LambdaLR):
+        state.scheduler.last_epoch = state.step - 1
+        state.scheduler.step()  # the rate of this step by today's schedule: with more epochs it is another one
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:

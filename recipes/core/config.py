@@ -1,7 +1,7 @@
 """Keys: declared once in dataclasses, typed as ``key=value``, checked without torch on the login node.
 
-Precedence: the dataclass's default < the cluster's profile (job keys, ``network``) < ``variant=NAME`` < ``config=FILE.yaml``
-< ``key=value``. OmegaConf merges and converts; ``__post_init__`` of each dataclass checks ranges.
+Precedence: the dataclass's default < the cluster's profile (job keys, ``network``) < what the recipe's conf has for the dataset
+< ``variant=NAME`` < ``config=FILE.yaml`` < ``key=value``. OmegaConf merges and converts; ``__post_init__`` of each dataclass checks ranges.
 """
 
 import dataclasses
@@ -252,7 +252,10 @@ def recipe_names() -> list[str]:
     return sorted(name for name in twins if name != "__init__")
 
 
-def recipe_conf(recipe: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
+Differences = Mapping[str, Mapping[str, Any]]
+
+
+def recipe_conf(recipe: str) -> tuple[type, Differences]:
     """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py. Raises ConfigError for a name that is none."""
     names = recipe_names()
     if recipe not in names:
@@ -260,6 +263,12 @@ def recipe_conf(recipe: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
         raise ConfigError(f"recipe={shown(recipe)}: {mend}")
     module = importlib.import_module(f"recipes.conf.{recipe}")
     return module.Config, getattr(module, "VARIANTS", {})
+
+
+def _by_dataset(recipe: str, dataset: str) -> Mapping[str, Any]:
+    """What recipes/conf/RECIPE.py has in ``DATASETS`` for one of its datasets: keys that a smaller set wants otherwise."""
+    module = importlib.import_module(f"recipes.conf.{recipe}")
+    return cast(Differences, getattr(module, "DATASETS", {})).get(dataset, {})
 
 
 def minutes(time: str) -> int:
@@ -310,7 +319,8 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = cluster_profile(cluster) if cluster else {}
     defaults = {k: v for k, v in profile.items() if k in job_names | run_names}
-    chosen = {**defaults, **(variants[variant] if variant else {}), **words}
+    given = {**(variants[variant] if variant else {}), **words}
+    chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
 
     job, _ = _build(JobKeys, {k: v for k, v in chosen.items() if k in job_names} if of_launch else {})
     run, _ = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})

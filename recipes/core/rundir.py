@@ -94,13 +94,11 @@ def write_status(
     write_json(run_dir / "status.json", content)
 
 
-def begin_attempt(run_dir: Path, hosts: list[str]) -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first), notes each rank's host, and marks the run as running."""
+def open_attempt(run_dir: Path, hosts: list[str]) -> int:
+    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host."""
     before = read_json(run_dir / "attempt.json")
-    attempt = before["attempt"] + 1 if before else 0
+    attempt = int(before["attempt"]) + 1 if before else 0
     write_json(run_dir / "attempt.json", {"attempt": attempt, "hosts": hosts, "started": round(time.time(), 3)})
-    status = read_status(run_dir)
-    write_status(run_dir, "running", attempt=attempt, step=status["step"] if status else 0)
     return attempt
 
 
@@ -141,11 +139,15 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
 
 
 def close(run_dir: Path, reason: str = "", first: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Called when no rank is left: a status that still says running becomes failed. Gives the status, None where there is none.
+    """Called when no rank is left: a status that still says running becomes failed.
+
+    Gives the newest attempt's status; None where that attempt was refused before it began, and left things as they were.
 
     reason, first: what the caller has seen itself, for where the ranks left no record.
     """
-    status = read_status(run_dir)
+    status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
+    if status and attempt and status["attempt"] != attempt["attempt"]:
+        return None
     if status and status["state"] == "running":
         why, who = verdict(run_dir)
         if first and (who is None or "ended without a word" in why):

@@ -41,6 +41,7 @@ class Run:
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
     resumed_from_step: int | None = None
     was_done: bool = False
+    begun: bool = False
     stopping: str = ""
     samples: int = 0  # trained on, in this attempt
     train_s: float = 0.0
@@ -67,10 +68,10 @@ class Run:
             self.terminal.flush()
 
     def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
-        """Makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
+        """Begins: makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
 
         sampler: what the order of samples depends on besides the config. Called by all ranks. Raises InputError where the
-        checkpoint is another run's, or none can be read.
+        checkpoint is another run's, or none can be read; then the run directory keeps the status that it had.
         """
         self.state = state
         state.meta = {
@@ -78,10 +79,17 @@ class Run:
             "config": _plain(self.settings.config),
             "world_size": self.world.size,
         }
-        state.meta["torch"] = torch.__version__
+        state.meta["torch"] = str(torch.__version__)
         chosen = self._choose_checkpoint()
-        if not chosen:
-            return
+        if chosen:
+            self._load(chosen, sampler)
+        if self.world.rank == 0:
+            OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
+            rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
+        self.begun = True
+
+    def _load(self, chosen: str, sampler: Mapping[str, Any]) -> None:
+        state = self.state
         content = checkpoint.read(Path(chosen))
         meta, paths = content["meta"], {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
         if meta.get("recipe") != self.settings.recipe:
@@ -163,13 +171,14 @@ class Run:
                 "steps": step,
                 "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
                 "wall_seconds": round(time.monotonic() - self.started, 3),
-                **results,
                 "resumed_from_step": self.resumed_from_step,
                 "restarts": self.attempt,
                 "git_commit": metrics.git_commit(),
                 "versions": metrics.versions(),
             }
-            rundir.write_json(self.dir / "summary.json", summary)
+            # An evaluation alone leaves what was said of the training.
+            trained = {} if self.samples else rundir.read_json(self.dir / "summary.json") or {}
+            rundir.write_json(self.dir / "summary.json", {**summary, **trained, **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
 
 
@@ -240,15 +249,16 @@ def _fail(run: Run, error: BaseException) -> int:
         if kind == "peer":
             time.sleep(PEERS_TELL_S)
         reason, first = rundir.verdict(run.dir)
-        rundir.write_status(
-            run.dir,
-            "failed",
-            attempt=run.attempt,
-            step=run.state.step if run.state else 0,
-            reason=reason,
-            first=first,
-            exit_status=code,
-        )
+        if run.begun or rundir.read_status(run.dir) is None:
+            rundir.write_status(
+                run.dir,
+                "failed",
+                attempt=run.attempt,
+                step=run.state.step if run.state else 0,
+                reason=reason,
+                first=first,
+                exit_status=code,
+            )
         if code == rundir.EXIT_CRASH:
             print(f"{run.settings.recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
     return code
@@ -275,8 +285,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
             for name in ("logs", "checkpoints", "failures"):
                 (path / name).mkdir(parents=True, exist_ok=True)
             status = rundir.read_status(path)
-            attempt = rundir.begin_attempt(path, list(world.hosts))
-            OmegaConf.save(start.settings.saved, path / "config.yaml")
+            attempt = rundir.open_attempt(path, list(world.hosts))
             message = {"dir": str(path), "attempt": attempt, "was_done": bool(status and status["state"] == "done")}
         except OSError as error:
             message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}

@@ -379,12 +379,13 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
     with keeper.stdout:
         answered = select.select([keeper.stdout], [], [], 2 * UP_TIMEOUT_S)[0]
         answer = keeper.stdout.read().strip() if answered else f"no cluster within {2 * UP_TIMEOUT_S:g} s"
-    _KEEPERS[keeper.pid] = keeper
     if answer != "ready":
         answer = answer or "the keeper died while it started the cluster" + _tail(root / "keeper.log")
         keeper.kill()
+        keeper.wait(5)
         take_down(root)
         raise ClusterError(answer)
+    _KEEPERS[keeper.pid] = keeper
     return Cluster(root)
 
 

@@ -273,6 +273,9 @@ def test_command_line_up_and_down_after_a_crash() -> None:
         status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
         assert f"{root}: up\n" in status.stdout
         os.kill(state["processes"][0][0], signal.SIGKILL)
+        assert until(lambda: left_over(root, state) == [str(root)]), left_over(root, state)
+        status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
+        assert f"{root}: crashed\n" in status.stdout
     finally:
         subprocess.run([sys.executable, SCRIPT, "down", root], check=True, capture_output=True)
     assert until(lambda: not left_over(root, state)), left_over(root, state)

@@ -1,0 +1,41 @@
+# The project's commands; `make` alone lists them. None needs root.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test check sbatch bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(INSTALLED) ## .venv with torch and all that the recipes and tests need, in the versions that were tested
+
+$(INSTALLED): pyproject.toml tested-versions.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tested-versions.txt -e '.[digits,test,check]'
+	touch $@
+
+demo: install ## train MNIST's recipe on two ranks here, on digits that need no download
+	$(BIN)/python launch.py recipe=mnist dataset=digits launcher=local ranks_per_node=2 device=cpu run_dir=runs/demo resume=auto epochs=10
+	@$(BIN)/python -c "import json; s = json.load(open('runs/demo/summary.json')); \
+	print(f\"test accuracy {s['val_top1']:.2%} on {s['val_samples']} digits; run directory runs/demo\")"
+
+test: install ## all tests; those on a real Slurm say what to install where it is not there
+	$(BIN)/python -m pytest
+
+check: install ## ruff and mypy, and that the ready scripts are what would be made
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m recipes.core.ready check
+
+sbatch: install ## make the ready scripts anew
+	$(BIN)/python -m recipes.core.ready write
+
+bench: install ## measure, each figure beside its peer in one run; OUT=folder for benchmarks.json
+	$(BIN)/python -m tests.benchmarks $(OUT)
+
+clean: ## remove .venv and caches; runs and data stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
