@@ -27,7 +27,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     """The job's exit status, after its step has ended with ``srun_status``."""
     settings = config.parse(words, recipe=recipe)
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
-    status = rundir.close(run_dir)
+    status = rundir.close(run_dir, all_ended_well=srun_status == 0)
     if status is None:
         if srun_status == 0:
             print(f"{recipe}: ended with status 0 and left no status in {run_dir}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.config import Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
+from recipes.core import rundir
 from recipes.core.rundir import MachineError
 
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
@@ -146,6 +148,11 @@ def is_peer_error(error: BaseException) -> bool:
         "ncclRemoteError",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def peer_words(error: BaseException) -> str:
+    """What a peer error says, without gloo's source path and advice."""
+    return re.sub(r"^\w+: \[\S+\] ", "", rundir.one_line(error)).partition(". This is typically")[0]
 
 
 def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Store:

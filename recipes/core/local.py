@@ -141,7 +141,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> int | None:
     """Waits until every rank has ended, helping where that takes too long. Gives the first that failed by itself, if any."""
     first: int | None = None
     told, deadline = 0, float("inf")
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:  # all of them, or one that has ended stays unseen
         if first is None and not told:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
             if first is not None:
@@ -180,21 +180,35 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def _outcome(
     ranks: Sequence[subprocess.Popen[bytes]], first: int | None, stop: _Stop, layout: Layout, run_dir: Path | None
 ) -> int:
-    code = 0
-    if first is not None:
-        code = ranks[first].returncode
-        number = sum(layout.ranks[: layout.node_rank]) + first
-        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        reason = f"rank {number} on {socket.gethostname()} {ended}"
-        code = 128 - code if code < 0 else code
-        if code not in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
-            status = run_dir and rundir.close(run_dir, reason, {"rank": number, "host": socket.gethostname()})
-            if status and status["reason"]:
-                reason = status["reason"] if number == status["first_failing_rank"] and reason in status["reason"] else f"{reason}; {status['reason']}"  # fmt: skip
-            print(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""), file=sys.stderr)
-        return code
-    if stop.asked:
-        code = next((r.returncode for r in ranks if r.returncode), 0)
-        code = 128 - code if code < 0 else code
-    status = run_dir and rundir.close(run_dir)
-    return rundir.exit_code(status, code) if status else code
+    if first is None:
+        code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
+        status = rundir.close(run_dir, all_ended_well=code == 0) if run_dir else None
+        return rundir.exit_code(status, code) if status else code
+    code = _status(ranks[first])
+    if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
+        return code  # the rank has said why
+    who = {"rank": sum(layout.ranks[: layout.node_rank]) + first, "host": socket.gethostname()}
+    killed = ranks[first].returncode < 0
+    ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
+    reason = f"rank {who['rank']} on {who['host']} {ended}"
+    if run_dir:
+        status = rundir.close(run_dir, reason=reason, first=who)
+        if status and killed:  # the other ranks know only that it is gone
+            rundir.write_status(
+                run_dir,
+                "failed",
+                attempt=status["attempt"],
+                step=status["step"],
+                reason=reason,
+                first=who,
+                exit_status=code,
+            )
+        elif status and status["reason"]:
+            reason = status["reason"]
+    print(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""), file=sys.stderr)
+    return code
+
+
+def _status(rank: subprocess.Popen[bytes]) -> int:
+    """The exit status as a shell gives it: 128 and the signal's number where a signal ended it."""
+    return 128 - rank.returncode if rank.returncode < 0 else rank.returncode

@@ -110,6 +110,11 @@ def record_failure(run_dir: Path, *, attempt: int, rank: int, host: str, kind: s
     write_json(folder / f"attempt-{attempt}-rank-{rank}.json", content)
 
 
+def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
+    """The ranks that have left a record of their failure in this attempt."""
+    return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
+
+
 def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
     """Why the newest attempt failed, in one line, and the first failing rank with its host, as far as the records tell.
 
@@ -138,21 +143,25 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
     return "all ranks ended without a word (killed from outside)", None
 
 
-def close(run_dir: Path, reason: str = "", first: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Called when no rank is left: a status that still says running becomes failed.
+def close(
+    run_dir: Path, *, all_ended_well: bool = False, reason: str = "", first: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Called when no rank is left: a status that still says running becomes failed, or incomplete where no rank failed.
 
-    Gives the newest attempt's status; None where that attempt was refused before it began, and left things as they were.
-
-    reason, first: what the caller has seen itself, for where the ranks left no record.
+    reason, first: what the caller has seen itself, for where the ranks left no record. Gives the newest attempt's status;
+    None where that attempt was refused before it began, and left things as they were.
     """
     status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
     if status and attempt and status["attempt"] != attempt["attempt"]:
         return None
     if status and status["state"] == "running":
         why, who = verdict(run_dir)
-        if first and (who is None or "ended without a word" in why):
+        if all_ended_well:
+            why, who = "every rank ended with status 0 before the run's end", None
+        elif first and (who is None or "without a word" in why):
             why, who = reason, dict(first)
-        write_status(run_dir, "failed", attempt=status["attempt"], step=status["step"], reason=why, first=who)
+        state = "incomplete" if all_ended_well else "failed"
+        write_status(run_dir, state, attempt=status["attempt"], step=status["step"], reason=why, first=who)
         status = read_status(run_dir)
     return status
 

@@ -237,7 +237,7 @@ def _fail(run: Run, error: BaseException) -> int:
             return code
         print(f"{run.settings.recipe}: {line}", file=sys.stderr)
     elif dist.is_peer_error(error):
-        kind = "peer"
+        kind, line = "peer", dist.peer_words(error)
         print(
             f"rank {world.rank} on {world.host} lost its peers at step {run.state.step if run.state else 0}: {line}",
             file=sys.stderr,
@@ -259,7 +259,9 @@ def _fail(run: Run, error: BaseException) -> int:
                 first=first,
                 exit_status=code,
             )
-        if code == rundir.EXIT_CRASH:
+        if code == rundir.EXIT_CRASH and (
+            kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt))
+        ):
             print(f"{run.settings.recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
     return code
 
