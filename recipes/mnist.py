@@ -59,9 +59,13 @@ def normalise(images: Tensor) -> Tensor:
 
 
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay is for weights; biases have none."""
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    biases = [p for p in net.parameters() if p.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": biases, "weight_decay": 0.0}]
     if cfg.optimizer is Optimizer.sgd:
-        return torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True, weight_decay=cfg.weight_decay)
-    return torch.optim.AdamW(net.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+        return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
+    return torch.optim.AdamW(groups, cfg.lr)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:

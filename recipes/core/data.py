@@ -137,7 +137,7 @@ class ShiftedImages:
         length = self.height * self._row
         flat = functional.pad(images, (reach,) * 4).flatten()
         flat = functional.pad(flat, (0, 2 * reach))  # the last image's lowest, rightmost run ends there
-        self._runs = flat.as_strided((flat.numel() - length + 1, length), (1, 1))
+        self._runs = flat.unfold(0, length, 1)  # a view: run i is the bytes from i on
         self._starts = torch.arange(count, device=images.device) * self._stride
         self._drawn: tuple[int, int] | None = None
 

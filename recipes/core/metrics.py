@@ -1,5 +1,6 @@
 """metrics.jsonl, summary.json and what a run was made with."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 
 from recipes.core import config
 
@@ -52,6 +52,6 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": importlib.metadata.version("torchvision"),  # its import costs as much again as torch's
         "cuda": torch.version.cuda,
     }
