@@ -80,7 +80,7 @@ def check(keys: Any) -> None:
         if isinstance(value, str):
             if any(ord(c) < 32 or ord(c) == 127 for c in value):
                 raise ConfigError(f"{given}: has a control character (a newline, say); write it in one plain line")
-            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value):
+            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: wants {meta['form']}")
 
 

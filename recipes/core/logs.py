@@ -6,11 +6,14 @@ is killed or crashes.
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+
+from recipes.core import preempt
 
 
 @contextlib.contextmanager
@@ -28,14 +31,19 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         stream.flush()
         original = os.dup(number)
         read_end, write_end = os.pipe()
-        # Not for the terminal's Ctrl-C to end (-i, and a session of its own): it ends when the rank does.
-        tee = subprocess.Popen(
-            ["tee", "-ai", str(path)],
-            stdin=read_end,
-            stdout=original,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # Slurm signals every process of a step, and Ctrl-C all of a terminal's: tee inherits these blocked, and ends when
+        # the rank does. They are blocked here for this moment, so that none is lost.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, preempt.SIGNALS)
+        try:
+            tee = subprocess.Popen(
+                ["tee", "-a", str(path)],
+                stdin=read_end,
+                stdout=original,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.close(read_end)
         os.dup2(write_end, number)
         os.close(write_end)

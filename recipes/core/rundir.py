@@ -40,7 +40,7 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     """The run directory: as given, else ``runs/<recipe>/<run_id>`` under ``base``, with a time stamp where there is no id."""
     if run_dir:
-        return (base / Path(run_dir).expanduser()).resolve()
+        return Path(run_dir).expanduser().resolve()
     stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return base / "runs" / recipe / (run_id or stamp)
 

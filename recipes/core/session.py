@@ -193,13 +193,20 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         faulthandler.enable()
         _set_threads(start)
         device = dist.resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
-        with preempt.stop_flag() as stop, dist.process_group(start, device) as world:
+        # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process.
+        with dist.process_group(start, device) as world, preempt.stop_flag() as stop:
             code = _attempt(main, start, world, stop)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
         print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
+    except torch.distributed.DistError as error:
+        info = start.ranks
+        print(
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {dist.peer_words(error)}",
+            file=sys.stderr,
+        )
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

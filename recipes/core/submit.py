@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -110,7 +111,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     folder = job_folder(job.root)
     command = [python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments]
     with _environment(clean_environment(os.environ)), rundir.umask(0o077):
-        executor = submitit.SlurmExecutor(folder=folder, python=python)
+        executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(python))
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
             submitted = executor.submit(os.execv, python, command)
