@@ -103,6 +103,9 @@ def read(path: Path) -> dict[str, Any]:
         content
     ):
         raise InputError(f"checkpoint {path}: is not one of these recipes'")
+    meta = content["meta"]
+    if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or not isinstance(meta.get("step"), int):
+        raise InputError(f"checkpoint {path}: does not say what it is of")
     return content
 
 

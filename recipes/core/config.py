@@ -492,7 +492,7 @@ def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
         try:
             resolved[field.name] = merged[field.name]
         except OmegaConfBaseException as error:
-            why = " ".join(str(error).split("\n")[0].split())
+            why = str(error).split("\n")[0].rpartition("interpolation: ")[2].strip('"')
             raise ConfigError(f"{field.name}={shown(values.get(field.name, ''))}: {shown(why)}") from None
     return cls(**resolved), merged
 

@@ -120,10 +120,11 @@ class Run:
         return str(found[0])
 
     def _look_for_checkpoint(self) -> str:
-        wanted = self.keys.resume
+        wanted, there = self.keys.resume, checkpoint.candidates(self.dir / "checkpoints")
+        if there and self.world.ranks.restart_count:
+            wanted = "auto"  # a job that was queued again goes on from what it has saved itself
         if wanted not in ("auto", "never"):
             return wanted
-        there = checkpoint.candidates(self.dir / "checkpoints")
         if wanted == "never":
             if there:
                 raise InputError(
