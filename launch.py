@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 3
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or {"-h", "--help", "help"} & set(argv):
         print(config.help_text())
         return 0 if argv else rundir.EXIT_CONFIG
     try:
@@ -59,12 +59,11 @@ def show(settings: Settings) -> int:
 
 def submit(settings: Settings) -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
-    from recipes.core import config, slurm, submit
+    from recipes.core import slurm, submit
 
     job = slurm.describe(settings, ROOT, Path.cwd())
     expected = submit.ask_controller(job)
-    run_dir = str(config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), Path.cwd())["run_dir"])
-    submitted = submit.submit(job, sys.executable, run_dir)
+    submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     print(f"run directory: {submitted.run_dir}")
     print(f"log: tail -F {submitted.log}")
@@ -87,7 +86,7 @@ def run_here(settings: Settings) -> int:
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), Path.cwd())
     run_dir = None
     if layout.node_rank == 0:
-        run_dir = rundir.choose(words.get("run_dir", ""), settings.recipe, None, ROOT)
+        run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
         words["run_dir"] = str(run_dir)
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
@@ -106,6 +105,10 @@ def local_layout(settings: Settings) -> Layout:
         )
     if job.gpus:
         ranks = tuple(int(n) for n in job.gpus.split(","))
+        if job.ranks_per_node is not None:
+            raise config.ConfigError(
+                f"ranks_per_node={job.ranks_per_node}: beside gpus={job.gpus}, which names each machine's; give one of the two"
+            )
         if 0 in ranks:
             raise config.ConfigError(f"gpus={job.gpus}: a machine without a rank has no part in the run; leave it out")
         if job.node_rank >= len(ranks):
@@ -129,6 +132,13 @@ def local_layout(settings: Settings) -> Layout:
     if job.master and not 1 <= int(port) <= 65535:
         raise config.ConfigError(f"master={job.master}: a port is 1 to 65535")
     return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
+
+
+def _run_dir(settings: Settings) -> str:
+    """The run directory that was typed, resolved and absolute; empty for the default."""
+    from recipes.core import config
+
+    return config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), Path.cwd())["run_dir"]
 
 
 def _use_project_python(argv: list[str]) -> None:

@@ -67,7 +67,9 @@ def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": biases, "weight_decay": 0.0}]
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
-    return torch.optim.AdamW(groups, cfg.lr)
+    # Where a gradient is next to nothing, 1e-8 makes a whole step of its rounding, and the losses of 1 and 3 ranks part (4e-4 after
+    # 20 steps; 2e-6 with this).
+    return torch.optim.AdamW(groups, cfg.lr, eps=1e-6)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:

@@ -33,7 +33,7 @@ set -- "${words[@]}"
 if [ -n "${RECIPES_CLUSTER:-}" ]; then
     profile=env/clusters/$RECIPES_CLUSTER.yaml
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
-    while read -r module; do
+    while read -r module || [ -n "$module" ]; do # the last line may lack its end
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
 fi
@@ -45,6 +45,6 @@ else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
 "$python" -m recipes.core.batch check mnist "$@" || exit
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 --wait=60 \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
     "$python" -u -m recipes.mnist "$@"
 "$python" -m recipes.core.batch finish mnist $? "$@"

@@ -6,6 +6,7 @@ into the queue, says how the run ended, and exits with what counts.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,11 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     """The job's exit status, after its step has ended with ``srun_status``."""
     settings = config.parse(words, recipe=recipe)
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
-    status = rundir.close(run_dir, all_ended_well=srun_status == 0)
+    launch = rundir.launch_id(environ)
+    if refused := rundir.refusal(run_dir, launch):
+        print(f"{recipe}: {refused['line']}", file=sys.stderr)
+        return int(refused["exit_status"])
+    status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
     if status is None:
         if srun_status == 0:
             print(f"{recipe}: ended with status 0 and left no status in {run_dir}", file=sys.stderr)
@@ -71,6 +76,7 @@ def main(argv: list[str]) -> int:
     if len(argv) >= 2 and argv[0] == "check":
         return check(argv[1], argv[2:])
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job at once: there are last words to say
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print("usage: python -m recipes.core.batch check RECIPE WORDS | finish RECIPE STATUS WORDS", file=sys.stderr)
     return rundir.EXIT_CONFIG

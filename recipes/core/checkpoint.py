@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +92,13 @@ def candidates(folder: Path) -> list[Path]:
 def read(path: Path) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU. Raises InputError, one line, for a file that is damaged or is none.
 
-    ``weights_only``: nothing in it is run. Safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747).
+    ``weights_only``: nothing in it is run. Safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch writes checksums and
+    does not look at them when it loads: a flipped bit of a weight would pass.
     """
     try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(damaged)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None

@@ -17,23 +17,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from recipes.core import hostlist
+from recipes.core import envfile, hostlist
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SHOWN = 60  # characters of a bad value that are shown
+MAX_YAML = 1 << 20  # bytes of a file of keys
 
 
 class ConfigError(ValueError):
     """A user's key or value is wrong. The message is one line: key, value, what is wrong, the mend."""
 
 
-def shown(value: object) -> str:
-    """``value`` as it can stand in a one-line message: escaped, and cut when long."""
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """``value`` as it can stand in a one-line message: escaped, and cut when longer than ``limit``."""
     text = str(value.name if isinstance(value, Enum) else value)
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -82,6 +83,8 @@ def check(keys: Any) -> None:
                 raise ConfigError(f"{given}: has a control character (a newline, say); write it in one plain line")
             if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: wants {meta['form']}")
+            if value.startswith("~") and os.path.expanduser(value) == value:
+                raise ConfigError(f"{given}: there is no home of that user; write the whole path")
 
 
 class Launcher(Enum):
@@ -274,6 +277,8 @@ def _by_dataset(recipe: str, dataset: str) -> Mapping[str, Any]:
 def minutes(time: str) -> int:
     """Minutes, rounded up, of a time in one of Slurm's forms (``man sbatch``, --time). Raises ConfigError when zero."""
     days, _, clock = time.rpartition("-")
+    if not clock:
+        raise ConfigError("time=: wants minutes or HH:MM:SS")
     parts = [int(p) for p in clock.split(":")]
     if days:
         hours, mins, secs = parts + [0] * (3 - len(parts))
@@ -295,7 +300,12 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     environ = os.environ if environ is None else environ
     words = _split(argv)
     if "config" in words:
-        words = {**_read_yaml(words.pop("config")), **words}
+        from_file = _read_yaml(words.pop("config"))
+        if "config" in from_file:
+            raise ConfigError(
+                f"config={shown(from_file['config'])}: stands in a config= file; one file of keys is read"
+            )
+        words = {**from_file, **words}
     of_launch = not recipe
     if of_launch:
         recipe = words.get("recipe", "")
@@ -324,6 +334,10 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
 
     job, _ = _build(JobKeys, {k: v for k, v in chosen.items() if k in job_names} if of_launch else {})
     run, _ = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})
+    try:
+        env_variables(run.network, cluster)
+    except envfile.EnvFileError as error:
+        raise ConfigError(str(error)) from None
     config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
     typed = {k: v for k, v in words.items() if k not in job_names}
     return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved)
@@ -352,7 +366,8 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
             f"cluster={shown(cluster)}: there is no env/clusters/{shown(cluster)}.yaml, only {', '.join(there)}{nearest(cluster, there)}"
         )
     path = folder / f"{cluster}.yaml"
-    profile = _load_yaml(path)
+    profile = {k: v for k, v in _load_yaml(path, str(path)).items() if v not in ("", "null", "~")}
+    lines = {" ".join(line.split("#")[0].split()) for line in path.read_text(encoding="utf-8").splitlines()}
     keys = (
         "partition",
         "account",
@@ -373,7 +388,19 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files'))}"
             )
-    return {k: v for k, v in profile.items() if v is not None}
+    for module in profile.get("modules", ()):
+        if f"- {module}" not in lines:
+            raise ConfigError(
+                f"{path}: 'modules' wants a line '- {module}' as it stands here: batch scripts read it too"
+            )
+    return profile
+
+
+def env_variables(network: str, cluster: str) -> dict[str, str]:
+    """What the env files set: common < the fabric's < the site's. Raises EnvFileError, or ConfigError for the profile."""
+    profile = cluster_profile(cluster) if cluster else {}
+    files = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
+    return envfile.merge(*(envfile.read(file) for file in files))
 
 
 def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
@@ -384,7 +411,7 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
         is_path = (
             name in paths
             or (name == "resume" and value not in ("auto", "never"))
-            or (name == "network" and "/" in value)
+            or (name == "network" and ("/" in value or value.endswith(".env")))
         )
         return str((base / Path(value).expanduser()).resolve()) if is_path and value and "${" not in value else value
 
@@ -429,38 +456,47 @@ def _split(argv: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"'{shown(word)}' is not key=value{mend}")
         if "\0" in value or len(value) > 4096:
             raise ConfigError(f"{name}={shown(value)}: too long, or with a NUL character")
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; write it in UTF-8")
         words[name] = value
     return words
 
 
 def _read_yaml(file: str) -> dict[str, str]:
     """The keys of a ``config=`` file as the words that would give the same."""
-    plain = {True: "true", False: "false", None: "null"}
     words = []
-    for name, value in _load_yaml(Path(file).expanduser()).items():
+    for name, value in _load_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}").items():
         if isinstance(value, (dict, list)):
             raise ConfigError(
                 f"config={shown(file)}: '{shown(name)}' wants one plain value; keys stand side by side, not nested"
             )
-        words.append(f"{name}={plain[value] if value is None or isinstance(value, bool) else value}")
+        words.append(f"{name}={value}")
     return _split(words)
 
 
-def _load_yaml(path: Path) -> dict[Any, Any]:
+def _load_yaml(path: Path, given: str) -> dict[str, Any]:
+    """The mapping in ``path``, every plain value as the text that stands there; ``given``: what names it in a message.
+
+    Not as YAML 1.1 would type them, to which ``time: 1:00:00`` is the number 3600.
+    """
     import yaml  # OmegaConf's own parser; imported where a file is read, since it costs as much as all else here
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            text = file.read(MAX_YAML + 1)
+        if len(text) > MAX_YAML:
+            raise ValueError(f"larger than {MAX_YAML} bytes")
+        content = yaml.load(text.decode("utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: is not YAML ({' '.join(str(error).split())[:100]}); write 'key: value' lines"
+            f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); write 'key: value' lines"
         ) from None
-    if content is None:
+    if content in (None, ""):
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: wants 'key: value' lines")
+        raise ConfigError(f"{given}: wants 'key: value' lines")
     return content
 
 
@@ -483,6 +519,8 @@ def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
     OmegaConf.set_readonly(merged, False)  # frozen dataclasses come read-only
     for name, value in values.items():
         field = next(f for f in dataclasses.fields(cls) if f.name == name)
+        if field.type is bool and str(value).isdecimal() and str(value) not in ("0", "1"):
+            raise ConfigError(f"{name}={shown(value)}: {_wanted(field)}")  # to OmegaConf any number but 0 is true
         try:
             OmegaConf.update(merged, name, None if value == "null" and field.default is None else value)
         except OmegaConfBaseException:
@@ -492,8 +530,10 @@ def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
         try:
             resolved[field.name] = merged[field.name]
         except OmegaConfBaseException as error:
+            # A value that does not fit is not shown: it can be a variable that nobody else is to read.
             why = str(error).split("\n")[0].rpartition("interpolation: ")[2].strip('"')
-            raise ConfigError(f"{field.name}={shown(values.get(field.name, ''))}: {shown(why)}") from None
+            why = _wanted(field) if isinstance(error, ValidationError) else shown(why, 200)
+            raise ConfigError(f"{field.name}={shown(values.get(field.name, ''))}: {why}") from None
     return cls(**resolved), merged
 
 

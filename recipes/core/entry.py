@@ -29,6 +29,18 @@ class Start:
     from_files: dict[str, str]
     interface: network.Choice | None
 
+    def note_refusal(self, status: int, line: str) -> None:
+        """Leaves word of a refusal for the batch script, which cannot go by srun's status: the ranks it ends mask it."""
+        note_refusal(self.settings, status, line)
+
+
+def note_refusal(settings: Settings, status: int, line: str) -> None:
+    """`Start.note_refusal`, where there is no Start yet."""
+    job = rundir.job_id(os.environ)
+    if job:
+        run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, config.ROOT)
+        rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
+
 
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     """Checks the keys, finds this process's rank, and sets the variables of the env files and of the network interface.
@@ -49,10 +61,12 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         info = ranks.detect(os.environ)
         from_files = _apply_env_files(settings)
     except (ranks.RankError, envfile.EnvFileError, ConfigError) as error:
+        note_refusal(settings, rundir.EXIT_CONFIG, f"{host}: {error}")
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
     try:
         interface = network.choose(info)
     except network.NetworkError as error:
+        note_refusal(settings, rundir.EXIT_MACHINE, f"{host}: {error}")
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
@@ -61,11 +75,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
 
 def _apply_env_files(settings: Settings) -> dict[str, str]:
     """common < fabric < site, set where the user has not. Raises EnvFileError or ConfigError."""
-    folder = config.ROOT / "env"
-    cluster = os.environ.get("RECIPES_CLUSTER", "")
-    profile = config.cluster_profile(cluster) if cluster else {}
-    files = envfile.files_for(settings.run.network, folder, profile.get("env_files", ()))
-    return envfile.apply(envfile.merge(*(envfile.read(file) for file in files)), os.environ)
+    return envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
 
 
 def _rank_hint() -> str:

@@ -129,7 +129,7 @@ def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[
     """
     files = [root / "common.env"]
     if "/" in network or network.endswith(".env"):
-        files.append(Path(network))
+        files.append(Path(network).expanduser())
     elif network:
         files.append(_fabric_file(network, root))
     return files + [root / site_file for site_file in site_files]

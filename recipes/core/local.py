@@ -79,6 +79,7 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
 
     run_dir: for its status; None on a machine that is not the first, where rank 0 is elsewhere.
     """
+    environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
     ranks: list[subprocess.Popen[bytes]] = []
@@ -103,7 +104,7 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
         if listener:
             listener.close()
         first = _watch(ranks, stop)
-    return _outcome(ranks, first, stop, layout, run_dir)
+    return _outcome(ranks, first, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
 
 
 class _Stop:
@@ -178,31 +179,30 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _outcome(
-    ranks: Sequence[subprocess.Popen[bytes]], first: int | None, stop: _Stop, layout: Layout, run_dir: Path | None
+    ranks: Sequence[subprocess.Popen[bytes]],
+    first: int | None,
+    stop: _Stop,
+    layout: Layout,
+    run_dir: Path | None,
+    launch: str,
 ) -> int:
     if first is None:
         code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
-        status = rundir.close(run_dir, all_ended_well=code == 0) if run_dir else None
+        status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
     if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
         return code  # the rank has said why
-    who = {"rank": sum(layout.ranks[: layout.node_rank]) + first, "host": socket.gethostname()}
+    number = sum(layout.ranks[: layout.node_rank]) + first
+    who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     killed = ranks[first].returncode < 0
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
     reason = f"rank {who['rank']} on {who['host']} {ended}"
     if run_dir:
-        status = rundir.close(run_dir, reason=reason, first=who)
+        status = rundir.close(run_dir, launch, reason=reason, first=who)
         if status and killed:  # the other ranks know only that it is gone
-            rundir.write_status(
-                run_dir,
-                "failed",
-                attempt=status["attempt"],
-                step=status["step"],
-                reason=reason,
-                first=who,
-                exit_status=code,
-            )
+            where = {"attempt": status["attempt"], "step": status["step"]}
+            rundir.write_status(run_dir, "failed", **where, reason=reason, first=who)
         elif status and status["reason"]:
             reason = status["reason"]
     print(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""), file=sys.stderr)

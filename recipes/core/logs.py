@@ -47,7 +47,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         os.close(read_end)
         os.dup2(write_end, number)
         os.close(write_end)
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         copies.append((number, stream, original, tee))
     try:
         yield terminal

@@ -37,6 +37,12 @@ def job_id(environ: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 
+def launch_id(environ: Mapping[str, str]) -> str:
+    """What tells this launch of a run from an earlier one: the launcher's own word, else Slurm's job and restart; or ""."""
+    job = job_id(environ)
+    return environ.get("RECIPES_LAUNCH") or (f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else "")
+
+
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     """The run directory: as given, else ``runs/<recipe>/<run_id>`` under ``base``, with a time stamp where there is no id."""
     if run_dir:
@@ -76,38 +82,64 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_status(
-    run_dir: Path, state: str, *, attempt: int, step: int, reason: str = "",
-    first: Mapping[str, Any] | None = None, exit_status: int | None = None,
-) -> None:  # fmt: skip
-    """Replaces ``status.json``. first: the first failing rank, as `verdict` gives it. exit_status: that rank's, where known."""
+    run_dir: Path, state: str, *, attempt: int, step: int, reason: str = "", first: Mapping[str, Any] | None = None
+) -> None:
+    """Replaces ``status.json``. first: the first failing rank's record, as `verdict` gives it."""
     assert state in STATES
+    first = first or {}
     content = {
         "state": state,
         "attempt": attempt,
         "step": step,
         "reason": reason,
-        "first_failing_rank": first.get("rank") if first else None,
-        "first_failing_host": first.get("host") if first else None,
-        "exit_status": exit_status,
+        "first_failing_rank": first.get("rank"),
+        "first_failing_host": first.get("host"),
+        "exit_status": first.get("exit_status"),
         "updated": round(time.time(), 3),
     }
     write_json(run_dir / "status.json", content)
 
 
-def open_attempt(run_dir: Path, hosts: list[str]) -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host."""
+def open_attempt(run_dir: Path, hosts: list[str], launch: str = "") -> int:
+    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host, and the launch it is of."""
     before = read_json(run_dir / "attempt.json")
     attempt = int(before["attempt"]) + 1 if before else 0
-    write_json(run_dir / "attempt.json", {"attempt": attempt, "hosts": hosts, "started": round(time.time(), 3)})
+    content = {"attempt": attempt, "launch": launch, "hosts": hosts, "started": round(time.time(), 3)}
+    write_json(run_dir / "attempt.json", content)
     return attempt
 
 
-def record_failure(run_dir: Path, *, attempt: int, rank: int, host: str, kind: str, error: str) -> None:
+def refuse(run_dir: Path, launch: str, exit_status: int, line: str) -> None:
+    """Notes that a launch was refused before the run began, for who reads how it ended; the status stays as it was."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(run_dir / "refused.json", {"launch": launch, "exit_status": exit_status, "line": line})
+
+
+def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
+    """The note of `refuse` for this launch, if there is one: ``exit_status`` and ``line``."""
+    note = read_json(run_dir / "refused.json")
+    return note if note and note["launch"] == launch else None
+
+
+def record_failure(
+    run_dir: Path, *, attempt: int, rank: int, host: str, kind: str, error: str, exit_status: int = EXIT_CRASH
+) -> None:
     """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank; ``exit``, it left before the end."""
-    folder = run_dir / "failures"
-    folder.mkdir(exist_ok=True)
-    content = {"rank": rank, "host": host, "kind": kind, "error": error, "time": time.time()}
-    write_json(folder / f"attempt-{attempt}-rank-{rank}.json", content)
+    content = {
+        "rank": rank,
+        "host": host,
+        "kind": kind,
+        "error": error,
+        "exit_status": exit_status,
+        "time": time.time(),
+    }
+    write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
+
+
+def read_failure(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
+    """That rank's record, if it has left one."""
+    return read_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json")
 
 
 def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
@@ -144,17 +176,22 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
 
 
 def close(
-    run_dir: Path, *, all_ended_well: bool = False, reason: str = "", first: Mapping[str, Any] | None = None
+    run_dir: Path,
+    launch: str = "",
+    *,
+    all_ended_well: bool = False,
+    reason: str = "",
+    first: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Called when no rank is left: a status that still says running becomes failed, or incomplete where no rank failed.
 
-    reason, first: what the caller has seen itself, for where the ranks left no record. Gives the newest attempt's status;
-    None where that attempt was refused before it began, and left things as they were.
+    reason, first: what the caller has seen itself, for where the ranks left no record. Gives the status of this launch;
+    None where it never began, and left things as they were.
     """
     status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
-    if status and attempt and status["attempt"] != attempt["attempt"]:
+    if not status or not attempt or attempt["launch"] != launch or status["attempt"] != attempt["attempt"]:
         return None
-    if status and status["state"] == "running":
+    if status["state"] == "running":
         why, who = verdict(run_dir)
         if all_ended_well:
             why, who = "every rank ended with status 0 before the run's end", None

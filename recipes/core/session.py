@@ -202,6 +202,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
         print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
+        start.note_refusal(code, str(error))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
@@ -237,52 +238,43 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
 
 def _fail(run: Run, error: BaseException) -> int:
     """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
-    world, code, kind = run.world, rundir.EXIT_CRASH, "error"
-    line = rundir.one_line(error)
+    world, recipe, step = run.world, run.settings.recipe, run.state.step if run.state else 0
+    code, kind, line = rundir.EXIT_CRASH, "error", rundir.one_line(error)
     if isinstance(error, (InputError, MachineError)):
         code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
-        if _rank0_says_the_same(world, line):
-            return code
-        print(f"{run.settings.recipe}: {line}", file=sys.stderr)
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
-        print(
-            f"rank {world.rank} on {world.host} lost its peers at step {run.state.step if run.state else 0}: {line}",
-            file=sys.stderr,
+    with contextlib.suppress(OSError):
+        rundir.record_failure(
+            run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line, exit_status=code
         )
+    if code != rundir.EXIT_CRASH:
+        if world.rank == 0 or not _rank0_says(run, line):
+            print(f"{recipe}: {line}", file=sys.stderr)
+    elif kind == "peer":
+        print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr)
+        time.sleep(PEERS_TELL_S)
     else:
         traceback.print_exc()
     with contextlib.suppress(OSError):
-        rundir.record_failure(run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line)
-        if kind == "peer":
-            time.sleep(PEERS_TELL_S)
         reason, first = rundir.verdict(run.dir)
         if run.begun or rundir.read_status(run.dir) is None:
-            rundir.write_status(
-                run.dir,
-                "failed",
-                attempt=run.attempt,
-                step=run.state.step if run.state else 0,
-                reason=reason,
-                first=first,
-                exit_status=code,
-            )
-        if code == rundir.EXIT_CRASH and (
-            kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt))
-        ):
-            print(f"{run.settings.recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+            rundir.write_status(run.dir, "failed", attempt=run.attempt, step=step, reason=reason, first=first)
+        elif code != rundir.EXIT_CRASH:
+            rundir.refuse(run.dir, rundir.launch_id(os.environ), code, reason)
+        speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt))
+        if code == rundir.EXIT_CRASH and speaks:
+            print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
     return code
 
 
-def _rank0_says_the_same(world: World, line: str) -> bool:
-    """Whether rank 0 ends with the same line, so that this rank need not repeat it."""
-    with contextlib.suppress(Exception):
-        world.store.set(f"fault/{world.rank}", line)
-        if world.rank != 0:
-            for _ in range(15):
-                if world.store.check(["fault/0"]):
-                    return world.store.get("fault/0").decode() == line
-                time.sleep(0.1)
+def _rank0_says(run: Run, line: str) -> bool:
+    """Whether rank 0 ends with the same line within 1.5 s, so that this rank need not repeat it."""
+    for _ in range(15):
+        record = rundir.read_failure(run.dir, run.attempt, rank=0)
+        if record:
+            return bool(record["error"] == line)
+        time.sleep(0.1)
     return False
 
 
@@ -295,7 +287,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
             for name in ("logs", "checkpoints", "failures"):
                 (path / name).mkdir(parents=True, exist_ok=True)
             status = rundir.read_status(path)
-            attempt = rundir.open_attempt(path, list(world.hosts))
+            attempt = rundir.open_attempt(path, list(world.hosts), rundir.launch_id(os.environ))
             message = {"dir": str(path), "attempt": attempt, "was_done": bool(status and status["state"] == "done")}
         except OSError as error:
             message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}

@@ -13,7 +13,8 @@ from recipes.core.config import ConfigError, Device, JobKeys, Settings
 
 SIGNAL_S = 120  # seconds before the time limit at which Slurm signals the ranks; it may come up to 60 s early
 GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
-SRUN_OPTIONS = ("--kill-on-bad-exit=1", "--wait=60")  # one dead rank ends the step
+# One dead rank ends the step; the ranks have this script's environment also where the site's sbatch exports none.
+SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     recipe_class, _ = config.recipe_conf(settings.recipe)
+    for folder in (root, base):
+        if not str(folder).isprintable():  # a newline would end the directive, and what follows would be run
+            raise ConfigError(
+                f"folder {config.shown(folder)}: has a character in its name that cannot be printed; give it another"
+            )
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), base)
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation")
@@ -154,7 +160,7 @@ def _setup(job: Job) -> list[str]:
     ]
     if job.cluster:
         lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
-    return lines + [f"module load {shlex.quote(module)}" for module in job.modules]
+    return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]
 
 
 # The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
@@ -170,7 +176,7 @@ set -- "${words[@]}"
 if [ -n "${RECIPES_CLUSTER:-}" ]; then
     profile=env/clusters/$RECIPES_CLUSTER.yaml
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
-    while read -r module; do
+    while read -r module || [ -n "$module" ]; do # the last line may lack its end
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
 fi

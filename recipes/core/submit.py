@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.core import rundir, slurm
 from recipes.core.rundir import MachineError
@@ -109,6 +110,11 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
     assert job.root is not None
     folder = job_folder(job.root)
+    parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
     command = [python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments]
     with _environment(clean_environment(os.environ)), rundir.umask(0o077):
         executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(python))
@@ -163,14 +169,20 @@ def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
         interval_s = min(5.0, interval_s * 1.1)  # kind to a controller that many people ask
     time.sleep(0.2)
     _follow(submitted.log, shown)
-    status = rundir.read_status(submitted.run_dir)
+    status = _status(submitted)
     if state == "COMPLETED" or (not state and status and status["state"] == "done"):
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
         return rundir.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
-    code = rundir.exit_code(status, code)
-    return code or rundir.EXIT_CRASH
+    return rundir.exit_code(status, code) or rundir.EXIT_CRASH
+
+
+def _status(submitted: Submitted) -> dict[str, Any] | None:
+    """``status.json``, where it is of this job: its run directory may hold an older one."""
+    attempt = rundir.read_json(submitted.run_dir / "attempt.json")
+    mine = attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}.")
+    return rundir.read_status(submitted.run_dir) if mine else None
 
 
 def _follow(log: Path, shown: int) -> int:

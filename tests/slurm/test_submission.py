@@ -1,0 +1,451 @@
+"""Every way to submit a recipe, on a real Slurm: what a person types, and what is there afterwards.
+
+Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. Each starts as few ranks as it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.slurm.cluster import Cluster, ClusterError, Process
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+MINI = ("device=cpu", "dataset=digits")
+ENDLESS = ("device=cpu", "dataset=fake", "epochs=100000", "global_batch_size=64", "log_every_steps=1")
+# What an outer allocation's shell may hand down; each would spoil the job (srun takes them for options).
+HOSTILE = {
+    "SLURM_CPU_BIND": "map_cpu:99",
+    "SLURM_CPU_BIND_TYPE": "map_cpu:",
+    "SLURM_CPU_BIND_LIST": "99",
+    "SRUN_CPUS_PER_TASK": "64",
+    "SRUN_EXPORT_ENV": "NONE",
+}
+Found = TypeVar("Found")
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone has: the files that jobs need, and an empty runs/."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("recipes", "env", "sbatch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch.py", folder)
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_job_left(slurm: Cluster) -> Iterator[None]:
+    yield
+    slurm.run("scancel", "--user=root")
+    slurm.wait_idle()
+
+
+# --- what the tests say ----------------------------------------------------------------------------------------------
+
+
+def sbatch(slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
+    return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
+
+
+def launch(slurm: Cluster, repo: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """launch.py, typed in the folder above the clone's."""
+    argv = [sys.executable, f"{repo.name}/launch.py", "recipe=mnist", *words]
+    return slurm.run(*argv, cwd=repo.parent, env=PYTHON, **kwargs)
+
+
+@contextlib.contextmanager
+def launched(slurm: Cluster, repo: Path, log: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A launch.py that waits, its output in ``log``, and its job."""
+    argv = [sys.executable, "launch.py", "recipe=mnist", "wait=true", *words]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, cwd=repo, env=clean | PYTHON | slurm.env, stdout=out, stderr=out)
+    try:
+        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 20, "the job's id")
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
+    """The first value of ``condition`` that is true."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what} not within {timeout_s:g} s")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl has so far; a line that is being written does not count."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0) -> None:
+    """Until some steps are done; fails with the job's state where it ends before that."""
+
+    def trains() -> bool:
+        state = slurm.jobs(job)[0]["JobState"]
+        assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
+        return any(row["attempt"] == attempt and row["step"] >= 3 for row in rows(run_dir))
+
+    until(trains, 60, f"job {job}'s third step")
+
+
+def ranks(slurm: Cluster, job: str) -> dict[int, tuple[Process, dict[str, str]]]:
+    """The processes of a job that are ranks of the recipe, with their environments, by rank."""
+    found = {}
+    for process in slurm.processes(job_id=job, command="-m recipes.mnist"):
+        with contextlib.suppress(OSError):
+            pairs = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if "SLURM_STEP_ID" in environ:  # srun itself has none
+                found[int(environ["SLURM_PROCID"])] = (process, environ)
+    return found
+
+
+def queue(slurm: Cluster) -> set[str]:
+    """All jobs that Slurm remembers."""
+    return set(slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout.split())
+
+
+def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 60) -> tuple[str, str]:
+    """(state, exit status) of a job, waited for."""
+    try:
+        state = slurm.wait_job(job, timeout_s)
+    except ClusterError as error:
+        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
+    return state, slurm.jobs(job)[0]["ExitCode"]
+
+
+def said(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.strip()]
+
+
+# --- runs that succeed -----------------------------------------------------------------------------------------------
+
+
+def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    keys = [*MINI, "epochs=2", f"run_dir={tmp_path}/run", "global_batch_size=127"]
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *keys, env=HOSTILE)
+    assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+
+    assert read(run_dir / "status.json")["state"] == "done"
+    steps = 2 * -(-1438 // 127)  # four fifths of 1,797 digits
+    summary = read(run_dir / "summary.json")
+    expected = {
+        "recipe": "mnist", "world_size": 4, "num_nodes": 2, "device": "cpu", "backend": "gloo", "epochs": 2, "steps": steps,
+        "val_samples": 359, "resumed_from_step": None, "restarts": 0,
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == expected
+    assert 0.2 < summary["val_top1"] <= summary["val_top5"] <= 1
+    assert [(row["step"], row["attempt"]) for row in rows(run_dir)][:: len(rows(run_dir)) - 1] == [(1, 0), (steps, 0)]
+
+    text = log.read_text()
+    assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in text
+    # docker0 has the same address on both nodes, and a node's own name is 127.0.1.1: only the route tells
+    node2 = slurm.node("node2")
+    ways = [f"network: eth0 (route to node2 ({address}))" for address in (node2.address, node2.address6)]
+    assert len({*ways} & {*said(log)}) == 1, text
+    assert "stand idle" not in text
+    assert "cpu binding" not in text  # what srun says of HOSTILE's
+    assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
+    assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
+    assert said(log)[-1] == f"mnist: done; run directory {run_dir}"
+
+
+def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    words = ["nodes=2", "gpus_per_node=2", "cpus_per_rank=3", *MINI, "epochs=1", "wait=true"]
+    argv = ["salloc", "-N1", "-n1", "--no-shell", "-J", "outer"]
+    outer = re.search(r"job allocation (\d+)", slurm.run(*argv).stderr)
+    assert outer
+    inherited = HOSTILE | {
+        "SLURM_JOB_ID": outer[1], "SLURM_JOBID": outer[1], "SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "node1", "SLURM_NODELIST": "node1", "SLURM_MEM_PER_NODE": "999999999",
+        "SLURM_EXPORT_ENV": "NONE", "SLURM_DISTRIBUTION": "arbitrary", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0",
+        "SBATCH_GRES": "gpu:99", "SBATCH_TIMELIMIT": "1000-0",
+    }  # fmt: skip
+    command = [sys.executable, "launch.py", "recipe=mnist", *words]
+    process = subprocess.Popen(
+        command, cwd=repo, env=os.environ | PYTHON | slurm.env | inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    cpus: set[str] = set()
+    try:
+        while process.poll() is None and not cpus:
+            jobs = queue(slurm) - {outer[1]}
+            newest = max(jobs, key=lambda each: int(each.partition("_")[0]), default="")
+            cpus = {environ["SLURM_CPUS_PER_TASK"] for _, environ in ranks(slurm, newest).values()} if newest else set()
+            time.sleep(0.05)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        slurm.run("scancel", outer[1])
+    assert process.returncode == 0, stdout + stderr
+    assert cpus == {"3"}
+
+    found = re.search(r"^job (\d+): .*\nrun directory: (.*)\nlog: tail -F (.*)$", stdout, re.MULTILINE)
+    assert found, stdout
+    job, run_dir, log = found[1], Path(found[2]), Path(found[3])
+    assert run_dir == repo / "runs/mnist" / job
+    assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in stdout
+    assert log.read_text() in stdout
+    assert stdout.splitlines()[-1] == f"job {job}: completed; run directory {run_dir}"
+    summary = read(run_dir / "summary.json")
+    assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (4, 2, 359)
+    assert "#SBATCH --nodes=2\n" in (run_dir / "job.sh").read_text()
+    described = read(run_dir / "job.yaml")
+    assert (described["nodes"], described["ranks_per_node"], described["gpus_per_node"]) == (2, 2, 0)
+    assert (repo / "runs/submitit").stat().st_mode & 0o777 == 0o700
+
+
+def test_two_steps_side_by_side_in_an_allocation(slurm: Cluster, repo: Path) -> None:
+    recipe = f"python -m recipes.mnist {' '.join(MINI)} max_steps=3"
+    command = f"""
+        srun --exact --nodes=2 --ntasks=2 {recipe} & first=$!
+        until squeue -h -s -j $SLURM_JOB_ID -o %i | grep -q '\\.0$'; do sleep 0.05; done
+        srun --exact --nodes=1 --ntasks=2 {recipe} & second=$!
+        wait $first && wait $second
+    """
+    done = slurm.run("salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", command, cwd=repo, env=PYTHON, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"Granted job allocation (\d+)", done.stderr)
+    assert found
+    for name, nodes in ((found[1], 2), (f"{found[1]}.1", 1)):
+        run_dir = repo / "runs/mnist" / name
+        summary = read(run_dir / "summary.json")
+        assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (2, nodes, 3)
+        assert read(run_dir / "status.json")["state"] == "done"
+        assert len(list((run_dir / "logs").iterdir())) == 2
+
+
+def test_srun_outside_of_an_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    argv = ["srun", "-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "python", "-m", "recipes.mnist", *MINI]
+    done = slurm.run(*argv, "max_steps=3", f"run_dir={tmp_path}/run", cwd=repo, env=PYTHON, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mnist: 2 ranks on 1 node, cpu, gloo" in done.stdout
+    summary = read(tmp_path / "run/summary.json")
+    assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (2, 1, 3)
+
+
+def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    options = ["--array=0-1", f"--output={tmp_path}/%A_%a.out", "--cpus-per-task=1"]
+    job = slurm.submit(*options, "sbatch/mnist_1x1.sh", *MINI, "max_steps=2", cwd=repo, env=PYTHON)
+    assert slurm.wait_job(job, 60) == "COMPLETED"
+    for task in (0, 1):
+        assert read(repo / f"runs/mnist/{job}_{task}/status.json")["state"] == "done"
+        log = (tmp_path / f"{job}_{task}.out").read_text()
+        # the ready script's GPU, that device=cpu cannot give back
+        assert "warning: device=cpu, and 1 GPUs a node stand idle: give sbatch --gpus-per-node=0 beside it" in log
+
+
+# --- runs that fail --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
+    wait_for_training(slurm, job, run_dir)
+    victim, _ = ranks(slurm, job)[2]
+    assert victim.node == "node2"
+    os.kill(victim.pid, signal.SIGKILL)
+    state, exit_code = ended(slurm, job, log, 30)
+    assert (state, exit_code != "0:0") == ("FAILED", True)
+    status = read(run_dir / "status.json")
+    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 2, "node2")
+    assert "rank 2 on node2 ended without a word" in status["reason"]
+    assert said(log)[-1] == f"mnist: failed: {status['reason']}; logs in {run_dir}/logs"
+    assert not slurm.processes(job_id=job)
+
+
+def test_a_failure_on_one_node_is_named_with_that_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Data that was staged to one node's own memory, and not to the other's."""
+    log, run_dir, data_dir = tmp_path / "log", tmp_path / "run", Path("/dev/shm/staged")
+    raw = tmp_path / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", 600), ("t10k", 100)):
+        images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(count))
+    slurm.on_node("node1", "mkdir", data_dir)
+    slurm.on_node("node1", "cp", "-r", tmp_path / "MNIST", data_dir)
+    keys = ["device=cpu", f"data_dir={data_dir}", f"run_dir={run_dir}"]
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys)
+    state = ended(slurm, job, log, 45)
+    assert state == ("FAILED", "2:0"), log.read_text()
+    status = read(run_dir / "status.json")
+    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
+    assert said(log)[-1].startswith("mnist: failed: rank 1 on node2 failed first: "), log.read_text()
+    assert f"python -m recipes.prepare mnist data_dir={data_dir}" in said(log)[-1]
+    assert "Traceback" not in log.read_text()
+
+
+def test_wait_gives_the_status_of_a_failing_job(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    words = ["device=cpu", f"data_dir={tmp_path}/nothing", f"run_dir={tmp_path}/run", "wait=true"]
+    done = launch(slurm, repo, *words, timeout=90)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(r"^job \d+: failed: .*nothing.* lacks ", done.stderr, re.MULTILINE), done.stderr
+    # the log of rank 0 is shown: one line, which names what to type
+    assert f"python -m recipes.prepare mnist data_dir={tmp_path}/nothing" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "said", tmp_path / "run"
+    with launched(slurm, repo, log, *ENDLESS, f"run_dir={run_dir}") as (process, job):
+        wait_for_training(slurm, job, run_dir)
+        slurm.run("scancel", job)
+        status = process.wait(30)
+    assert status not in (0, None)
+    assert re.match(rf"job {job}: cancelled", said(log)[-1]), log.read_text()
+    until(lambda: slurm.jobs(job)[0]["JobState"] == "CANCELLED", 10, "the job's end")
+    assert not slurm.processes(job_id=job)
+    saved = read(run_dir / "status.json")
+    assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
+    assert (run_dir / f"checkpoints/step-{saved['step']:08d}.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("partition=nowhere",), "invalid partition"),
+        (("partition=short", "time=11"), "time limit"),
+        (("nodes=99",), "more processors requested than permitted"),
+        (("gpus_per_node=64", "cpus_per_rank=1"), "node configuration is not available"),
+    ],
+)
+def test_an_impossible_job_is_refused_in_slurms_words(
+    slurm: Cluster, repo: Path, words: tuple[str, ...], reason: str
+) -> None:
+    before = queue(slurm)
+    done = launch(slurm, repo, *words)
+    assert done.returncode == 3
+    assert reason in done.stderr.lower()
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("launch.py: Slurm refuses this job: ")
+    assert queue(slurm) == before
+
+
+def test_a_recipe_in_the_batch_shell_says_so_at_once(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ["--nodes=2", "--ntasks-per-node=2", f"--chdir={repo}"]
+    job = sbatch(slurm, repo, log, *options, "--wrap=python -m recipes.mnist dataset=digits device=cpu")
+    assert ended(slurm, job, log, 15) == ("FAILED", "2:0"), log.read_text()
+    assert len(said(log)) == 1, log.read_text()
+    assert "put `srun` in front of the command" in said(log)[0]
+
+
+def test_gpus_that_torch_does_not_see(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    job = sbatch(slurm, repo, log, *options, "sbatch/mnist_2x8.sh", "dataset=digits", f"run_dir={tmp_path}/run")
+    assert ended(slurm, job, log) == ("FAILED", "3:0"), log.read_text()
+    lines = [line for line in said(log) if line.startswith("mnist: ")]
+    assert len(set(lines)) == 1, log.read_text()  # the rank's, and at the end the batch script's
+    assert re.search(r"node[12]: .* 8 GPUs and torch sees 0", lines[0])
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("nodes=4",), "mnist: nodes=4: the job's size and place are not the recipe's to set; .*--nodes=4"),
+        (("epoch=1",), "mnist: .*epoch.*did you mean 'epochs'"),
+    ],
+)
+def test_a_wrong_key_behind_a_ready_script(
+    slurm: Cluster, repo: Path, tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
+    log = tmp_path / "log"
+    job = sbatch(slurm, repo, log, "--nodes=1", "sbatch/mnist_2x8.sh", *words)
+    assert ended(slurm, job, log, 10) == ("FAILED", "2:0"), log.read_text()
+    assert len(said(log)) == 1, log.read_text()
+    assert re.match(line, said(log)[0]), said(log)[0]
+
+
+def test_a_ready_script_submitted_from_another_folder(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = slurm.submit(f"--output={log}", "--nodes=1", repo / "sbatch/mnist_2x8.sh", cwd=tmp_path, env=PYTHON)
+    assert ended(slurm, job, log, 10) == ("FAILED", "2:0"), log.read_text()
+    expected = "is not the repository: cd to its top folder and type sbatch sbatch/mnist_2x8.sh"
+    assert said(log) == [f"sbatch/mnist_2x8.sh: {tmp_path} {expected}"]
+
+
+# --- runs that are stopped -------------------------------------------------------------------------------------------
+
+
+def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    keys = ["device=cpu", "dataset=fake", "max_steps=150", "global_batch_size=64", "log_every_steps=1"]
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys, f"run_dir={run_dir}")
+    wait_for_training(slurm, job, run_dir)
+    slurm.run("scancel", "--signal=USR2", job)  # what #SBATCH --signal=USR2@120 sends, to the steps alone
+    until(lambda: slurm.jobs(job)[0]["Restarts"] == "1", 30, "the requeue")
+    saved = read(run_dir / "status.json")
+    step = saved["step"]
+    assert (saved["state"], saved["reason"], saved["attempt"]) == ("preempted", "SIGUSR2", 0)
+    assert 3 <= step < 150
+    assert [file.name for file in (run_dir / "checkpoints").glob("step-*.pt")] == [f"step-{step:08d}.pt"]
+    assert not (run_dir / "summary.json").exists()
+    line = f"mnist: saved at step {step}; queued again (restart 1 of at most 20); run directory {run_dir}"
+    until(lambda: line in said(log), 10, line)
+
+    until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
+    # It would wait there for two minutes; within a second, though, Slurm still has the first start's credential revoked.
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+    wait_for_training(slurm, job, run_dir, attempt=1)
+    assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+    assert read(run_dir / "status.json")["state"] == "done"
+    summary = read(run_dir / "summary.json")
+    expected = {"world_size": 2, "steps": 150, "restarts": 1, "resumed_from_step": step}
+    assert {key: summary[key] for key in expected} == expected
+    text = log.read_text()
+    assert "mnist: 2 ranks on 2 nodes, cpu, gloo, attempt 2" in text  # --open-mode=append: both are in it
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 151))
+    assert [row["attempt"] for row in rows(run_dir)] == [0] * step + [1] * (150 - step)
+
+
+def test_a_cancelled_job_is_saved_and_stays_cancelled(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
+    wait_for_training(slurm, job, run_dir)
+    slurm.run("scancel", job)
+    until(lambda: not slurm.processes(job_id=job), 20, "the end of all processes")
+    slurm.wait_idle()
+    found = slurm.jobs(job)[0]
+    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
+    saved = read(run_dir / "status.json")
+    assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
+    assert (run_dir / f"checkpoints/step-{saved['step']:08d}.pt").exists()
+    assert "queued again (" not in log.read_text()
