@@ -1,0 +1,369 @@
+"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import launch
+from recipes import prepare
+from recipes.core import batch, entry, local, rundir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Files in the folder that the commands are typed in.
+FILES: dict[str, bytes] = {
+    "list.yaml": b"- epochs\n- lr\n",
+    "nested.yaml": b"optimizer:\n  name: sgd\n",
+    "text.yaml": b"epochs=3\n",
+    "broken.yaml": b"epochs: [3\n",
+    "tabs.yaml": b"epochs:\t3\n\tlr: 1\n",
+    "binary.yaml": bytes(range(256)),
+    "deep.yaml": b"[" * 1000,
+    "unknown.yaml": b"epoch: 3\n",
+    "value.yaml": b"lr: fast\n",
+    "job.yaml": b"nodes: 4\n",
+    "newline.yaml": b'partition: "a\\n#SBATCH --exclusive"\n',
+    "again.yaml": b"config: other.yaml\n",
+    "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
+    "strange.yaml": b"? [a, b]\n: 1\n",
+    "spaces.yaml": b"a key: 1\n",
+    "shell.env": b"NCCL_DEBUG=$(touch canary)\n",
+    "path.env": b"PATH=/evil\n",
+    "preload.env": b"LD_PRELOAD=/evil.so\n",
+    "secret.env": b"WANDB_API_KEY=x\n",
+    "export.env": b"export NCCL_DEBUG=INFO\n",
+    "latin.env": b"NCCL_DEBUG=\xe9\n",
+    "big.env": b"# " + b"x" * 70_000,
+}
+
+# What every command that takes a recipe's keys refuses.
+KEYS: tuple[tuple[str, ...], ...] = (
+    ("epochs",), ("",), ("=",), ("=3",), ("epochs==3",), ("epochs =3",), ("--epochs=3",), ("-e",), ("--",), ("épochs=3",),
+    ("epochs\n=3",), ("$(touch canary)",), ("`touch canary`=1",), (";touch canary",), ("{}",), ("a.b=1",), ("a[0]=1",),
+    ("epoch=3",), ("EPOCHS=3",), ("__class__=1",), ("x" * 9000,), ("x" * 9000 + "=1",), ("\u202eepochs=3",), ("\x1b[31m=1",),
+    ("epochs=",), ("epochs=three",), ("epochs=-1",), ("epochs=1.5",), ("epochs=1e3",), ("epochs=0x10",), ("epochs=null",),
+    ("epochs=" + "9" * 4000,), ("epochs=" + "9" * 9000,), ("epochs=$(touch canary)",), ("epochs=3;touch canary",),
+    ("epochs=[3]",), ("epochs=⅓",), ("epochs=³",), ("epochs=${oc.env:NO_SUCH_VARIABLE}",), ("epochs=${epochs}",), ("epochs=${",),
+    ("lr=fast",), ("lr=nan",), ("lr=-inf",), ("lr=1e999",), ("lr=-0.1",), ("lr=0,1",), ("lr=",),
+    ("warmup=2",), ("seed=-1",), ("global_batch_size=0",), ("num_workers=1000000",), ("log_every_steps=0",),
+    ("compile=maybe",), ("compile=2",), ("dtype=float64",), ("dtype=fp16",), ("optimizer=adam",), ("device=tpu",), ("device=CPU",),
+    ("dataset=minst",), ("dataset=../x",), ("dataset=a\nb",), ("dataset=",), ("variant=nosuch",), ("variant=$(touch canary)",),
+    ("data_dir=a\nb",), ("data_dir=a\x00b",), ("data_dir=\udcff",), ("data_dir=a\x7fb",), ("data_dir=~nosuchuser/x",),
+    ("data_dir=" + "x" * 5000,), ("run_dir=a\rb",), ("run_dir=???",), ("resume=",), ("timeout_s=0",), ("timeout_s=nan",),
+    ("max_requeues=-1",), ("cpu_threads=-1",), ("checkpoint_every_s=-1",),
+    ("network=nosuch",), ("network=./nosuch.env",), ("network=.",), ("network=/dev/zero",), ("network=a\nb",),
+    ("network=shell.env",), ("network=path.env",), ("network=preload.env",), ("network=./secret.env",), ("network=export.env",),
+    ("network=latin.env",), ("network=big.env",), ("network=../../etc/passwd",),
+    ("config=nosuch.yaml",), ("config=",), ("config=.",), ("config=a\nb.yaml",), ("config=~nosuchuser/x.yaml",), ("config=/dev/zero",),
+    ("config=list.yaml",), ("config=nested.yaml",), ("config=text.yaml",), ("config=broken.yaml",), ("config=tabs.yaml",),
+    ("config=binary.yaml",), ("config=deep.yaml",), ("config=unknown.yaml",), ("config=value.yaml",), ("config=again.yaml",),
+    ("config=python.yaml",), ("config=strange.yaml",), ("config=spaces.yaml",),
+)  # fmt: skip
+
+# Keys of a job, for launch.py whatever the launcher.
+JOB: tuple[tuple[str, ...], ...] = (
+    ("recipe=",), ("recipe=minst",), ("recipe=../mnist",), ("recipe=core",), ("recipe=mnist.py",), ("recipe=__init__",),
+    ("recipe=mnist;touch canary",), ("recipe=os",), ("recipe=${oc.env:HOME}",),
+    ("launcher=slrm",), ("launcher=",), ("launcher=print;",),
+    ("nodes=0",), ("nodes=-1",), ("nodes=many",), ("nodes=1-4",), ("nodes=1.0",), ("nodes=99999999",), ("nodes=true",),
+    ("gpus_per_node=-1",), ("gpus_per_node=all",), ("gpus_per_node=2000",), ("ranks_per_node=0",), ("cpus_per_rank=0",),
+    ("time=0",), ("time=1h",), ("time=1:2:3:4",), ("time=-5",), ("time=1:0",), ("time=UNLIMITED",), ("time=٣",), ("time=1\n2",),
+    ("partition=a;b",), ("partition=$(touch canary)",), ("partition=a b",), ("partition=`touch canary`",),
+    ("partition=a\n#SBATCH --exclusive",), ("partition=" + "a" * 300,), ("account=a'b",), ('qos=a"b',), ("reservation=a\\b",),
+    ("constraint=a;b",), ("constraint=$x",), ("name=a/b",), ("name=a%b",), ("name=" + "n" * 65,), ("name=\u00e9",),
+    ("name=x\ntouch canary",),
+    ("exclude=node[1-",), ("exclude=node[2-1]",), ("exclude=a,,b",), ("exclude=$(touch canary)",), ("exclude=n[1-99999999]",),
+    ("exclude=a b",), ("exclude=]",),
+    ("cluster=nosuch",), ("cluster=../x",), ("cluster=/etc/passwd",), ("cluster=a\nb",), ("cluster=exampel",),
+    ("wait=perhaps",), ("gpus=8;2",), ("gpus=8,",), ("gpus=a",), ("node_rank=-1",), ("master=hostA",), ("master=a b:1",),
+    ("master=$(touch canary):1",), ("master=h:1:2",), ("config=newline.yaml",),
+)  # fmt: skip
+
+SUBMITTED: tuple[tuple[str, ...], ...] = (
+    ("gpus=8,2",), ("master=h:1",), ("node_rank=1",), ("gpus_per_node=0",), ("gpus_per_node=2", "ranks_per_node=3"),
+)  # fmt: skip
+
+HERE: tuple[tuple[str, ...], ...] = (
+    ("nodes=2",), ("gpus=2", "node_rank=1"), ("gpus=2,2",), ("gpus=0",), ("gpus=2,0", "master=h:1"), ("node_rank=1",), ("master=h:1",),
+    ("gpus=2,2", "master=h:0"), ("gpus=2,2", "master=h:65536"), ("gpus=2", "ranks_per_node=3"), ("gpus_per_node=0", "device=auto"),
+    ("gpus_per_node=2", "ranks_per_node=3", "device=cuda"),
+)  # fmt: skip
+
+
+def shown(words: tuple[str, ...]) -> str:
+    return ascii(" ".join(words))[1:40]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands are typed in; Slurm's commands are stubs that note when they are called, ranks cannot start."""
+    folder, stubs = tmp_path / "here", tmp_path / "bin"
+    for path in (folder, stubs, tmp_path / "runs"):
+        path.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    for name in ("sbatch", "srun", "scontrol", "module"):
+        (stubs / name).write_text(f'#!/bin/sh\ntouch "{tmp_path}/{name}-was-called"\necho Submitted batch job 7\n')
+        (stubs / name).chmod(0o755)
+    for variable in [v for v in os.environ if v.startswith(("SLURM_", "SRUN_", "SBATCH_", "RECIPES_", "RANK"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PATH", f"{stubs}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "ROOT", tmp_path)  # where a job would run, and its files be written
+    monkeypatch.setattr(local, "run", lambda *_: pytest.fail("ranks were started"))
+    return folder
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def one_line(text: str, limit: int = 700) -> str:
+    assert text.endswith("\n")
+    assert text.count("\n") == 1, text
+    line = text[:-1]
+    assert line.isprintable(), ascii(line)
+    assert len(line) <= limit
+    assert "Traceback" not in line
+    return line
+
+
+def refused(
+    command: Callable[[], int], here: Path, capsys: pytest.CaptureFixture[str], status: int = rundir.EXIT_CONFIG
+) -> str:
+    """Runs a command in this process and gives the one line that it says; that is all that it does."""
+    before, variables = tree(here.parent), dict(os.environ)
+    assert command() == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert tree(here.parent) == before
+    assert dict(os.environ) == variables
+    return one_line(err)
+
+
+# What is wrong is in the file, and named.
+INSIDE = {"unknown.yaml": "epoch=3", "value.yaml": "lr=fast", "spaces.yaml": "a key=1", "newline.yaml": "partition=a"}
+
+
+def names_its_key(line: str, words: tuple[str, ...]) -> None:
+    """The line says which word is wrong: the key, or the file that was given, or the key in there."""
+    key, equals, value = words[-1].partition("=")
+    if value in INSIDE:
+        assert INSIDE[value] in line
+    elif equals and key.isidentifier() and key.isascii() and len(key) < 30:
+        assert f"{key}=" in line or (key == "network" and str(Path(value)) in line), line
+
+
+@pytest.mark.parametrize("words", KEYS, ids=shown)
+def test_a_recipes_keys_behind_launch(words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for launcher in ("print", "slurm", "local"):
+        argv = ["recipe=mnist", f"launcher={launcher}", *words]
+        line = refused(lambda argv=argv: launch.main(argv), here, capsys)  # type: ignore[misc]
+        assert line.startswith("launch.py: ")
+        names_its_key(line, words)
+
+
+@pytest.mark.parametrize("words", KEYS, ids=shown)
+def test_a_recipes_keys_in_a_batch_script(
+    words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(lambda: batch.main(["check", "mnist", *words]), here, capsys)
+    assert line.startswith("mnist: ")
+    names_its_key(line, words)
+
+
+@pytest.mark.parametrize("words", KEYS[::3], ids=shown)
+def test_a_recipes_keys_behind_the_recipe(
+    words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(lambda: status_of_begin(words), here, capsys).startswith("mnist: ")
+
+
+def status_of_begin(words: tuple[str, ...]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("mnist", words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("words", JOB, ids=shown)
+def test_a_jobs_keys(words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for launcher in ("print", "slurm", "local"):
+        argv = [f"launcher={launcher}", "recipe=mnist", "device=cpu", *words]
+        line = refused(lambda argv=argv: launch.main(argv), here, capsys)  # type: ignore[misc]
+        assert line.startswith("launch.py: ")
+        names_its_key(line, words)
+
+
+@pytest.mark.parametrize("words", SUBMITTED, ids=shown)
+def test_keys_that_contradict_a_submission(
+    words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for launcher in ("print", "slurm"):
+        argv = [f"launcher={launcher}", "recipe=mnist", *words]
+        line = refused(lambda argv=argv: launch.main(argv), here, capsys)  # type: ignore[misc]
+        assert words[0].split("=")[0] in line or words[-1] in line
+
+
+@pytest.mark.parametrize("words", HERE, ids=shown)
+def test_keys_that_contradict_a_run_here(
+    words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["launcher=local", "recipe=mnist", "device=cpu", *words]
+    line = refused(lambda: launch.main(argv), here, capsys)
+    assert words[0].split("=")[0] in line or words[-1].split("=")[0] in line
+
+
+@pytest.mark.parametrize("word", ["nodes=2", "recipe=mnist", "launcher=local", "partition=$(touch canary)", "time=1", "cluster=example"])  # fmt: skip
+def test_a_jobs_key_behind_a_recipe(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (lambda: batch.main(["check", "mnist", word]), lambda: status_of_begin((word,))):
+        assert word in refused(command, here, capsys)
+
+
+def test_a_jobs_key_in_a_recipes_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--nodes=4" in refused(lambda: batch.main(["check", "mnist", "config=job.yaml"]), here, capsys)
+
+
+@pytest.mark.parametrize("words", [[], ["check"], ["finish", "mnist"], ["finish", "mnist", "x"], ["x", "mnist", "1"]])
+def test_the_batch_scripts_own_commands(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage:" in refused(lambda: batch.main(words), here, capsys)
+
+
+@pytest.mark.parametrize("recipe", ["nosuch", "../mnist", "", "os;touch canary", "core", "a\nb"])
+def test_a_recipe_that_is_none(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(here.parent)
+    assert batch.main(["check", recipe]) == rundir.EXIT_CONFIG
+    assert "recipe=" in capsys.readouterr().err
+    assert tree(here.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("minst",), "'mnist'"),
+        (("data_dir=x",), "one dataset is wanted"),
+        (("mnist", "cifar"), "one dataset is wanted"),
+        (("mnist", "data-dir=x"), "key=value"),
+        (("mnist", "datadir=x"), "'data_dir'"),
+        (("mnist", "data_dir=a\nb"), "data_dir="),
+        (("mnist", "data_dir=a\x00b"), "data_dir="),
+        (("mnist", "data_dir=~nosuchuser/x"), "data_dir="),
+        (("mnist", "data_dir=\udcff"), "data_dir="),
+        (("mnist", "source=/nosuch/folder"), "source="),
+        (("mnist", "source=http://mirror.invalid/x"), "source="),
+        (("mnist", "source=ftp://h/"), "source="),
+        (("mnist", "source=$(touch canary)"), "source="),
+        (("mnist", "source=file:///etc/passwd"), "source="),
+        (("mnist", "epochs=1"), "epochs"),
+        (("--mnist",), "--mnist"),
+        (("a\nb",), "mnist"),
+    ],
+)
+def test_prepare(words: tuple[str, ...], said: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(lambda: prepare.main(words), here, capsys)
+
+
+# --- the surroundings
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "zero", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "0", "WORLD_SIZE": "$(touch canary)", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "2"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "9", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        {"RECIPES_CLUSTER": "nosuch"},
+        {"RECIPES_CLUSTER": "../../x"},
+        {"RECIPES_CLUSTER": "a\nb"},
+    ],
+    ids=lambda v: ascii(v)[:50],
+)  # fmt: skip
+def test_surroundings_that_contradict_themselves(
+    variables: dict[str, str], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # other ranks let rank 0 speak first
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = refused(lambda: status_of_begin(()), here, capsys)
+    assert any(name in line or (name == "RECIPES_CLUSTER" and "cluster=" in line) for name in variables), line
+
+
+def test_a_machine_without_slurm(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    line = refused(lambda: launch.main(["recipe=mnist"]), here, capsys, rundir.EXIT_MACHINE)
+    assert "launcher=local" in line
+
+
+def test_a_slurm_that_refuses_the_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sbatch = here.parent / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
+    line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, rundir.EXIT_MACHINE)
+    assert line == "launch.py: Slurm refuses this job: no never"
+
+
+def test_a_machine_with_too_few_gpus(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    argv = ["recipe=mnist", "launcher=local", "gpus_per_node=4"]
+    line = refused(lambda: launch.main(argv), here, capsys, rundir.EXIT_MACHINE)
+    assert "4 ranks" in line
+    assert "2 are visible" in line
+    assert socket.gethostname() in line
+
+
+def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main([]) == rundir.EXIT_CONFIG
+    without = capsys.readouterr().out
+    assert "recipe=" in without
+    for argv in (["--help"], ["recipe=mnist", "--help"], ["-h"]):
+        assert launch.main(argv) == 0
+        assert capsys.readouterr().out == without
+
+
+# --- as processes: nothing else speaks, at the end either
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (("launch.py", "recipe=mnist", "launcher=print", "epoch=3"), 2),
+        (("launch.py", "recipe=mnist", "partition=x\n#SBATCH --exclusive"), 2),
+        (("launch.py", "recipe=mnist", "launcher=local", "nodes=2"), 2),
+        (("launch.py", "recipe=$(touch canary)"), 2),
+        (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
+        (("-m", "recipes.core.batch", "check", "mnist", "lr=fast"), 2),
+        (("-m", "recipes.mnist", "nodes=2"), 2),
+        (("-m", "recipes.mnist", "data_dir=`touch canary`", "epochs=-1"), 2),
+        (("-m", "recipes.prepare", "minst"), 2),
+    ],
+    ids=lambda v: ascii(" ".join(v))[1:60] if isinstance(v, tuple) else None,
+)
+def test_as_a_process(command: tuple[str, ...], status: int, here: Path) -> None:
+    words = [str(ROOT / word) if word == "launch.py" else word for word in command]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
+    before = tree(here.parent)
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=here, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (status, "")
+    one_line(ran.stderr)
+    assert tree(here.parent) == before
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(KEYS) + len(JOB) + len(SUBMITTED) + len(HERE) > 150

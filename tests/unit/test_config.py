@@ -1,0 +1,466 @@
+"""Keys: which value wins, what each type takes, what is saved, and that anything typed gives settings or one line."""
+
+import dataclasses
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from recipes.conf import mnist
+from recipes.core import config, slurm
+from recipes.core.config import ConfigError, Device, JobKeys, Launcher, RunKeys, TrainKeys
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = config.recipe_names()
+
+
+def parse(*words: str, recipe: str = "", **environ: str) -> config.Settings:
+    return config.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
+
+
+def refusal(*words: str, recipe: str = "", **environ: str) -> str:
+    """The message of the ConfigError that these words give; it has to be one line that can be printed."""
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, recipe=recipe, **environ)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert 0 < len(message) < 600
+    return message
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose site profile, env/clusters/here.yaml, the test writes; gives that path."""
+    root = tmp_path / "repository"
+    (root / "env" / "clusters").mkdir(parents=True)
+    (root / "recipes").symlink_to(ROOT / "recipes")
+    for file in (ROOT / "env").glob("*.env"):
+        (root / "env" / file.name).symlink_to(file)
+    monkeypatch.setattr(config, "ROOT", root)
+    return root / "env" / "clusters" / "here.yaml"
+
+
+# --- which one wins
+
+
+def test_precedence_of_a_run_key(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"network": "efa"}})
+    site.write_text("network: roce\n")
+    (tmp_path / "keys.yaml").write_text("network: ethernet\n")
+    words: list[str] = []
+    assert parse(*words).run.network == ""
+    for word, expected in (
+        ("cluster=here", "roce"),
+        ("variant=v", "efa"),
+        (f"config={tmp_path}/keys.yaml", "ethernet"),
+        ("network=slingshot", "slingshot"),
+    ):
+        words.insert(0, word)  # where a word stands does not matter
+        assert parse(*words).run.network == expected, words
+
+
+def test_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "DATASETS", {"digits": {"epochs": 11}})
+    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"epochs": 12}, "d": {"dataset": "digits"}})
+    (tmp_path / "keys.yaml").write_text("epochs: 13\nlr: 1e-3\n")
+    default = mnist.Config().epochs
+    assert default not in (11, 12, 13, 14)
+    assert parse().config.epochs == default
+    assert parse("dataset=digits").config.epochs == 11
+    assert parse("variant=d").config.epochs == 11
+    assert parse("variant=v", "dataset=digits").config.epochs == 12
+    assert parse("variant=v", f"config={tmp_path}/keys.yaml").config.epochs == 13
+    assert parse("variant=v", f"config={tmp_path}/keys.yaml", "epochs=14").config.epochs == 14
+    assert parse("epochs=14", f"config={tmp_path}/keys.yaml").config.lr == 1e-3
+    assert parse("epochs=1", "epochs=2").config.epochs == 2
+
+
+def test_precedence_of_a_job_key(site: Path) -> None:
+    site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
+    given = parse("cluster=here").job
+    assert (given.gpus_per_node, given.time, given.partition, given.qos) == (4, "2:00:00", "gpu", "")
+    assert (given.recipe, given.cluster) == ("mnist", "here")
+    assert parse("cluster=here", "gpus_per_node=2").job.gpus_per_node == 2
+    assert parse(RECIPES_CLUSTER="here").job.gpus_per_node == 4
+    assert parse().job.gpus_per_node is None
+
+
+def test_the_typed_cluster_wins_over_the_environments(site: Path) -> None:
+    site.write_text("gpus_per_node: 4\n")
+    site.with_name("other.yaml").write_text("gpus_per_node: 6\n")
+    assert parse("cluster=other", RECIPES_CLUSTER="here").job.gpus_per_node == 6
+
+
+def test_a_time_in_a_yaml_file_is_the_time_that_stands_there(tmp_path: Path, site: Path) -> None:
+    """YAML 1.1 takes 12:00:00 for a number to the base of 60, and 010 for eight."""
+    (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
+    settings = parse(f"config={tmp_path}/keys.yaml")
+    assert config.minutes(settings.job.time) == 720
+    assert (settings.config.epochs, settings.config.compile) == (10, True)
+    site.write_text("time: 1:30:00\n")
+    assert config.minutes(parse("cluster=here").job.time) == 90
+
+
+# --- types
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("nodes=2", 2),
+        ("epochs=+3", 3),
+        ("lr=1e-3", 1e-3),
+        ("lr=1", 1.0),
+        ("checkpoint_every_s=0", 0.0),
+        ("compile=true", True),
+        ("compile=False", False),
+        ("compile=yes", True),
+        ("compile=0", False),
+        ("launcher=print", Launcher.print),
+        ("device=cpu", Device.cpu),
+        ("dtype=bfloat16", config.Dtype.bfloat16),
+        ("gpus_per_node=null", None),
+        ("gpus_per_node=0", 0),
+        ("cpus_per_rank=4", 4),
+        ("ranks_per_node=2", 2),
+        ("data_dir=a=b", "a=b"),
+        ("data_dir=true", "true"),
+        ("data_dir=010", "010"),
+        ("data_dir=[1,2]", "[1,2]"),
+        ("account=12", "12"),
+        ("run_dir=", ""),
+        ("exclude=node[1-3],x", "node[1-3],x"),
+    ],
+)
+def test_types(word: str, expected: object) -> None:
+    settings, name = parse(word), word.partition("=")[0]
+    holder = next(h for h in (settings.job, settings.run, settings.config) if hasattr(h, name))
+    value = getattr(holder, name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("nodes=two", "a whole number"),
+        ("nodes=1.5", "a whole number"),
+        ("nodes=null", "a whole number"),
+        ("gpus_per_node=x", "a whole number"),
+        ("lr=fast", "a number"),
+        ("compile=maybe", "true or false"),
+        ("compile=2", "true or false"),
+        ("compile=", "true or false"),
+        ("launcher=Slurm", "one of slurm, local, print"),
+        ("device=gpu", "one of auto, cuda, cpu"),
+        ("dtype=float16", "one of float32, bfloat16"),
+        ("nodes=0", "the least is 1"),
+        ("epochs=-1", "the least is 0"),
+        ("warmup=1.5", "the most is 1"),
+        ("lr=nan", "a finite number"),
+        ("lr=inf", "a finite number"),
+        ("nodes=99999999999999999999", "the most is 65536"),
+    ],
+)
+def test_a_wrong_value_names_the_key_the_value_and_what_is_wanted(word: str, wanted: str) -> None:
+    message = refusal(word)
+    assert message.startswith(f"{word}: ")
+    assert wanted in message
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    assert "did you mean 'epochs'" in refusal("epoch=1")
+    assert "did you mean 'nodes'" in refusal("node=1")
+    assert "did you mean 'mnist'" in refusal("recipe=minst")
+    assert "did you mean 'digits'" in refusal("dataset=digit")
+    assert "did you mean" not in refusal("zzzzzz=1")
+    assert "write epochs=VALUE" in refusal("--epochs")
+    assert "write global_batch_size=3" in refusal("--global-batch-size=3")
+    assert "mnist" in refusal("recipe=")
+
+
+def test_a_job_key_behind_a_recipe_names_sbatchs_option() -> None:
+    options = {f.name: f.metadata["sbatch"] for f in dataclasses.fields(JobKeys)}
+    assert sum(bool(o) for o in options.values()) > 10
+    for name, option in options.items():
+        message = refusal(f"{name}=1", recipe="mnist")
+        assert message.startswith(f"{name}=1: ")
+        if option:
+            assert option in message
+        else:
+            assert "launch.py" in message or "RECIPES_CLUSTER" in message
+    assert "--nodes=4" in refusal("nodes=4", recipe="mnist")
+
+
+# --- interpolation
+
+
+def test_interpolation_is_resolved_in_values_and_left_in_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T_SECRET", "hunter2")
+    monkeypatch.setenv("T_EPOCHS", "5")
+    settings = parse("data_dir=/d/${oc.env:T_SECRET}", "epochs=${oc.env:T_EPOCHS}", "seed=${epochs}")
+    assert (settings.config.data_dir, settings.config.epochs, settings.config.seed) == ("/d/hunter2", 5, 5)
+    saved = OmegaConf.to_yaml(settings.saved)
+    assert "data_dir: /d/${oc.env:T_SECRET}" in saved
+    assert "hunter2" not in saved
+    assert settings.typed["data_dir"] == "/d/${oc.env:T_SECRET}"
+
+
+def test_an_interpolation_that_cannot_be_is_refused_without_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T_SECRET", "hunter2")
+    monkeypatch.delenv("T_NONE", raising=False)
+    assert "T_NONE" in refusal("data_dir=${oc.env:T_NONE}")
+    message = refusal("epochs=${oc.env:T_SECRET}")
+    assert "wants a whole number" in message
+    assert "hunter2" not in message
+    for word in ("data_dir=${a", "data_dir=${nosuch}", "lr=${lr}", "epochs=???", "epochs=${oc.decode:'['}"):
+        assert refusal(word).startswith(word)
+
+
+def test_what_an_interpolation_gives_is_checked_as_if_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T_NAME", "a;touch x")
+    monkeypatch.setenv("T_LINES", "a\nb")
+    assert "partition" in refusal("partition=${oc.env:T_NAME}")
+    assert "control character" in refusal("run_dir=${oc.env:T_LINES}")
+
+
+# --- paths
+
+
+def test_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    typed = {
+        "run_dir": "runs/a", "data_dir": "~/d", "config": "/x/../y.yaml", "resume": "a/b.pt", "network": "my.env",
+        "epochs": "3", "dataset": "digits",
+    }  # fmt: skip
+    assert config.absolute(typed, (RunKeys, mnist.Config), Path("/base")) == {
+        "run_dir": "/base/runs/a", "data_dir": "/home/me/d", "config": "/y.yaml", "resume": "/base/a/b.pt",
+        "network": "/base/my.env", "epochs": "3", "dataset": "digits",
+    }  # fmt: skip
+    same = {"run_dir": "", "data_dir": "${oc.env:SCRATCH}/d", "resume": "auto", "network": "efa"}
+    assert config.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
+    assert config.absolute({"resume": "never"}, (RunKeys,), Path("/base")) == {"resume": "never"}
+
+
+def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
+    for cls in (RunKeys, *(config.recipe_conf(recipe)[0] for recipe in RECIPES)):
+        for field in dataclasses.fields(cls):
+            if field.name.endswith(("_dir", "_file", "_path")):
+                assert field.metadata["path"], field.name
+
+
+def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
+    (tmp_path / "mine.env").write_text("T_A=mine\nT_B=mine\n")
+    (site.parent / "here.env").write_text("T_B=site\n")
+    site.write_text("env_files:\n  - clusters/here.env\n")
+    variables = config.env_variables(str(tmp_path / "mine.env"), "here")
+    assert (variables["T_A"], variables["T_B"]) == ("mine", "site")
+    (site.parent / "here.env").write_text("PATH=/evil\n")
+    assert "here.env:1" in refusal("cluster=here")
+
+
+# --- times
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 90), ("0090", 90), ("1:00", 1), ("1:01", 2), ("0:01", 1), ("90:00", 90), ("01:00:00", 60),
+        ("100:00:00", 6000), ("00:00:30", 1), ("1-0", 1440), ("2-12", 3600), ("1-02:30", 1590), ("1-02:30:01", 1591),
+        ("0-00:01", 1), ("0-1", 60),
+    ],
+)  # fmt: skip
+def test_minutes(time: str, expected: int) -> None:
+    assert config.minutes(parse(f"time={time}").job.time) == expected
+
+
+@pytest.mark.parametrize(
+    "time",
+    ["0", "00:00", "0-0", "-1", "1:2:3:4", "1-", "-", "1h", "1:0", "1-1-1", "a", "1.5", " 1", "1-100", "٣", "infinite"],
+)
+def test_times_that_are_none(time: str) -> None:
+    assert refusal(f"time={time}").startswith("time=")
+
+
+# --- the site's profile
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("partiton: gpu\n", ["here.yaml", "partiton", "did you mean 'partition'"]),
+        ("nodes: 4\n", ["here.yaml", "nodes"]),
+        ("modules: gcc\n", ["here.yaml", "modules", "list"]),
+        ("modules:\n  - a: b\n", ["here.yaml", "modules"]),
+        ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules"]),
+        ("modules: [gcc/12]\n", ["here.yaml", "- gcc/12"]),
+        ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
+        ("env_files: x.env\n", ["here.yaml", "env_files"]),
+        ("env_files:\n  - clusters/no.env\n", ["no.env"]),
+        ("- a\n- b\n", ["here.yaml"]),
+        ("just words\n", ["here.yaml"]),
+        ("a: [\n", ["here.yaml", "not YAML"]),
+        ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
+        ("partition: a;b\n", ["partition=a;b"]),
+        ("partition: [a, b]\n", ["partition="]),
+        ("time: never\n", ["time=never"]),
+        ("network: nosuch\n", ["network=nosuch"]),
+    ],
+)
+def test_a_wrong_profile_is_named(site: Path, text: str, words: list[str]) -> None:
+    site.write_text(text)
+    message = refusal("cluster=here")
+    assert all(word in message for word in words), message
+
+
+def test_a_profile_may_leave_things_empty(site: Path) -> None:
+    site.write_text("partition:\naccount: null\nmodules:\n#  - gcc\ngpus_per_node: 2 # a comment\n")
+    job = parse("cluster=here").job
+    assert (job.partition, job.account, job.gpus_per_node) == ("", "", 2)
+    site.write_text("")
+    assert parse("cluster=here").job.gpus_per_node is None
+    site.write_text("# nothing yet\n")
+    assert parse("cluster=here").job.gpus_per_node is None
+
+
+@pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd", "exampl", "a b", "$(x)"])
+def test_a_cluster_that_is_not_there(name: str) -> None:
+    assert "example" in refusal(f"cluster={name}")
+    assert "example" in refusal(RECIPES_CLUSTER=name)
+
+
+def test_the_profiles_that_are_committed_are_right() -> None:
+    profiles = sorted(p.stem for p in (ROOT / "env" / "clusters").glob("*.yaml"))
+    assert "example" in profiles
+    for name in profiles:
+        parse(f"cluster={name}")
+    example = config.cluster_profile("example")
+    assert example["modules"] == ["gcc/12", "cuda/12.4"]
+
+
+# --- what is declared
+
+
+def test_recipes_are_found() -> None:
+    assert "mnist" in RECIPES
+    assert not {"__init__", "prepare", "core", "conf"} & set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_name_stands_in_one_place_only(recipe: str) -> None:
+    job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
+    own = {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}
+    assert len(job) > 15
+    assert len(run) > 8
+    assert own
+    assert not job & run
+    assert not (job | run) & own
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_of_a_recipe_has_a_help_and_a_default_that_passes_its_own_check(recipe: str) -> None:
+    cls, variants = config.recipe_conf(recipe)
+    for keys in (JobKeys, RunKeys, cls):
+        assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
+        keys()
+    for name in variants:
+        assert parse(f"variant={name}", recipe=recipe).run.variant == name
+
+
+def test_every_training_recipe_has_the_common_keys() -> None:
+    common = {
+        "epochs", "max_steps", "global_batch_size", "lr", "seed", "dataset", "data_dir", "num_workers", "dtype", "compile",
+        "evaluate", "log_every_steps",
+    }  # fmt: skip
+    assert {f.name for f in dataclasses.fields(TrainKeys)} == common
+    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}]  # fmt: skip
+    assert "mnist" in training
+    for recipe in training:
+        assert common <= {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}, recipe
+
+
+def as_typed(default: object) -> str:
+    """A default as one would type it."""
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(getattr(default, "name", default))
+
+
+@pytest.mark.parametrize("recipe", ["", *RECIPES])
+def test_help_has_every_key_with_its_default(recipe: str) -> None:
+    text = config.help_text(recipe)
+    shown = {line.strip().split("=")[0]: line for line in text.splitlines() if line.startswith("  ")}
+    for cls in (RunKeys, config.recipe_conf(recipe)[0] if recipe else JobKeys):
+        for field in dataclasses.fields(cls):
+            assert f"  {field.name}={as_typed(field.default)} " in shown[field.name] + " ", field.name
+            assert field.metadata["help"] in shown[field.name]
+
+
+# --- anything at all
+
+NAMES = sorted({f.name for cls in (JobKeys, RunKeys, mnist.Config) for f in dataclasses.fields(cls)})
+NASTY = [
+    "", " ", "-1", "0", "1", "true", "null", "nan", "1e999", "???", "${lr}", "${oc.env:HOME}", "${", "$(touch x)", "`id`",
+    "a;b", "a\nb", "a\x00b", "\udcff", "\u2028", "..", "/", "~", "~nosuchuser/x", "x" * 5000, "9" * 400, "[1]", "{a: 1}",
+    "'", '"', "\\", "a,b", "n[1-2]", "n[1-", "1:2:3", "1-0", "8,2", "h:1", "!!python/object:x", "٣", "cpu", "local",
+]  # fmt: skip
+VALUES = st.one_of(st.sampled_from(NASTY), st.text(max_size=20), st.integers().map(str), st.floats().map(str))
+WORDS = st.one_of(
+    st.tuples(st.sampled_from(NAMES), VALUES).map("=".join),
+    st.text(max_size=20),
+    st.tuples(st.text(max_size=8), VALUES).map("=".join),
+)
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # says how busy the machine is
+)
+@given(words=st.lists(WORDS, max_size=4), behind=st.sampled_from(["", "mnist"]))
+def test_any_words_give_settings_or_one_line(words: list[str], behind: str) -> None:
+    refused = ""
+    try:
+        found = parse(*words, recipe=behind)
+        job = slurm.describe(found, Path("/r"), Path("/b"))
+    except ConfigError as error:
+        refused = str(error)
+    if refused:
+        assert refused.isprintable()
+        assert len(refused) < 1000
+        return
+    assert isinstance(found.run, RunKeys)
+    for number in dataclasses.astuple(found.config):
+        assert not isinstance(number, float) or math.isfinite(number)
+    script = slurm.script(job).split("\n")
+    directives = [line for line in script if line.startswith("#SBATCH ")]
+    assert len(directives) == len(slurm.directives(job)) + 2
+    assert all(line.isprintable() for line in directives)
+    assert script.index(directives[-1]) == len(directives)  # nothing between them that a shell would run
+    line = next((line for line in script if line.startswith("set -- ")), 'set -- "$@"')
+    assert shlex.split(line)[2:-1] == list(job.arguments)
+
+
+def test_checking_takes_a_fraction_of_a_second() -> None:
+    """A login node answers at once: no torch, no submitit, nothing heavy."""
+    code = "import resource, sys\nfrom recipes.core import config\nconfig.parse(['recipe=mnist'])\n" \
+           "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(ran.stdout) < 1.5, os.getloadavg()
+
+
+def test_settings_know_what_was_typed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").write_text("lr: 0.5\npartition: gpu\n")
+    found: Mapping[str, Any] = parse(f"config={tmp_path}/k.yaml", "epochs=2", "nodes=3").typed
+    assert found == {"lr": "0.5", "epochs": "2"}

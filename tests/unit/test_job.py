@@ -1,0 +1,712 @@
+"""One job description, two ways to submit it, and the batch scripts as bash runs them: with stubs for what Slurm brings."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.slurm.slurm import _make_sbatch_string
+
+import launch
+from recipes.core import batch, config, local, ready, rundir, slurm, submit
+from recipes.core.config import ConfigError
+from recipes.core.rundir import MachineError
+from recipes.core.slurm import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = sorted((ROOT / "sbatch").glob("*.sh"))
+HOSTILE_ROOT = Path('/srv/it\'s a "repo"; $(touch canary) `touch canary` $HOME & <x> #y')
+HOSTILE = (
+    "data_dir=/$(touch canary)", "data_dir=/`touch canary`", "data_dir=/a b", "data_dir=/it's", 'data_dir=/"x"', "data_dir=/;touch canary",
+    "data_dir=/a&b|c>d<e", "data_dir=/*?[a]{b,c}", "data_dir=/~", "data_dir=/\\\\n", "data_dir=/é ü 中", "data_dir=/!!", "data_dir=/#x",
+)  # fmt: skip
+JOBS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("nodes=2", "gpus_per_node=8"),
+    ("device=cpu", "ranks_per_node=3"),
+    ("device=cpu", "gpus_per_node=2", "num_workers=3"),
+    ("device=cpu", "cpu_threads=4"),
+    ("gpus_per_node=4", "cpus_per_rank=6", "time=1-02:30:01"),
+    ("ranks_per_node=2", "time=90"),
+    ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
+    ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
+    ("name=a.job@x:y=z",),
+    ("cluster=example", "gpus_per_node=2"),
+    ("cluster=example", "device=cpu", "nodes=3"),
+    *((word,) for word in HOSTILE),
+)
+
+
+def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
+    return slurm.describe(config.parse(["recipe=mnist", *words], environ={}), root, base)
+
+
+def directives(text: str) -> dict[str, str]:
+    """The #SBATCH lines of a script as sbatch reads them: option and value, unquoted."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "))
+            name, _, value = word.partition("=")
+            assert name not in found
+            found[name] = value
+    assert found
+    return found
+
+
+def submitit_text(job: Job) -> str:
+    parameters: dict[str, Any] = slurm.submitit_parameters(job, "/py thon")
+    return str(_make_sbatch_string(command="x", folder="/f", **parameters))
+
+
+# --- one description
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+@pytest.mark.parametrize("root", [ROOT, HOSTILE_ROOT], ids=["plain", "hostile"])
+def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: Path) -> None:
+    job = describe(*words, root=root)
+    ours, theirs = directives(slurm.script(job)), directives(submitit_text(job))
+    assert ours.pop("--output") == "%x-%j.out"
+    assert theirs.pop("--output") == "/f/%j_0_log.out"
+    assert ours == theirs
+    assert ours["--chdir"] == str(root)
+
+
+def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
+    job = describe("cluster=example", "device=cpu", "data_dir=/a b")
+    ours, theirs = slurm.script(job), submitit_text(job)
+    setup = slurm._setup(job)
+    assert [line for line in setup if line.startswith("module load ")] == [
+        "module load gcc/12 || exit",
+        "module load cuda/12.4 || exit",
+    ]
+    for line in setup:
+        assert line in ours.splitlines()
+        assert line in theirs.splitlines()
+    srun = next(line for line in theirs.splitlines() if line.startswith("srun "))
+    assert {*slurm.SRUN_OPTIONS, "--cpus-per-task=8"} <= set(shlex.split(srun))
+    assert all(option in ours for option in slurm.SRUN_OPTIONS)
+    last = shlex.split(theirs.splitlines()[-1])
+    assert last == [
+        "/py thon", "-m", "recipes.core.batch", "finish", "mnist", "$?", "device=cpu", "data_dir=/a b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "8", "--time": "60"}),
+        (("nodes=2", "gpus_per_node=8"), {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"}),
+        (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
+        (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
+        (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+        (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+        (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
+        (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
+        (("cluster=example", "partition=x"), {"--partition": "x"}),
+        (("time=1:30",), {"--time": "2"}),
+        ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
+    ],
+)  # fmt: skip
+def test_what_a_job_asks_for(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
+    found = directives(slurm.script(describe(*words)))
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {"--mem", "--gres", "--ntasks"} & set(found)
+
+
+def test_paths_are_made_absolute_against_the_folder_that_one_submits_from() -> None:
+    job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub"))
+    assert job.arguments == ("data_dir=/base/sub/d", "run_dir=/base/r", "network=infiniband", "resume=/base/sub/c.pt")
+
+
+@pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
+def test_a_folder_whose_name_would_end_a_directive_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe(root=Path(bad))
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe("data_dir=d", base=Path(bad))
+
+
+# --- the scripts are bash
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Scripts of all jobs, in a plain and in a hostile repository, as files."""
+    folder = tmp_path_factory.mktemp("scripts")
+    paths = []
+    for i, words in enumerate(JOBS):
+        for kind, root in (("plain", ROOT), ("hostile", HOSTILE_ROOT)):
+            paths.append(folder / f"{i}-{kind}.sh")
+            paths[-1].write_text(slurm.script(describe(*words, root=root), header=["a comment"]))
+    return paths
+
+
+def test_bash_accepts_every_script(written: list[Path]) -> None:
+    assert READY
+    check = 'for file; do bash -n "$file" || exit; done'
+    ran = subprocess.run(["bash", "-c", check, "bash", *written, *READY], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
+    if shutil.which("shellcheck") is None:
+        assert os.environ.get("RECIPES_REQUIRE_SLURM") != "1", "shellcheck is not there: apt-get install shellcheck"
+        pytest.skip("shellcheck is not there: apt-get install shellcheck")
+    ran = subprocess.run(
+        ["shellcheck", "--severity=style", "--exclude=SC2016", *written, *READY], capture_output=True, text=True, check=False
+    )  # fmt: skip  # SC2016: $( in single quotes is what is wanted here
+    assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_hostile_argument_comes_back_as_it_was_and_nothing_is_run(tmp_path: Path, word: str) -> None:
+    job = describe(word, "epochs=1", base=tmp_path)
+    (line,) = (line for line in slurm.script(job).splitlines() if line.startswith("set -- "))
+    ran = subprocess.run(
+        ["bash", "-c", f"{line}\nprintf '%s\\0' \"$@\"", "bash", "typed=later"], cwd=tmp_path, capture_output=True, check=True
+    )  # fmt: skip
+    assert ran.stdout.decode().split("\0")[:-1] == [*job.arguments, "typed=later"]
+    assert job.arguments == (word, "epochs=1")
+    assert ran.stderr == b""
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"{key}={value}"
+        for key in ("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "cluster", "time")
+        for value in (
+            "a;touch canary",
+            "$(touch canary)",
+            "`touch canary`",
+            "a\n#SBATCH --exclusive",
+            "a b",
+            "a'b",
+            'a"b',
+        )
+    ],
+)
+def test_a_directives_value_with_a_shells_characters_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        describe(word)
+    assert str(caught.value).startswith(word.partition("=")[0] + "=")
+    assert str(caught.value).isprintable()
+
+
+# --- scripts as they run: srun and module are stubs, python is this one
+
+
+class Bench:
+    """A copy of the repository, and stubs on the PATH that note how they were called."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.folder, self.root = folder, root
+        shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "env", root / "env")
+        shutil.copytree(ROOT / "sbatch", root / "sbatch")
+        self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; exit "${STEP_ENDS:-0}"')  # fmt: skip
+        self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
+
+    def stub(self, name: str, body: str) -> None:
+        path = self.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+
+    def run(self, script: Path | str, *words: str, cwd: str = "", **environ: str) -> tuple[int, str]:
+        """Runs a script as a job would be run, and gives its status and stderr."""
+        variables = {
+            "PATH": f"{self.folder}/bin:/usr/bin:/bin", "NOTES": str(self.folder), "VIRTUAL_ENV": "/env", "LC_ALL": "C.UTF-8",
+            "SLURM_JOB_ID": "7", "HOME": str(self.folder), **environ,
+        }  # fmt: skip
+        ran = subprocess.run(
+            ["bash", script, *words], cwd=cwd or self.root, env=variables, capture_output=True, text=True, timeout=60, check=False
+        )  # fmt: skip
+        return ran.returncode, ran.stderr
+
+    @property
+    def srun(self) -> list[str] | None:
+        """How srun was called; None where it was not."""
+        path = self.folder / "srun"
+        return path.read_bytes().decode().split("\0")[:-1] if path.exists() else None
+
+    @property
+    def files(self) -> set[str]:
+        return set(os.listdir(self.folder)) | set(os.listdir(self.root))
+
+
+MODULE = {"BASH_FUNC_module%%": '() { echo "$*" >> "$NOTES/modules"; return "${MODULE_ENDS:-0}"; }'}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, tmp_path / "repository")
+
+
+@pytest.mark.parametrize("script", [path.name for path in READY])
+def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench, script: str) -> None:
+    status, stderr = bench.run(f"sbatch/{script}", *HOSTILE, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5", SRUN_DEBUG="3")
+    assert "left no status" in stderr  # nothing ran: srun is a stub
+    assert status == rundir.EXIT_CRASH
+    recipe = script.split("_")[0]
+    assert bench.srun == [
+        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, "python", "-u", "-m", f"recipes.{recipe}", *HOSTILE, "run_dir=/nosuch",
+    ]  # fmt: skip
+    assert not {"canary", "d", "x"} & bench.files
+
+
+def test_launchs_script_in_a_hostile_repository_runs_nothing_but_the_recipe(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tmp_path / HOSTILE_ROOT.name)
+    job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
+    (tmp_path / "job.sh").write_text(slurm.script(job))
+    status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
+    assert (status, "left no status" in stderr) == (rundir.EXIT_CRASH, True), stderr
+    assert bench.srun
+    assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
+    assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
+    assert (tmp_path / "cluster").read_text() == "example\n"
+    assert "canary" not in bench.files
+
+
+def test_the_batch_jobs_status_is_the_runs_not_sruns(bench: Bench) -> None:
+    run_dir = bench.folder / "run"
+    run_dir.mkdir()
+    attempt = rundir.open_attempt(run_dir, ["a"], "7.0")
+    for state, expected in (("done", 0), ("failed", 143), ("running", 143)):
+        rundir.write_status(run_dir, state, attempt=attempt, step=3)
+        status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", STEP_ENDS="143")
+        assert status == expected, stderr
+    status_now = rundir.read_status(run_dir)
+    assert status_now
+    assert status_now["state"] == "failed"
+
+
+def test_what_an_outer_allocation_left_does_not_reach_srun(bench: Bench) -> None:
+    bench.stub("srun", 'env > "$NOTES/env"')
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", SRUN_CPU_BIND="x", SLURM_CPU_BIND_TYPE="x", SLURM_CPU_BIND="x")
+    names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
+    assert "SLURM_JOB_ID" in names
+    assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND"))}
+
+
+PROFILES = (
+    "modules:\n  - gcc/12\n  - cuda/12.4\n",
+    "modules:\n  - gcc/12\n  - cuda/12.4",
+    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4  \nenv_files:\n  - clusters/here.env\n",
+    "modules:\n- gcc/12\n- cuda/12.4\ntime: 1:00:00\n",
+    "env_files:\n  - clusters/here.env\nmodules:\n    -   gcc/12\n    - cuda/12.4\npartition: gpu\n",
+    "modules:\n#  - gcc/12\npartition: gpu\n",
+    "partition: gpu\n",
+)
+
+
+@pytest.mark.parametrize("text", PROFILES)
+def test_a_ready_script_loads_the_modules_that_the_profile_names(
+    bench: Bench, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = bench.root / "env" / "clusters"
+    (clusters / "here.yaml").write_text(text)
+    (clusters / "here.env").write_text("T_X=1\n")
+    monkeypatch.setattr(config, "ROOT", bench.root)
+    named = config.cluster_profile("here").get("modules", [])
+    bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
+    log = bench.folder / "modules"
+    loaded = log.read_text().splitlines() if log.exists() else []
+    assert loaded == [f"load {module}" for module in named]
+    assert len(named) == (2 if "gcc/12\n" in text.replace("#  - gcc", "") or "gcc/12 " in text else 0)
+    assert bench.srun
+    assert bench.srun[-2:] == ["epochs=2", "run_dir=/nosuch"]  # cluster= is the script's own
+    assert (bench.folder / "cluster").read_text() == "here\n"
+
+
+def test_the_environments_cluster_counts_in_a_ready_script(bench: Bench) -> None:
+    bench.run("sbatch/mnist_2x8.sh", "run_dir=/nosuch", RECIPES_CLUSTER="example", **MODULE)
+    assert (bench.folder / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
+
+
+def refused(bench: Bench, ran: tuple[int, str], *said: str) -> None:
+    """It ended with status 2 and one line that has these words, and srun was never called."""
+    status, stderr = ran
+    assert len(stderr.splitlines()) == 1, stderr
+    assert all(word in stderr for word in said), stderr
+    assert status == rundir.EXIT_CONFIG
+    assert bench.srun is None
+
+
+def test_a_ready_script_from_another_folder_says_where_to_go(bench: Bench) -> None:
+    elsewhere = bench.folder / "elsewhere"
+    elsewhere.mkdir()
+    ran = bench.run(bench.root / "sbatch" / "mnist_1x1.sh", cwd=str(elsewhere))
+    refused(bench, ran, str(elsewhere), "is not the repository", "sbatch sbatch/mnist_1x1.sh")
+
+
+def test_a_ready_script_without_python_says_how_to_make_one(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""), "no Python environment", "make install")
+
+
+def test_a_ready_script_takes_the_repositorys_own_python(bench: Bench) -> None:
+    (bench.root / ".venv" / "bin").mkdir(parents=True)
+    (bench.folder / "bin" / "python").rename(bench.root / ".venv" / "bin" / "python")
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", VIRTUAL_ENV="")
+    assert bench.srun
+    assert ".venv/bin/python" in bench.srun
+
+
+def test_a_ready_script_takes_the_active_conda_environment(bench: Bench) -> None:
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", VIRTUAL_ENV="", CONDA_PREFIX="/conda")
+    assert bench.srun
+    assert "python" in bench.srun
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("epoch=2",), ("epoch=2", "'epochs'")),
+        (("nodes=4",), ("nodes=4", "--nodes=4")),
+        (("epochs=2", "lr=fast"), ("lr=fast",)),
+        (("$(touch canary)",), ("key=value",)),
+        (("network=nosuch",), ("network=nosuch",)),
+    ],
+)
+def test_a_ready_script_with_a_wrong_word_never_calls_srun(
+    bench: Bench, words: Sequence[str], said: Sequence[str]
+) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", *words), *said)
+    assert "canary" not in bench.files
+
+
+def test_a_ready_script_names_a_cluster_that_is_not_there(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=nosuch"), "cluster=nosuch")
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", RECIPES_CLUSTER="nosuch"), "cluster=nosuch")
+
+
+def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
+    ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
+    refused(bench, ran, "cluster=example", "gcc/12")
+    (bench.folder / "job.sh").write_text(slurm.script(describe("cluster=example", root=bench.root)))
+    assert bench.run(bench.folder / "job.sh", MODULE_ENDS="4", **MODULE) == (4, "")
+    assert bench.srun is None
+
+
+# --- ready scripts
+
+
+def test_ready_scripts_are_there() -> None:
+    assert [f"sbatch/{path.name}" for path in READY] == sorted(ready.scripts())
+    assert all(re.fullmatch(r"[a-z]+_\d+x\d+\.sh", path.name) for path in READY)
+    assert {path.name.split("_")[0] for path in READY} <= set(config.recipe_names())
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
+def test_a_ready_scripts_directives_can_be_overridden_one_by_one(path: Path) -> None:
+    found = directives(path.read_text())
+    nodes, gpus = re.fullmatch(r"[a-z]+_(\d+)x(\d+)\.sh", path.name).groups()  # type: ignore[union-attr]
+    size = {name: value for name, value in found.items() if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)}
+    assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
+    assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (nodes, gpus, gpus)
+    assert int(size["--cpus-per-task"]) <= 8
+    assert not {"--chdir", "--partition", "--account"} & set(found)
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
+def test_a_ready_scripts_log_goes_to_a_folder_that_a_fresh_clone_has(path: Path) -> None:
+    folder = os.path.dirname(directives(path.read_text())["--output"])
+    if not folder:
+        return  # the repository itself
+    kept = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert kept.stdout, f"{folder} is not in the repository: a job would fail without a word"
+
+
+def test_ready_scripts_are_what_would_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ready.main(["check"]) == 0, capsys.readouterr().err
+
+
+def test_a_ready_script_that_drifted_is_named_and_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sbatch").mkdir()
+    assert ready.main(["check"], tmp_path) == 1
+    assert ready.main(["write"], tmp_path) == 0
+    assert ready.main(["check"], tmp_path) == 0
+    path = tmp_path / "sbatch" / READY[0].name
+    assert path.read_text() == READY[0].read_text()
+    assert os.access(path, os.X_OK)
+    path.write_text(path.read_text().replace("--nodes=1", "--nodes=4"))
+    capsys.readouterr()
+    assert ready.main(["check"], tmp_path) == 1
+    assert capsys.readouterr().err.startswith(f"sbatch/{path.name}: ")
+    assert ready.main(["wrote"], tmp_path) == 2
+
+
+# --- submitting
+
+
+def test_clean_environment_keeps_what_sites_prescribe() -> None:
+    kept = {
+        "SLURM_CONF": "/etc/x", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r",
+        "PATH": "/bin", "MY_SLURM_X": "1", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+    scrubbed = {
+        "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
+        "SBATCH_GRES": "gpu:8",
+    }  # fmt: skip
+    assert submit.clean_environment({**kept, **scrubbed}) == kept
+
+
+def test_job_folder_is_private(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    before = os.umask(0)
+    try:
+        folder = submit.job_folder(tmp_path)
+    finally:
+        os.umask(before)
+    assert folder == tmp_path / "runs" / "submitit"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert submit.job_folder(tmp_path) == folder
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702, 0o1777])
+def test_job_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "runs" / "submitit"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    with pytest.raises(MachineError, match="chmod 700"):
+        submit.job_folder(tmp_path)
+
+
+def test_job_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs" / "submitit"
+    folder.mkdir(parents=True, mode=0o700)
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    with pytest.raises(MachineError, match="must be yours"):
+        submit.job_folder(tmp_path)
+
+
+def test_job_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(MachineError, match="runs/submitit: cannot be made"):
+        submit.job_folder(tmp_path)
+
+
+def test_a_run_directory_that_cannot_be_made_is_found_before_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    stub(tmp_path, monkeypatch, "sbatch", "echo Submitted batch job 7")
+    with pytest.raises(MachineError, match="cannot be made"):
+        submit.submit(describe(root=tmp_path), sys.executable, str(tmp_path / "file" / "run"))
+    assert calls(tmp_path, "sbatch") == []
+
+
+def test_submission_leaves_the_script_and_the_description_in_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    stub(tmp_path, monkeypatch, "sbatch", 'env > "$NOTES/env"; echo Submitted batch job 7')
+    monkeypatch.setenv("SLURM_NTASKS", "9")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    job = describe("data_dir=/$(touch canary)", "nodes=2", root=tmp_path)
+    submitted = submit.submit(job, sys.executable, "")
+    assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
+    text = (submitted.run_dir / "job.sh").read_text()
+    ours = directives(slurm.script(job))
+    theirs = directives(text)
+    for found in (ours, theirs):
+        del found["--output"]
+    assert ours == theirs
+    described = json.loads((submitted.run_dir / "job.yaml").read_text())
+    assert (described["job_id"], described["nodes"], described["arguments"]) == ("7", 2, ["data_dir=/$(touch canary)"])
+    environ = (tmp_path / "env").read_text()
+    assert "SBATCH_ACCOUNT=mine" in environ
+    assert "SLURM_NTASKS" not in environ
+    assert os.environ["SLURM_NTASKS"] == "9"
+    for path in (tmp_path / "runs" / "submitit").iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert not list(tmp_path.rglob("canary"))
+
+
+def test_slurms_refusal_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2\necho 'sbatch: error: Batch job submission failed' >&2\nexit 1")  # fmt: skip
+    with pytest.raises(MachineError) as caught:
+        submit.ask_controller(describe(root=tmp_path))
+    assert str(caught.value) == "Slurm refuses this job: invalid partition specified: x Batch job submission failed"
+    assert calls(tmp_path, "sbatch") == [["--test-only"]]
+
+
+def test_no_slurm_names_launcher_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="launcher=local"):
+        submit.ask_controller(describe())
+
+
+def test_local_takes_the_run_directory_that_an_interpolation_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(command: Sequence[str], layout: Any, run_dir: Path, root: Path, environ: Any) -> int:
+        seen.update(command=command, run_dir=run_dir)
+        return 0
+
+    monkeypatch.setattr(local, "run", run)
+    monkeypatch.setenv("T_SCRATCH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=mnist", "launcher=local", "device=cpu"]
+    for given in ("run_dir=${oc.env:T_SCRATCH}/r", "run_dir=r"):
+        assert launch.main([*words, given]) == 0
+        assert seen["run_dir"] == tmp_path / "r"
+        assert f"run_dir={tmp_path}/r" in seen["command"]
+
+
+# --- after the step: finish and requeue
+
+RUNNING = "JobId=7 JobName=mnist JobState=RUNNING Reason=None"
+
+
+def stub(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> None:
+    """A command on the PATH that notes how it was called and then does ``body``."""
+    (folder / "stubs").mkdir(exist_ok=True)
+    path = folder / "stubs" / name
+    path.write_text(
+        f'#!/bin/bash\nprintf "%s\\0" "$@" >> "$NOTES/{name}.calls"; echo >> "$NOTES/{name}.calls"\n{body}\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("NOTES", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}/stubs:/usr/bin:/bin")
+
+
+def calls(folder: Path, name: str) -> list[list[str]]:
+    path = folder / f"{name}.calls"
+    return [line.split("\0")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def preempted(tmp_path: Path) -> Path:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    rundir.write_status(run_dir, "preempted", attempt=rundir.open_attempt(run_dir, ["a"], "7.0"), step=12)
+    return run_dir
+
+
+def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
+    """batch.finish, in the job and launch that has left what there is in ``run_dir``."""
+    environ = {"SLURM_JOB_ID": "7", **environ}
+    if attempt := rundir.read_json(run_dir / "attempt.json"):
+        rundir.write_json(run_dir / "attempt.json", {**attempt, "launch": rundir.launch_id(environ)})
+    return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str = RUNNING, requeue: str = "true") -> None:
+    stub(folder, monkeypatch, "scontrol", f"if [ $1 = show ]; then echo {shlex.quote(state)}; else {requeue}; fi")
+
+
+def test_a_preempted_run_is_queued_again(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    assert finish(preempted, srun_status=143) == rundir.EXIT_REQUEUE
+    assert calls(tmp_path, "scontrol") == [["show", "job", "-o", "7"], ["requeue", "7"]]
+    said = capsys.readouterr().out
+    assert "saved at step 12" in said
+    assert "queued again (restart 1 of at most 20)" in said
+
+
+def test_an_array_task_queues_itself_alone(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
+    assert calls(tmp_path, "scontrol") == [["show", "job", "-o", "5_3"], ["requeue", "5_3"]]
+    assert "restart 5 of at most 20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "PREEMPTED", "COMPLETING", "PENDING", "RUNNING_LATER"])
+def test_a_job_that_slurm_is_ending_is_not_queued_again(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    scontrol(tmp_path, monkeypatch, f"JobId=7 JobState={state} Reason=None")
+    assert finish(preempted) == rundir.EXIT_REQUEUE
+    assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
+    assert "not queued again from here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), ""), (("max_requeues=3",), "3")])
+def test_a_job_is_queued_again_so_often_and_no_more(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
+) -> None:  # fmt: skip
+    scontrol(tmp_path, monkeypatch)
+    assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == rundir.EXIT_REQUEUE
+    assert calls(tmp_path, "scontrol") == []
+    assert "max_requeues=" in capsys.readouterr().out
+
+
+def test_one_requeue_below_the_limit_is_still_done(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
+    assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
+
+
+def test_no_scontrol_is_said_and_the_status_still_asks_for_a_requeue(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert finish(preempted) == rundir.EXIT_REQUEUE
+    assert "no scontrol here" in capsys.readouterr().out
+
+
+def test_a_failing_scontrol_is_said_in_one_line(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
+    assert finish(preempted) == rundir.EXIT_REQUEUE
+    said = capsys.readouterr().out
+    assert "scontrol failed (slurm_update error: Access denied)" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "srun_status", "expected"),
+    [("done", 0, 0), ("done", 143, 0), ("failed", 143, 143), ("running", 137, 137), ("running", 0, 1)],
+)
+def test_finish_gives_what_the_run_came_to_and_queues_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, srun_status: int, expected: int
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    rundir.write_status(tmp_path, state, attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=1)
+    assert finish(tmp_path, srun_status=srun_status) == expected
+    assert calls(tmp_path, "scontrol") == []
+    status = rundir.read_status(tmp_path)
+    assert status
+    assert status["state"] != "running"
+
+
+def test_finish_of_a_refused_run_says_why_and_leaves_the_status(
+    preempted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (preempted / "status.json").read_bytes()
+    rundir.refuse(preempted, "7.1", 2, "host: no data in /d")
+    assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
+    assert capsys.readouterr().err == "mnist: host: no data in /d\n"
+    assert (preempted / "status.json").read_bytes() == before
+
+
+def test_finish_of_a_run_that_never_began_gives_sruns_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finish(tmp_path, srun_status=2) == 2
+    assert capsys.readouterr() == ("", "")
+    assert finish(tmp_path) == rundir.EXIT_CRASH
+    assert "left no status" in capsys.readouterr().err

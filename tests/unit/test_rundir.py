@@ -1,0 +1,343 @@
+"""The run directory: where it is, files that are whole or not there, and the story that its records tell."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import rundir
+
+HOSTS = ["a", "a", "b", "b"]
+LAUNCH = "12.0"
+
+
+def opened(run_dir: Path, hosts: list[str] = HOSTS, launch: str = LAUNCH) -> int:
+    """Begins an attempt, as rank 0 does, and gives its number."""
+    (run_dir / "failures").mkdir(exist_ok=True)
+    return rundir.open_attempt(run_dir, hosts, launch)
+
+
+def fail(run_dir: Path, rank: int, kind: str, *, error: str = "ValueError: x", at: float | None = None) -> None:
+    """Leaves a record of attempt 0, at a time of the caller's choice."""
+    rundir.record_failure(run_dir, attempt=0, rank=rank, host=HOSTS[rank], kind=kind, error=error)
+    path = run_dir / "failures" / f"attempt-0-rank-{rank}.json"
+    if at is not None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "time": at}))
+
+
+def begun(run_dir: Path, state: str = "running", step: int = 7) -> int:
+    attempt = opened(run_dir)
+    rundir.write_status(run_dir, state, attempt=attempt, step=step)
+    return attempt
+
+
+# --- where
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": ""}, None),
+        ({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}, "12_0"),
+        ({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}, "14"),
+    ],
+)
+def test_job_id(variables: dict[str, str], expected: str | None) -> None:
+    assert rundir.job_id(variables) == expected
+
+
+def test_choose_takes_what_is_given_then_the_id_then_a_time_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert rundir.choose("a/../b", "mnist", "7", Path("/base")) == tmp_path / "b"
+    assert rundir.choose("/x/y", "mnist", "7", tmp_path) == Path("/x/y")
+    assert rundir.choose("~/y", "mnist", "7", tmp_path) == Path("/home/me/y")
+    assert rundir.choose("", "mnist", "12_0", tmp_path) == tmp_path / "runs" / "mnist" / "12_0"
+    stamped = rundir.choose("", "mnist", None, tmp_path)
+    assert stamped.parent == tmp_path / "runs" / "mnist"
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}", stamped.name)
+
+
+def test_a_launch_is_told_from_an_earlier_one_of_the_same_job() -> None:
+    job = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
+    assert rundir.launch_id({}) == ""
+    assert rundir.launch_id(job) == "12_0.0"
+    assert rundir.launch_id({**job, "SLURM_RESTART_COUNT": ""}) == "12_0.0"
+    assert rundir.launch_id({**job, "SLURM_RESTART_COUNT": "2"}) == "12_0.2"
+    assert rundir.launch_id({**job, "RECIPES_LAUNCH": "host.7"}) == "host.7"
+
+
+# --- files
+
+
+def test_write_json_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    rundir.write_json(path, {"a": 1})
+    rundir.write_json(path, {"b": "ü"})
+    assert rundir.read_json(path) == {"b": "ü"}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_write_json_that_fails_at_any_point_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    rundir.write_json(path, {"a": 1})
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(OSError, match="No space"):
+                rundir.write_json(path, {"b": 2})
+        assert rundir.read_json(path) == {"a": 1}, name
+        assert os.listdir(tmp_path) == ["x.json"], name
+    with pytest.raises(TypeError):
+        rundir.write_json(path, {"b": object()})
+    assert rundir.read_json(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_write_json_flushes_before_it_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        real = getattr(os, name)
+
+        def call(*arguments: Any) -> None:
+            done.append(name)
+            real(*arguments)
+
+        return call
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noted(name))
+    rundir.write_json(tmp_path / "x.json", {})
+    assert done == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"\x00" * 40, b"[1]", b"null", b"\xff\xfe{}"])
+def test_a_torn_or_foreign_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    assert rundir.read_status(tmp_path) is None
+    assert rundir.close(tmp_path, LAUNCH) is None
+
+
+def test_what_is_not_there_reads_as_none(tmp_path: Path) -> None:
+    assert rundir.read_status(tmp_path) is None
+    assert rundir.read_status(tmp_path / "no" / "folder") is None
+    (tmp_path / "status.json").mkdir()
+    assert rundir.read_status(tmp_path) is None
+
+
+# --- attempts
+
+
+def test_attempts_are_numbered_from_zero_and_know_their_hosts(tmp_path: Path) -> None:
+    assert [opened(tmp_path, [f"h{i}"]) for i in range(3)] == [0, 1, 2]
+    attempt = rundir.read_json(tmp_path / "attempt.json")
+    assert attempt
+    assert (attempt["attempt"], attempt["hosts"]) == (2, ["h2"])
+
+
+def test_failed_ranks_are_those_of_the_attempt_asked_for(tmp_path: Path) -> None:
+    begun(tmp_path)
+    fail(tmp_path, 3, "peer")
+    rundir.record_failure(tmp_path, attempt=1, rank=2, host="b", kind="error", error="x")
+    rundir.record_failure(tmp_path, attempt=10, rank=1, host="a", kind="error", error="x")
+    assert rundir.failed_ranks(tmp_path, 0) == [3]
+    assert rundir.failed_ranks(tmp_path, 1) == [2]
+
+
+# --- who failed first
+
+
+def test_verdict_without_an_attempt(tmp_path: Path) -> None:
+    why, who = rundir.verdict(tmp_path)
+    assert "before its first step" in why
+    assert who is None
+
+
+def test_verdict_a_ranks_own_error_counts_before_an_earlier_lost_peer(tmp_path: Path) -> None:
+    begun(tmp_path)
+    fail(tmp_path, 0, "peer", error="RuntimeError: connection closed", at=1.0)
+    fail(tmp_path, 3, "error", error="ValueError: late", at=3.0)
+    fail(tmp_path, 2, "error", error="ValueError: boom", at=2.0)
+    why, who = rundir.verdict(tmp_path)
+    assert why == "rank 2 on b failed first: ValueError: boom"
+    assert who
+    assert (who["rank"], who["host"]) == (2, "b")
+
+
+def test_verdict_an_early_exit_is_a_ranks_own_failure(tmp_path: Path) -> None:
+    begun(tmp_path)
+    fail(tmp_path, 0, "peer", at=1.0)
+    fail(tmp_path, 1, "exit", error="left", at=2.0)
+    assert rundir.verdict(tmp_path)[0] == "rank 1 on a failed first: left"
+
+
+def test_verdict_a_rank_without_a_word_among_peers_was_killed(tmp_path: Path) -> None:
+    begun(tmp_path)
+    for rank in (0, 1, 3):
+        fail(tmp_path, rank, "peer")
+    why, who = rundir.verdict(tmp_path)
+    assert why.startswith("rank 2 on b ended without a word")
+    assert who == {"rank": 2, "host": "b"}
+
+
+def test_verdict_names_four_silent_ranks_and_counts_the_others(tmp_path: Path) -> None:
+    opened(tmp_path, [f"h{i}" for i in range(8)])
+    rundir.record_failure(tmp_path, attempt=0, rank=1, host="h1", kind="peer", error="x")
+    why, who = rundir.verdict(tmp_path)
+    assert why.startswith("rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more ended without a word")
+    assert who == {"rank": 0, "host": "h0"}
+
+
+def test_verdict_where_all_only_lost_peers_names_the_earliest(tmp_path: Path) -> None:
+    begun(tmp_path)
+    for rank in range(4):
+        fail(tmp_path, rank, "peer", error="DistError: timed out", at=10.0 - rank)
+    assert rundir.verdict(tmp_path)[0] == "rank 3 on b lost its peers: DistError: timed out"
+
+
+def test_verdict_without_any_record(tmp_path: Path) -> None:
+    begun(tmp_path)
+    why, who = rundir.verdict(tmp_path)
+    assert why.startswith("all ranks ended without a word")
+    assert who is None
+
+
+def test_verdict_looks_at_the_newest_attempt_alone_and_past_torn_records(tmp_path: Path) -> None:
+    begun(tmp_path)
+    fail(tmp_path, 2, "error", error="old")
+    opened(tmp_path)
+    (tmp_path / "failures" / "attempt-1-rank-0.json").write_text('{"rank": 0, "ho')
+    assert rundir.verdict(tmp_path)[0].startswith("all ranks ended without a word")
+    rundir.record_failure(tmp_path, attempt=1, rank=1, host="a", kind="error", error="new")
+    assert rundir.verdict(tmp_path)[0] == "rank 1 on a failed first: new"
+
+
+# --- the end
+
+
+def test_close_turns_running_into_failed_with_the_verdict(tmp_path: Path) -> None:
+    begun(tmp_path)
+    fail(tmp_path, 2, "error", error="ValueError: boom")
+    status = rundir.close(tmp_path, LAUNCH, reason="rank 1 was killed", first={"rank": 1, "host": "a"})
+    assert status == rundir.read_status(tmp_path)
+    assert status
+    assert (status["state"], status["attempt"], status["step"]) == ("failed", 0, 7)
+    assert status["reason"] == "rank 2 on b failed first: ValueError: boom"
+    assert (status["first_failing_rank"], status["first_failing_host"]) == (2, "b")
+
+
+def test_close_takes_what_the_caller_saw_where_the_ranks_left_no_word(tmp_path: Path) -> None:
+    begun(tmp_path)
+    status = rundir.close(tmp_path, LAUNCH, reason="rank 1 was killed by SIGKILL", first={"rank": 1, "host": "a"})
+    assert status
+    assert (status["state"], status["reason"]) == ("failed", "rank 1 was killed by SIGKILL")
+    assert (status["first_failing_rank"], status["first_failing_host"]) == (1, "a")
+
+
+def test_close_ranks_that_all_ended_well_before_the_end_are_incomplete(tmp_path: Path) -> None:
+    begun(tmp_path)
+    status = rundir.close(tmp_path, LAUNCH, all_ended_well=True)
+    assert status
+    assert status["state"] == "incomplete"
+    assert rundir.exit_code(status, 0) == rundir.EXIT_CRASH
+
+
+@pytest.mark.parametrize("state", ["done", "preempted", "failed", "incomplete"])
+def test_close_leaves_an_outcome_that_is_there(tmp_path: Path, state: str) -> None:
+    begun(tmp_path, state)
+    fail(tmp_path, 2, "error")
+    before = (tmp_path / "status.json").read_bytes()
+    status = rundir.close(tmp_path, LAUNCH, reason="x", first={"rank": 1, "host": "a"})
+    assert status
+    assert status["state"] == state
+    assert (tmp_path / "status.json").read_bytes() == before
+
+
+def test_close_leaves_the_status_of_another_launch(tmp_path: Path) -> None:
+    begun(tmp_path)
+    assert rundir.close(tmp_path, "12.1") is None
+    status = rundir.read_status(tmp_path)
+    assert status
+    assert status["state"] == "running"
+
+
+def test_a_refusal_is_read_by_the_launch_that_was_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "new" / "run"
+    rundir.refuse(run_dir, LAUNCH, 2, "host: no data")
+    note = rundir.refusal(run_dir, LAUNCH)
+    assert note
+    assert (note["exit_status"], note["line"]) == (2, "host: no data")
+    assert rundir.refusal(run_dir, "12.1") is None
+    assert rundir.refusal(tmp_path, LAUNCH) is None
+    assert not (run_dir / "status.json").exists()
+    (tmp_path / "file").touch()
+    rundir.refuse(tmp_path / "file" / "run", LAUNCH, 2, "x")  # nowhere to note it: the line was said
+
+
+def test_close_leaves_the_status_of_the_attempt_before_a_refused_one(tmp_path: Path) -> None:
+    begun(tmp_path, "preempted")
+    before = (tmp_path / "status.json").read_bytes()
+    opened(tmp_path)
+    assert rundir.close(tmp_path, LAUNCH) is None
+    assert (tmp_path / "status.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("status", "fallback", "expected"),
+    [
+        ({"state": "done"}, 143, 0),
+        ({"state": "preempted"}, 143, 75),
+        ({"state": "preempted"}, 0, 75),
+        ({"state": "failed", "exit_status": 2}, 143, 2),
+        ({"state": "failed", "exit_status": None}, 143, 143),
+        ({"state": "failed", "exit_status": None}, 0, 1),
+        ({"state": "incomplete"}, 0, 1),
+        ({"state": "running"}, 0, 1),
+        (None, 0, 1),
+        (None, 3, 3),
+    ],
+)
+def test_exit_code(status: dict[str, Any] | None, fallback: int, expected: int) -> None:
+    assert rundir.exit_code(status, fallback) == expected
+
+
+def test_a_state_that_nobody_knows_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        rundir.write_status(tmp_path, "finished", attempt=0, step=0)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000])
+def test_one_line_is_one_line(text: str) -> None:
+    line = rundir.one_line(ValueError(text))
+    assert line.startswith("ValueError")
+    assert len(line.splitlines()) == 1
+    assert len(line) <= 300
+    assert line.isprintable()
+
+
+def test_umask_is_given_back(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with rundir.umask(0o077):
+            (tmp_path / "private").touch(0o666)
+        (tmp_path / "open").touch(0o666)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o644
