@@ -1,0 +1,116 @@
+"""Two machines without Slurm, joined by hand with gpus=, node_rank= and master=: two network namespaces. Needs root."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.helpers import LOCAL, Ended
+
+WORDS = ("max_steps=4", "log_every_steps=1", "timeout_s=60")
+
+
+def missing() -> str | None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    programs = [name for name in ("ip", "nsenter", "unshare", "hostname") if not shutil.which(name)]
+    return f"not installed: {', '.join(programs)}" if programs else None
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[str, str]]:
+    """The names of two namespaces with a cable between them, IPv4 and IPv6; no name of theirs resolves."""
+    if reason := missing():
+        pytest.skip(reason)
+    unique = secrets.token_hex(3)
+    with ExitStack() as cleanup:
+        names = (f"hand-{unique}-0", f"hand-{unique}-1")
+        for name in names:
+            ip("netns", "add", name)
+            cleanup.callback(ip, "netns", "del", name)
+        ip("-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable1", "netns", names[1])
+        for node, name in enumerate(names):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "address", "add", f"10.83.0.{node + 1}/24", "dev", f"cable{node}")
+            ip("-n", name, "address", "add", f"fd83::{node + 1}/64", "dev", f"cable{node}", "nodad")
+            ip("-n", name, "link", "set", f"cable{node}", "up")
+        yield names
+
+
+def start(machine: str, node_rank: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
+    inside = [
+        "nsenter",
+        f"--net=/run/netns/{machine}",
+        "unshare",
+        "--uts",
+        "sh",
+        "-ec",
+        'hostname "$0"; exec "$@"',
+        machine,
+    ]
+    return helpers.start([*inside, *LOCAL, *WORDS, f"node_rank={node_rank}", *words], cwd=cwd)
+
+
+def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, str], ranks: tuple[int, int]) -> None:
+    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
+    size = sum(ranks)
+    assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
+    assert any(line.startswith("network: cable0 (") for line in ended[0].lines), ended[0].out
+    assert "network: node 1 has cable1 instead" in ended[0].lines
+    assert not [
+        line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))
+    ]  # rank 0 speaks, and is not there
+    summary = helpers.read(run_dir, "summary")
+    found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
+    assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}
+    assert helpers.read(run_dir, "attempt")["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [f"rank{r}.log" for r in range(size)]
+    assert helpers.read(run_dir, "status")["state"] == "done"
+
+
+def test_uneven_machines_whichever_starts_first(machines: tuple[str, str], tmp_path: Path) -> None:
+    layout = ("gpus=2,1", "master=10.83.0.1:29411")
+    second = start(machines[1], 1, *layout, cwd=tmp_path)
+    helpers.wait_until(lambda: helpers.children(second.pid), 20, "the rank of the second machine")
+    first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
+    ended = (helpers.finish(first), helpers.finish(second))
+    check_run(tmp_path / "run", ended, machines, (2, 1))
+
+
+def test_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> None:
+    layout = ("gpus=1,1", "master=[fd83::1]:29412")
+    first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
+    second = start(machines[1], 1, *layout, cwd=tmp_path)
+    ended = (helpers.finish(first), helpers.finish(second))
+    check_run(tmp_path / "run", ended, machines, (1, 1))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_taken_port_is_one_line(host: str, tmp_path: Path) -> None:
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+    try:
+        taken = socket.create_server((host.strip("[]"), 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {host} here: {error}")
+    with taken:
+        port = taken.getsockname()[1]
+        ended = helpers.run([*LOCAL, "gpus=1,1", "node_rank=0", f"master={host}:{port}", f"run_dir={tmp_path}/run"])
+    assert ended.status == 3, ended.out
+    assert len(ended.lines) == 1, ended.out
+    assert f"port {port}" in ended.lines[0]
+    assert "master=HOST:PORT" in ended.lines[0]
+    assert not (tmp_path / "run").exists()

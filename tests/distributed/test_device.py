@@ -1,0 +1,447 @@
+"""One rank's device, its samples, its checkpoints and its output, without any other rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from recipes.core import checkpoint, data, dist
+from recipes.core.checkpoint import State
+from recipes.core.config import Device
+from recipes.core.data import GlobalBatches, ShiftedImages
+from recipes.core.metrics import Rows
+from recipes.core.ranks import RankInfo
+from recipes.core.rundir import InputError, MachineError
+from tests import helpers
+from tests.helpers import ROOT, clean_environment
+
+HOST = socket.gethostname()
+
+
+def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
+    return RankInfo(
+        rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
+        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
+        in_slurm=in_slurm, run_id=None, restart_count=0,
+    )  # fmt: skip
+
+
+# resolve_device
+
+
+@pytest.mark.parametrize(
+    ("device", "info", "environ", "seen", "expected"),
+    [
+        ("auto", rank(), {}, 0, "cpu"),
+        ("auto", rank(1, 2), {}, 0, "cpu"),
+        ("cpu", rank(), {}, 8, "cpu"),
+        ("cpu", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "2"}, 0, "cpu"),
+        ("auto", rank(3, 4), {}, 8, "cuda:3"),
+        ("cuda", rank(7, 8, True), {"SLURM_GPUS_ON_NODE": "8"}, 8, "cuda:7"),
+        ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, "cuda:1"),
+        # Indices of the machine's, which torch numbers anew; UUIDs; parts of a GPU.
+        ("auto", rank(1, 2), {"CUDA_VISIBLE_DEVICES": "5,2"}, 2, "cuda:1"),
+        ("auto", rank(1, 2), {"CUDA_VISIBLE_DEVICES": "GPU-8a1f0c3d,GPU-77b2"}, 2, "cuda:1"),
+        ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "MIG-GPU-8a1f0c3d/1/0"}, 1, "cuda:0"),
+        # Each task is shown its own alone: --gpus-per-task=1, --gpu-bind=single:1.
+        ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": ""}, 0, "cpu"),
+        ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": "-1"}, 0, "cpu"),
+    ],
+)
+def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
+    assert dist.resolve_device(Device[device], info, environ, seen) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "info", "environ", "seen", "words"),
+    [
+        ("auto", rank(in_slurm=True), {}, 0, ["granted 0 GPUs", "sees 0", "--gpus-per-node"]),
+        ("auto", rank(in_slurm=True), {"SLURM_GPUS_ON_NODE": "8"}, 0, ["granted 8 GPUs", "sees 0"]),
+        ("auto", rank(0, 8, True), {"SLURM_GPUS_ON_NODE": "8"}, 7, ["granted 8 GPUs", "sees 7", "--exclude="]),
+        ("auto", rank(0, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, ["CUDA_VISIBLE_DEVICES names 2 GPUs", "sees 1"]),
+        ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "GPU-8a1f0c3d"}, 0, ["names 1 GPUs", "sees 0"]),
+        ("cuda", rank(), {}, 0, ["device=cuda", "sees 0 GPUs", "device=cpu"]),
+        ("auto", rank(1, 2), {}, 1, ["2 ranks and 1 GPUs"]),
+        ("auto", rank(2, 3, True), {"SLURM_GPUS_ON_NODE": "2"}, 2, ["3 ranks and 2 GPUs", "one rank per GPU"]),
+        # One GPU on the node and two ranks: not one bound to each.
+        ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),
+        ("auto", rank(in_slurm=True), {"CUDA_VISIBLE_DEVICES": ""}, 0, ["granted 0 GPUs"]),
+    ],
+)
+def test_missing_gpus_are_one_line_with_host_and_counts(
+    device: str, info: RankInfo, environ: dict[str, str], seen: int, words: list[str]
+) -> None:
+    with pytest.raises(MachineError) as error:
+        dist.resolve_device(Device[device], info, environ, seen)
+    text = str(error.value)
+    assert HOST in text
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.distributed.DistNetworkError("anything"), True),
+        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
+        (RuntimeError("the loss at step 3 is nan"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError("Connection reset by peer"), False),
+    ],
+)
+def test_a_peers_end_is_told_from_ones_own_fault(error: BaseException, expected: bool) -> None:
+    assert dist.is_peer_error(error) is expected
+
+
+# Samples of a rank
+
+
+@given(count=st.integers(0, 500), world_size=st.integers(1, 40))
+def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
+    parts = [list(range(count))[data.share(count, r, world_size)] for r in range(world_size)]
+    assert [i for part in parts for i in part] == list(range(count))
+    assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
+
+
+@given(
+    samples=st.integers(1, 300), batch_size=st.integers(1, 400), world_size=st.integers(1, 9), seed=st.integers(0, 2**62),
+    epoch=st.integers(0, 10**6), from_batch=st.integers(0, 300),
+)  # fmt: skip
+def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
+    samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
+) -> None:
+    def shards(rank: int, size: int, first_batch: int = 0) -> list[data.Shard]:
+        return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
+
+    alone = shards(0, 1)
+    assert sorted(i for shard in alone for i in shard.indices.tolist()) == list(range(samples))
+    by_rank = [shards(r, world_size) for r in range(world_size)]
+    for whole, *parts in zip(alone, *by_rank, strict=True):
+        assert [i for part in parts for i in part.indices.tolist()] == whole.indices.tolist()
+        assert all(part.global_size == whole.global_size == len(whole.indices) for part in parts)
+    for resumed, full in zip(shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True):
+        assert (resumed.epoch, resumed.batch, resumed.global_size) == (full.epoch, full.batch, full.global_size)
+        assert torch.equal(resumed.indices, full.indices)
+
+
+def test_another_seed_or_epoch_is_another_order() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return next(GlobalBatches(1000, 1000, seed, 0, 1).epoch(epoch)).indices.tolist()
+
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
+    assert orders[0] == order(0, 0)
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert data.generator(3, 4).initial_seed() != data.generator(3, 4, stream=1).initial_seed()
+
+
+@pytest.mark.parametrize("reach", [0, 1, 2])
+def test_shifted_images_are_those_of_a_plain_pad_and_crop(reach: int) -> None:
+    side, shape = 2 * reach + 1, (5, 7)
+    images = torch.randint(1, 256, (200, 1, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    padded = functional.pad(images, (reach,) * 4)
+    shifted = ShiftedImages(images, reach)
+    last_seen = set()
+    for seed in range(300):
+        shifted.draw(seed, 2)
+        which = range(len(images)) if seed == 0 else [0, len(images) - 1]
+        taken = shifted.take(torch.tensor(which))
+        assert taken.shape == (len(which), 1, *shape)
+        y, x = torch.randint(0, side, (2, len(images)), generator=data.generator(seed, 2, stream=1)).tolist()
+        for image, i in zip(taken, which, strict=True):
+            expected = padded[i, 0, y[i] : y[i] + shape[0], x[i] : x[i] + shape[1]]
+            assert torch.equal(image[0], expected), (i, y[i], x[i])
+        last_seen.add((y[-1], x[-1]))
+    assert len(last_seen) == side * side  # the last image, whose run ends the padded set, went everywhere
+
+
+def test_an_image_is_shifted_alike_whoever_takes_it_and_when() -> None:
+    images = torch.arange(40 * 9).remainder(251).to(torch.uint8).reshape(40, 1, 3, 3)
+    one, other = ShiftedImages(images, 1), ShiftedImages(images, 1)
+    one.draw(5, 0)
+    whole = one.take(torch.arange(40))
+    other.draw(5, 1)
+    assert not torch.equal(other.take(torch.arange(40)), whole)
+    other.draw(5, 0)
+    assert torch.equal(other.take(torch.tensor([39, 3])), whole[[39, 3]])
+    assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 1, 3, 3)
+
+
+# Checkpoints
+
+
+def make_state(seed: int, steps: int) -> State:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    meta: dict[str, Any] = {"config": {"lr": 0.1}}
+    state = State(net, optimizer, scheduler, ema=nn.Linear(3, 1), meta=meta)
+    advance(state, steps)
+    return state
+
+
+def advance(state: State, steps: int) -> None:
+    for _ in range(steps):
+        state.optimizer.zero_grad()
+        state.model(torch.randn(5, 3)).square().sum().backward()
+        state.optimizer.step()
+        state.scheduler.step()
+        state.step += 1
+
+
+def save(folder: Path, state: State) -> Path:
+    return checkpoint.save(folder, state, {"seed": 1}, [checkpoint.rng_state(torch.device("cpu"))])
+
+
+def test_a_restored_state_goes_on_as_the_saved_one(tmp_path: Path) -> None:
+    state = make_state(seed=1, steps=3)
+    path = save(tmp_path, state)
+    assert path.name == "step-00000003.pt"
+    assert (tmp_path / "latest").read_text() == "step-00000003.pt\n"
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, "latest"}  # nothing temporary is left
+    content = checkpoint.read(path)
+    assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
+    assert content["sampler"] == {"seed": 1}
+    advance(state, 2)
+
+    other = make_state(seed=2, steps=1)
+    checkpoint.restore(other, content)
+    checkpoint.set_rng_state(content["rng"][0], torch.device("cpu"))
+    assert other.step == 3
+    advance(other, 2)
+    for mine, theirs in ((state.model, other.model), (state.ema, other.ema)):
+        assert mine is not None and theirs is not None  # noqa: PT018
+        for name, value in mine.state_dict().items():
+            assert torch.equal(value, theirs.state_dict()[name]), name
+    assert other.scheduler.get_last_lr() == state.scheduler.get_last_lr()
+
+
+def test_candidates_are_the_newest_first_and_nothing_else(tmp_path: Path) -> None:
+    names = ["step-00000009.pt", "step-00000010.pt", "step-123456789.pt"]
+    for name in [*names, "latest", ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:
+        (tmp_path / name).touch()
+    assert [p.name for p in checkpoint.candidates(tmp_path)] == names[::-1]
+    assert checkpoint.candidates(tmp_path / "none") == []
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return save(tmp_path_factory.mktemp("good"), make_state(seed=1, steps=2)).read_bytes()
+
+
+@given(where=st.floats(0, 1, exclude_max=True))
+def test_a_checkpoint_cut_anywhere_is_refused(
+    good: bytes, tmp_path_factory: pytest.TempPathFactory, where: float
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "cut.pt"
+    path.write_bytes(good[: int(where * len(good))])
+    with pytest.raises(InputError, match=r"cut\.pt: is damaged or no checkpoint"):
+        checkpoint.read(path)
+
+
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_a_weight_is_seen(
+    good: bytes, tmp_path_factory: pytest.TempPathFactory, where: float, bit: int
+) -> None:
+    wrong = bytearray(good)
+    wrong[int(where * len(good))] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped.pt"
+    path.write_bytes(wrong)
+    try:
+        content = checkpoint.read(path)
+    except InputError:
+        return
+    # What the archive's checksums leave out is its own names and padding: then nothing in it is different.
+    original = tmp_path_factory.getbasetemp() / "original.pt"
+    original.write_bytes(good)
+    right = checkpoint.read(original)
+    assert all(torch.equal(value, right["model"][name]) for name, value in content["model"].items())
+
+
+class Malicious:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    path, marker = tmp_path / "step-00000001.pt", tmp_path / "owned"
+    torch.save({"model": Malicious(marker)}, path)
+    with pytest.raises(InputError, match=r"step-00000001\.pt: is damaged or no checkpoint"):
+        checkpoint.read(path)
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists()  # or the trap above was none
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"model": {}, "meta": {}}])
+def test_somebody_elses_checkpoint_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"foreign\.pt: is not one of these recipes'"):
+        checkpoint.read(tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"none\.pt: cannot be read \(No such file or directory\)"):
+        checkpoint.read(tmp_path / "none.pt")
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path, good: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(good)
+    state = make_state(seed=1, steps=0)
+    state.model = nn.Linear(3, 4)
+    with pytest.raises(InputError, match="another model") as error:
+        checkpoint.restore(state, checkpoint.read(tmp_path / "a.pt"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file_alone(
+    tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state(seed=1, steps=2)
+    path = save(tmp_path, state)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def disk_full(content: object, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", disk_full)
+    for _ in range(2):  # the same step again, and a new one
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, state)
+        state.step += 1
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert checkpoint.candidates(tmp_path) == [path]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.pt").write_bytes(b"old")
+    killed = os.fork()
+    if killed == 0:
+
+        def write(file: Any) -> None:
+            file.write(b"new")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint._write(tmp_path / "step-00000001.pt", write)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "step-00000001.pt").read_bytes() == b"old"
+    assert [p.name for p in checkpoint.candidates(tmp_path)] == ["step-00000001.pt"]
+
+
+def test_differences_name_what_may_not_change() -> None:
+    saved, now = {"lr": 0.1, "epochs": 1, "seed": 0, "old": 1}, {"lr": 0.2, "epochs": 2, "seed": 0, "new": True}
+    found = checkpoint.differences(saved, now, {"epochs"})
+    assert found == ["lr: 0.1 then, 0.2 now", "old: 1 then, None now", "new: None then, True now"]
+    assert checkpoint.differences(saved, saved, set()) == []
+
+
+# Output
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT, env=clean_environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+COPIED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from recipes.core import logs
+how, path = sys.argv[1:]
+print("before")
+with logs.copied_to(Path(path)) as terminal:
+    assert terminal is None
+    print("from Python")
+    print("to stderr", file=sys.stderr)
+    os.write(1, b"from below Python\\n")
+    subprocess.run(["sh", "-c", "echo from a child; echo its stderr >&2"])
+    if how == "signals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, lambda *_: None)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert len(children) == 2
+        for child in children:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+                os.kill(int(child), number)
+        print("after the signals")
+    if how == "killed":
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+print("after")
+"""
+
+
+@pytest.mark.parametrize("how", ["ended", "signals", "killed"])
+def test_all_output_is_in_the_log_and_where_it_was_before(tmp_path: Path, how: str) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("from the attempt before\n")
+    ended = python(COPIED, how, str(log))
+    inside = ["from Python", "from below Python", "from a child"]
+    inside += {"ended": [], "signals": ["after the signals"], "killed": ["last words"]}[how]
+    after = [] if how == "killed" else ["after"]
+    assert ended.returncode == (-signal.SIGKILL if how == "killed" else 0), ended.stderr
+    assert ended.stdout.splitlines() == ["before", *inside, *after]
+    assert ended.stderr.splitlines() == ["to stderr", "its stderr"]
+    assert log.read_text().splitlines()[0] == "from the attempt before"
+    assert sorted(log.read_text().splitlines()[1:]) == sorted([*inside, "to stderr", "its stderr"])
+
+
+IN_ONE_WRITE = """
+import os, sys
+from pathlib import Path
+from recipes.core import logs
+with logs.copied_to(Path(sys.argv[1])):
+    read_end, write_end = os.pipe2(os.O_DIRECT)  # keeps what is written apart: one read gives one write
+    os.dup2(write_end, 1)
+    print("line", 1)
+    print("line", 2)
+    sys.exit(os.read(read_end, 100) != b"line 1\\n")
+"""
+
+
+def test_a_line_is_one_write_so_that_ranks_do_not_speak_into_each_other(tmp_path: Path) -> None:
+    ended = helpers.run([sys.executable, "-u", "-c", IN_ONE_WRITE, str(tmp_path / "log")])
+    assert ended.status == 0, ended.out
+
+
+def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    from recipes.core import logs
+
+    with pytest.raises(OSError, match=r"rank0\.log"), logs.copied_to(tmp_path / "none" / "rank0.log"):
+        pass
+
+
+def test_a_row_is_whole_also_behind_one_that_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for attempt in range(3):
+        rows = Rows(path)
+        rows.add({"attempt": attempt, "step": 1})
+        assert json.loads(path.read_text().splitlines()[-1]) == {"attempt": attempt, "step": 1}  # at once, unclosed
+        rows.close()
+        if attempt == 0:
+            with open(path, "a") as file:
+                file.write('{"attempt": 0, "st')  # the process was killed here
+    assert path.read_text().splitlines() == [
+        '{"attempt": 0, "step": 1}', '{"attempt": 0, "st', '{"attempt": 1, "step": 1}', '{"attempt": 2, "step": 1}',
+    ]  # fmt: skip

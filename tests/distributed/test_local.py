@@ -1,0 +1,349 @@
+"""launcher=local from the first run to the last: what it leaves, how it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests import helpers
+from tests.helpers import LOCAL, Ended
+
+# 23 batches of 64 in an epoch: the run ends within the first.
+WORDS = ("max_steps=10", "checkpoint_every_steps=4", "log_every_steps=3", "seed=3")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that everything is typed in, which is not the repository's."""
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="module")
+def first(elsewhere: Path) -> Ended:
+    ended = helpers.run([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere)
+    assert ended.status == 0, ended.out
+    return ended
+
+
+@pytest.fixture(scope="module")
+def run_dir(elsewhere: Path, first: Ended) -> Path:
+    return elsewhere / "here" / "run"
+
+
+def test_a_run_says_what_it_is_and_where(first: Ended, run_dir: Path) -> None:
+    assert "mnist: 2 ranks on 1 node, cpu, gloo" in first.lines
+    assert f"run directory: {run_dir}" in first.lines
+    steps = [line for line in first.lines if line.startswith("epoch 1  step ")]
+    assert [line.split()[3] for line in steps] == ["1", "3", "4", "6", "8", "9", "10"]  # rank 0 alone speaks
+    assert "Traceback" not in first.out
+
+
+def test_a_run_leaves_its_directory(run_dir: Path) -> None:
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 10, "")
+    assert status["first_failing_rank"] is None
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
+        "latest", "step-00000004.pt", "step-00000008.pt", "step-00000010.pt",
+    ]  # fmt: skip
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert "epoch 1  step 10 " in (run_dir / "logs" / "rank0.log").read_text()
+    assert not [p.name for p in run_dir.rglob(".*")], "temporary files are left"
+    content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
+    assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
+    assert len(content["rng"]) == 2  # every rank's
+
+
+def test_metrics_and_summary(run_dir: Path) -> None:
+    rows = helpers.rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 10]
+    assert all({"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows)
+    assert all(row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows)
+    summary = helpers.read(run_dir, "summary")
+    expected = {
+        "recipe": "mnist", "world_size": 2, "num_nodes": 1, "device": "cpu", "backend": "gloo", "epochs": 4, "steps": 10,
+        "val_samples": 359, "resumed_from_step": None, "restarts": 0,
+    }  # fmt: skip
+    assert {k: summary[k] for k in expected} == expected
+    assert 0 < summary["val_top1"] <= summary["val_top5"] <= 1
+    assert summary["samples_per_second"] > 0
+    assert summary["wall_seconds"] > 0
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"]["torchvision"]
+
+
+def test_config_yaml_is_the_recipes_whole_config(run_dir: Path) -> None:
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    expected = {
+        "dataset": "digits", "max_steps": 10, "log_every_steps": 3, "seed": 3, "epochs": 4, "global_batch_size": 64,
+        "lr": 0.003, "dtype": "float32", "evaluate": False, "optimizer": "adamw",
+    }  # fmt: skip
+    assert {k: config[k] for k in expected} == expected
+    assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
+
+
+def test_runs_side_by_side_do_not_meet(same_run: dict[int, Path]) -> None:
+    for size in (3, 4):  # started at the same moment
+        summary = helpers.read(same_run[size], "summary")
+        assert (summary["world_size"], summary["restarts"]) == (size, 0)
+        assert helpers.read(same_run[size], "status")["state"] == "done"
+        assert len(helpers.read(same_run[size], "attempt")["hosts"]) == size
+        assert len(list((same_run[size] / "logs").iterdir())) == size
+
+
+# A second time on the same directory: each case on a copy of it, all started at once, one rank each where nothing is said.
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """One bit of the largest weight."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + largest.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGED = {
+    "damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip},
+    "all damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip, "step-00000004.pt": truncate},
+}
+CASES: dict[str, list[str]] = {
+    "again": [*WORDS],
+    "more": [*WORDS, "max_steps=14"],
+    "other keys": [*WORDS, "lr=0.5", "global_batch_size=100"],
+    "never": [*WORDS, "resume=never"],
+    "damaged": [*WORDS, "evaluate=true"],
+    "all damaged": [*WORDS],
+    "missing data": ["dataset=mnist", "data_dir=no/data", "run_dir=fresh/run", "ranks_per_node=2"],
+}
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """What a refused run may not touch. Its attempt's number and its logs are its own."""
+    names = [folder / name for name in ("status.json", "summary.json", "metrics.jsonl", "config.yaml")]
+    return {str(p): p.read_bytes() for p in [*names, *(folder / "checkpoints").iterdir()]}
+
+
+@pytest.fixture(scope="module")
+def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[str, bytes]]]:
+    """How each case ended, its run directory, and what was in there before."""
+    started = {}
+    for case, words in CASES.items():
+        copy = elsewhere / case
+        if case != "missing data":
+            shutil.copytree(run_dir, copy)
+            for name, damage in DAMAGED.get(case, {}).items():
+                damage(copy / "checkpoints" / name)
+            words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
+        before = snapshot(copy) if copy.exists() else {}
+        started[case] = helpers.start([*LOCAL, *words], cwd=elsewhere), copy, before
+    return {case: (helpers.finish(process), copy, before) for case, (process, copy, before) in started.items()}
+
+
+Second = dict[str, tuple[Ended, Path, dict[str, bytes]]]
+
+
+def test_a_finished_run_says_so(second: Second) -> None:
+    ended, folder, before = second["again"]
+    assert ended.status == 0, ended.out
+    assert [line for line in ended.lines if "already finished" in line] == [
+        "already finished: step 10 of 10; more epochs= continue it"
+    ]
+    assert helpers.read(folder, "status")["state"] == "done"
+    for name in ("summary.json", "metrics.jsonl", "config.yaml"):
+        assert (folder / name).read_bytes() == before[str(folder / name)], name
+
+
+def test_more_steps_continue_a_finished_run_on_another_number_of_ranks(second: Second) -> None:
+    ended, folder, _ = second["more"]
+    assert ended.status == 0, ended.out
+    assert "mnist: 1 rank on 1 node, cpu, gloo, attempt 2" in ended.lines
+    rows = [(row["attempt"], row["step"]) for row in helpers.rows(folder)]
+    assert rows == [*((0, step) for step in (1, 3, 4, 6, 8, 9, 10)), *((1, step) for step in (11, 12, 14))]
+    summary = helpers.read(folder, "summary")
+    found = {k: summary[k] for k in ("resumed_from_step", "restarts", "steps", "world_size")}
+    assert found == {"resumed_from_step": 10, "restarts": 1, "steps": 14, "world_size": 1}
+    assert helpers.read(folder, "status")["state"] == "done"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 14
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(second: Second) -> None:
+    ended, folder, before = second["damaged"]
+    assert ended.status == 0, ended.out
+    for name in ("step-00000010.pt", "step-00000008.pt"):
+        assert any(
+            name in line and "is damaged" in line and line.startswith("warning: rank 0") for line in ended.lines
+        ), name
+    assert f"resumed from {folder}/checkpoints/step-00000004.pt, step 4" in ended.lines
+    # evaluate=true: of step 4, and nothing is trained.
+    summary = helpers.read(folder, "summary")
+    assert (summary["val_samples"], summary["steps"]) == (359, 10)
+    assert (folder / "metrics.jsonl").read_bytes() == before[str(folder / "metrics.jsonl")]
+    assert summary["val_top1"] != json.loads(before[str(folder / "summary.json")])["val_top1"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "other keys",
+            ["step-00000010.pt", "lr: 0.003 then, 0.5 now", "global_batch_size: 64 then, 100 now", "another run_dir"],
+        ),
+        ("never", ["resume=never", "step-00000010.pt", "another run_dir", "resume=auto"]),
+        ("all damaged", ["checkpoints: none of 3 can be read", "move them away"]),
+    ],
+)
+def test_what_may_not_go_on_is_one_line_and_leaves_the_run_as_it_was(
+    second: Second, case: str, words: list[str]
+) -> None:
+    ended, folder, before = second[case]
+    assert ended.status == 2, ended.out
+    said = [
+        line
+        for line in ended.lines
+        if line.startswith("mnist: ") and " ranks on " not in line and " rank on " not in line
+    ]
+    assert len(said) == 1, ended.out
+    assert all(word in said[0] for word in words), said
+    assert "Traceback" not in ended.out
+    assert "failed:" not in ended.out
+    assert snapshot(folder) == before
+
+
+def test_missing_data_is_one_line_that_names_the_command(second: Second, elsewhere: Path) -> None:
+    ended, _, _ = second["missing data"]
+    assert ended.status == 2, ended.out
+    said = [line for line in ended.lines if "recipes.prepare" in line]
+    assert len(said) == 1, ended.out  # of two ranks, one speaks
+    assert f"{elsewhere}/no/data" in said[0]
+    assert "Traceback" not in ended.out
+    status = helpers.read(elsewhere / "fresh" / "run", "status")
+    assert (status["state"], status["exit_status"]) == ("failed", 2)
+    assert "recipes.prepare" in status["reason"]
+
+
+# Without any rank
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["gpus=2,1", "node_rank=2", "master=10.0.0.1:29400"], 2, ["node_rank=2", "machines 0 to 1"]),
+        (["gpus=2,1"], 2, ["gpus=2,1", "master=HOST:PORT"]),
+        (["gpus=2,0", "master=10.0.0.1:29400"], 2, ["gpus=2,0", "without a rank"]),
+        (["node_rank=1"], 2, ["gpus=8,2"]),
+        (["nodes=2"], 2, ["nodes=2", "launcher=local"]),
+        (["gpus=2,1", "master=10.0.0.1:70000"], 2, ["master=10.0.0.1:70000", "1 to 65535"]),
+        (["device=cuda", "gpus_per_node=3", "ranks_per_node=null"], 3, ["3 ranks", "device=cpu"]),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_line(words: list[str], status: int, expected: list[str]) -> None:
+    ended = helpers.run([*LOCAL, *words], environ=helpers.clean_environment(CUDA_VISIBLE_DEVICES=""))
+    assert ended.status == status, ended.out
+    assert len(ended.lines) == 1, ended.out
+    assert all(word in ended.out for word in expected), ended.out
+
+
+# The launcher itself, with ranks that are no recipes: fast, and as unruly as need be.
+
+
+def launch(code: str, ranks: int, run_dir: Path | None = None) -> list[str]:
+    """The command of a process that runs ``code`` on that many ranks and ends with the launcher's status."""
+    program = (
+        "import os, sys; from pathlib import Path; from recipes.core import local\n"
+        "local.PEERS_GRACE_S = local.TERM_GRACE_S = 0.3\n"
+        "code, ranks, run_dir = sys.argv[1:]\n"
+        "command = [sys.executable, '-u', '-c', code]\n"
+        "layout = local.Layout((int(ranks),))\n"
+        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, Path.cwd(), os.environ))\n"
+    )
+    return [sys.executable, "-c", program, code, str(ranks), str(run_dir or "")]
+
+
+STUBBORN = (
+    "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); rank = int(os.environ['RANK'])\n"
+)
+SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("end", "status", "how"),
+    [
+        ("sys.exit(7)", 7, "ended with status 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_named(rank: int, end: str, status: int, how: str) -> None:
+    code = STUBBORN + f"if rank == {rank}:\n    {end}\n" + SLEEP
+    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
+    assert ended.status == status, ended.out
+    assert ended.lines[-1].startswith(f"failed: rank {rank} on "), ended.out
+    assert how in ended.lines[-1]
+    pids = [int(line.split()[2]) for line in ended.lines if line.startswith("up ")]
+    assert len(pids) <= 2
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+def ups(process: Any, count: int) -> list[int]:
+    """The process ids that ``count`` ranks print when they are up."""
+    lines = [process.stdout.readline().split() for _ in range(count)]
+    assert all(words[:1] == ["up"] for words in lines), lines
+    return [int(words[2]) for words in lines]
+
+
+def test_no_rank_outlives_a_killed_launcher() -> None:
+    process = helpers.start(launch(STUBBORN + SLEEP, 2))
+    pids = ups(process, 2)
+    assert all(helpers.alive(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    try:
+        helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 5, "the ranks' end")
+    finally:
+        for pid in filter(helpers.alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        helpers.finish(process)
+
+
+def test_asked_twice_the_launcher_does_not_wait() -> None:
+    process = helpers.start(launch(STUBBORN + SLEEP, 2))
+    pids = ups(process, 2)
+    process.terminate()
+    assert "once more to stop at once" in process.stdout.readline()  # type: ignore[union-attr]
+    assert all(helpers.alive(pid) for pid in pids)
+    process.terminate()
+    ended = helpers.finish(process, timeout_s=5)
+    assert ended.status == 137, ended.out
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+def test_ranks_are_told_their_place() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    code = (
+        f"import os; words = [os.environ[name] for name in {names}]\n"
+        "words += [str('RECIPES_LISTEN_FD' in os.environ), os.environ['MASTER_PORT']]\n"
+        "os.write(1, ' '.join(words).encode() + bytes([10]))\n"
+    )
+    ended = helpers.finish(helpers.start(launch(code, 2)), timeout_s=20)
+    assert ended.status == 0, ended.out
+    lines = sorted(line.split() for line in ended.lines)
+    assert [line[:-1] for line in lines] == [
+        ["0", "2", "0", "2", "0", "1", "127.0.0.1", "True"], ["1", "2", "1", "2", "0", "1", "127.0.0.1", "False"],
+    ]  # fmt: skip
+    assert lines[0][-1] == lines[1][-1]
+    assert int(lines[0][-1]) > 0

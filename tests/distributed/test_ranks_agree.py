@@ -1,0 +1,64 @@
+"""The number of ranks changes nothing but the speed: the same losses, the same samples, each test sample counted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+
+TOLERANCE = 2e-5  # relative; another order of the same sums in float32 comes to 2e-6 in 20 steps (measured)
+
+
+def losses(run_dir: Path) -> list[float]:
+    found = helpers.rows(run_dir)
+    assert [row["step"] for row in found] == list(range(1, 21))
+    return [row["loss"] for row in found]
+
+
+def test_losses_agree_also_where_ranks_have_no_sample(same_run: dict[int, Path]) -> None:
+    alone = losses(same_run[1])
+    assert alone[0] == pytest.approx(2.3, rel=0.05)  # the logarithm of ten classes
+    assert alone[-1] < 0.8 * alone[0]
+    for size in (3, 4):
+        assert losses(same_run[size]) == pytest.approx(alone, rel=TOLERANCE), f"{size} ranks"
+
+
+def test_learning_rates_and_epochs_agree(same_run: dict[int, Path]) -> None:
+    alone, *others = [[(r["epoch"], r["lr"]) for r in helpers.rows(run_dir)] for run_dir in same_run.values()]
+    assert [epoch for epoch, _ in alone] == [0] * 8 + [1] * 8 + [2] * 4
+    assert len({lr for _, lr in alone}) == 20
+    assert others == [alone, alone]
+
+
+def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
+    alone, *others = [[row for row in helpers.rows(run_dir) if "val_top1" in row] for run_dir in same_run.values()]
+    assert [row["step"] for row in alone] == [8, 16, 20]  # the ends of two epochs and of the run
+    for row in alone:
+        assert row["val_samples"] == 359  # a prime number: no number of ranks divides it
+        assert (row["val_top1"] * 359) % 1 == pytest.approx(0, abs=1e-6)
+        assert row["val_top1"] < row["val_top5"] <= 1
+    for other in others:
+        for name in ("val_samples", "val_top1", "val_top5"):
+            assert [row[name] for row in other] == [row[name] for row in alone]
+    summaries = {size: helpers.read(run_dir, "summary") for size, run_dir in same_run.items()}
+    for size, summary in summaries.items():
+        assert (summary["world_size"], summary["val_samples"], summary["steps"]) == (size, 359, 20)
+        assert summary["val_top1"] == helpers.rows(same_run[size])[-1]["val_top1"]
+
+
+def test_losses_agree_on_mnist(tmp_path: Path) -> None:
+    if not (helpers.DATA / "mnist").is_dir():
+        pytest.skip(f"no MNIST in {helpers.DATA}: python -m recipes.prepare mnist, and RECIPES_DATA=")
+    run_dirs = {size: tmp_path / f"ranks{size}" for size in (1, 3)}
+    words = ["dataset=mnist", f"data_dir={helpers.DATA}", "global_batch_size=128", "max_steps=20", "log_every_steps=1"]
+    started = [
+        helpers.start([*helpers.LOCAL, *words, "cpu_threads=1", f"ranks_per_node={size}", f"run_dir={run_dir}"])
+        for size, run_dir in run_dirs.items()
+    ]
+    for ended in [helpers.finish(process) for process in started]:
+        assert ended.status == 0, ended.out
+    for run_dir in run_dirs.values():
+        assert helpers.read(run_dir, "summary")["val_samples"] == 10_000
+    assert losses(run_dirs[3]) == pytest.approx(losses(run_dirs[1]), rel=TOLERANCE)

@@ -1,0 +1,97 @@
+"""What tests of whole runs share: starting launch.py or a recipe, reading what it leaves, and finding its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
+LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=local", "device=cpu", "dataset=digits")
+
+# A rank's place and the site's choices come from the test alone, also where the tests run inside a Slurm job.
+_PLACE = ("SLURM_", "SRUN_", "SBATCH_", "PMI", "OMPI_", "MPI_", "RECIPES_", "TORCHELASTIC_", "GROUP_", "NCCL_", "GLOO_")
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def clean_environment(**added: str) -> dict[str, str]:
+    """This process's environment without anything that tells a process its rank, and with ``added``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_PLACE) and k not in _PLACES}
+    return {**kept, **added}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. out: its stdout and stderr together."""
+
+    status: int
+    out: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a command, its stdout and stderr together in one pipe; `finish` waits for it."""
+    return subprocess.Popen(
+        argv, cwd=cwd, env=dict(environ or clean_environment()), text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> Ended:
+    """Waits for the end of what `start` has started, killing it, and failing, after ``timeout_s``."""
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"still running after {timeout_s:g} s: {process.communicate()[0]}") from None
+    return Ended(process.returncode, out)
+
+
+def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> Ended:
+    return finish(start(argv, cwd=cwd, environ=environ))
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl; a last line that is still being written is left out."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read(run_dir: Path, name: str) -> dict[str, Any]:
+    """``NAME.json`` of a run directory."""
+    content = json.loads((run_dir / f"{name}.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def children(pid: int) -> list[int]:
+    """The process ids of the children of ``pid``, in the order in which they were started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
+    """Asks again and again until ``condition()`` holds. Raises AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
