@@ -11,7 +11,9 @@ from pathlib import Path
 from recipes.core import config
 from recipes.core.config import ConfigError, Device, JobKeys, Settings
 
-SIGNAL_S = 120  # seconds before the time limit at which Slurm signals the ranks; it may come up to 60 s early
+# Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
+# come up to 60 s early.
+SIGNAL_S, SIGNAL_SHARE = 120, 0.25
 GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
 # One dead rank ends the step; the ranks have this script's environment also where the site's sbatch exports none.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60")
@@ -111,7 +113,7 @@ def directives(job: Job) -> dict[str, str]:
         **dict(job.directives),
         "requeue": "",
         "open-mode": "append",
-        "signal": f"USR2@{SIGNAL_S}",
+        "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
     }
 
 
