@@ -62,6 +62,8 @@ def submit(settings: Settings) -> int:
     from recipes.core import slurm, submit
 
     job = slurm.describe(settings, ROOT, Path.cwd())
+    if data := os.environ.get("RECIPES_DATA"):
+        os.environ["RECIPES_DATA"] = os.path.abspath(data)  # a job starts in the repository
     expected = submit.ask_controller(job)
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")

@@ -20,6 +20,7 @@ stop() {
 }
 trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
 unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
+export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/mnist.py ] ||
     stop "sbatch/mnist_1x1.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/mnist_1x1.sh"
 words=()
@@ -44,7 +45,7 @@ elif [ -x .venv/bin/python ]; then
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
-"$python" -m recipes.core.batch check mnist "$@" || exit
+RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check mnist "$@" || exit
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
     "$python" -u -m recipes.mnist "$@"
 "$python" -m recipes.core.batch finish mnist $? "$@"

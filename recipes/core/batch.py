@@ -1,11 +1,13 @@
 """What a batch script asks before and after srun: ``python -m recipes.core.batch check|finish RECIPE …``. Never torch.
 
-``check RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started.
+``check RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted.
 ``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
 into the queue, says how the run ended, and exits with what counts.
 """
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +19,17 @@ from recipes.core import config, rundir
 def check(recipe: str, words: list[str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
     try:
-        config.parse(words, recipe=recipe)
+        settings = config.parse(words, recipe=recipe)
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
+    job, script = rundir.job_id(os.environ), os.environ.get("RECIPES_SCRIPT")
+    if job and script:
+        run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
+        with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
+            run_dir.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(script, run_dir / "job.sh")
+            rundir.write_json(run_dir / "job.yaml", {"job_id": job, "recipe": recipe, "arguments": words})
     return rundir.EXIT_DONE
 
 
@@ -29,10 +38,10 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     settings = config.parse(words, recipe=recipe)
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
     launch = rundir.launch_id(environ)
+    status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
     if refused := rundir.refusal(run_dir, launch):
         print(f"{recipe}: {refused['line']}", file=sys.stderr)
         return int(refused["exit_status"])
-    status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
     if status is None:
         if srun_status == 0:
             print(f"{recipe}: ended with status 0 and left no status in {run_dir}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Checkpoints: one file each, written whole or not at all, and read without running what is in them."""
 
 import contextlib
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes.core import rundir
 from recipes.core.rundir import InputError
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -59,34 +59,30 @@ def save(folder: Path, state: State, sampler: Mapping[str, Any], rng: list[dict[
         "rng": rng,
         "meta": {**state.meta, "step": state.step},
     }
-    _write(path, lambda file: torch.save(content, file))
-    _write(folder / "latest", lambda file: file.write(f"{path.name}\n".encode()))
+    rundir.write_whole(path, lambda file: torch.save(content, file))
+    rundir.write_whole(folder / "latest", lambda file: file.write(f"{path.name}\n".encode()))
     return path
 
 
-def _write(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first."""
-    found = [p for p in folder.glob("step-*.pt") if NAME.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(NAME.fullmatch(p.name)[1]), reverse=True)  # type: ignore[index]
+    """The checkpoints in ``folder``, the newest first: the one that ``latest`` names, then those before it, then the rest.
+
+    A run that was sent back to an earlier step has older ones of higher steps beside its own.
+    """
+    steps = {int(m[1]): p for p in folder.glob("step-*.pt") if (m := NAME.fullmatch(p.name))}
+    try:
+        named = NAME.fullmatch((folder / "latest").read_text().strip())
+    except (OSError, ValueError):
+        named = None
+    newest = int(named[1]) if named else max(steps, default=0)
+    return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
+
+
+def sweep(folder: Path) -> None:
+    """Removes what attempts that were killed while they saved have left. Called by rank 0 alone, before any save."""
+    for path in folder.glob(".step-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.config import Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
-from recipes.core import rundir
+from recipes.core import local, rundir
 from recipes.core.rundir import MachineError
 
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
@@ -78,7 +78,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     granted = environ.get("SLURM_GPUS_ON_NODE", "")
     on_node = int(granted) if granted.isdecimal() else 0
-    visible = len([d for d in (listed or "").split(",") if d.strip() not in ("", "-1", "NoDevFiles")])
+    visible = local.listed_gpus(listed or "")
     expected = visible if listed is not None else on_node
     if seen < expected:
         source = "CUDA_VISIBLE_DEVICES names" if listed is not None else "Slurm granted"
@@ -114,7 +114,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     timeout = datetime.timedelta(seconds=run.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        _take_gpu(device)
     store = _meet(info, timeout)
     hosts = _exchange_hosts(store, info, device)
     try:
@@ -122,9 +122,9 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
             backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
             timeout=timeout, device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-    except torch.distributed.DistStoreError as error:
+    except RuntimeError as error:
         raise MachineError(
-            f"{hosts[info.rank]}: not all of {info.world_size} ranks came within {run.timeout_s:g} s ({error})"
+            f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1} ({peer_words(error)})"
         ) from None
     try:
         yield World(info, device, backend, hosts, store)
@@ -134,9 +134,21 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
+def _take_gpu(device: torch.device) -> None:
+    """Makes ``device`` this process's. Raises MachineError where it is busy, in exclusive mode, or broken."""
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.get_device_properties(device)
+    except RuntimeError as error:
+        host = socket.gethostname()
+        raise MachineError(
+            f"{host}: {device} cannot be used ({rundir.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} keeps off that node"
+        ) from None
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Whether ``error`` tells of another rank's end rather than of this rank's own fault."""
-    if isinstance(error, torch.distributed.DistError):
+    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError):
         return True
     signs = (
         "Connection closed by peer",
@@ -146,6 +158,7 @@ def is_peer_error(error: BaseException) -> bool:
         "Socket Timeout",
         "gloo/transport",
         "ncclRemoteError",
+        "remote process exited",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
@@ -177,7 +190,9 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
         raise MachineError(
             f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}); is that its name and is it running?"
         ) from None
-    store = torch.distributed.PrefixStore(f"attempt-{info.restart_count}", store)
+    # A job's name in it: another job's rank that has drawn the same port and node finds nothing here, and says so.
+    job = (info.run_id or "").partition(".")[0]
+    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}", store)
     store.set_timeout(timeout)
     return store
 

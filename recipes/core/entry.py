@@ -5,6 +5,7 @@ some variables of the env files are read when torch is loaded.
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,13 +30,9 @@ class Start:
     from_files: dict[str, str]
     interface: network.Choice | None
 
-    def note_refusal(self, status: int, line: str) -> None:
-        """Leaves word of a refusal for the batch script, which cannot go by srun's status: the ranks it ends mask it."""
-        note_refusal(self.settings, status, line)
-
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
-    """`Start.note_refusal`, where there is no Start yet."""
+    """Leaves word of a refusal for the batch script, which cannot go by srun's status: the ranks that it ends mask it."""
     job = rundir.job_id(os.environ)
     if job:
         run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, config.ROOT)
@@ -48,6 +45,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     A variable that the user has set stays as it is. Ends the process with one line: status 2 for a wrong key or surroundings
     that contradict themselves, 3 where this machine cannot take part.
     """
+    # Slurm may signal a short job while it starts; held back until there is a handler (preempt.stop_flag), it is not lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
     if any(word in ("-h", "--help") for word in argv):
         print(config.help_text(recipe))
@@ -63,8 +62,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     except (ranks.RankError, envfile.EnvFileError, ConfigError) as error:
         note_refusal(settings, rundir.EXIT_CONFIG, f"{host}: {error}")
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+    named = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
-        interface = network.choose(info)
+        interface = None if named else network.choose(info)
     except network.NetworkError as error:
         note_refusal(settings, rundir.EXIT_MACHINE, f"{host}: {error}")
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -36,8 +37,15 @@ def visible_gpus(environ: Mapping[str, str], proc: Path = Path("/proc/driver/nvi
     """NVIDIA GPUs that a process here may use, found without torch: those of CUDA_VISIBLE_DEVICES, else those of the driver."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
-        return len([d for d in listed.split(",") if d.strip() and d.strip() != "-1" and d.strip() != "NoDevFiles"])
+        return listed_gpus(listed)
     return len(list(proc.iterdir())) if proc.is_dir() else 0
+
+
+def listed_gpus(listed: str) -> int:
+    """GPUs that CUDA shows for a value of CUDA_VISIBLE_DEVICES: those before the first that is none; of MIG slices one."""
+    names = [name.strip() for name in listed.split(",")]
+    known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)
 
 
 def listen(layout: Layout) -> socket.socket:
@@ -45,7 +53,7 @@ def listen(layout: Layout) -> socket.socket:
 
     Raises MachineError where the port is taken.
     """
-    alone = len(layout.ranks) == 1
+    alone = layout.master_port == 0
     try:
         if alone or not socket.has_dualstack_ipv6():
             family = socket.AF_INET

@@ -48,10 +48,18 @@ def git_commit(root: Path = config.ROOT) -> str | None:
     return found.stdout.strip() or None
 
 
+def _installed(package: str) -> str | None:
+    """A package's version without its import, which can cost as much again as torch's; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": importlib.metadata.version("torchvision"),  # its import costs as much again as torch's
+        "torchvision": _installed("torchvision"),
         "cuda": torch.version.cuda,
     }

@@ -29,6 +29,7 @@ def stop_flag() -> Iterator[StopFlag]:
         flag.reason = signal.Signals(number).name
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # blocked by entry.begin
     try:
         yield flag
     finally:

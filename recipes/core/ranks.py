@@ -357,8 +357,9 @@ def _job_id(environ: Environ) -> int:
 
 
 def _restart_count(environ: Environ) -> int:
-    name = _first_set(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    return _number(environ, name, default=0)
+    """Both launchers' counts: torchrun may start its ranks again inside a job that was itself queued again."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return sum(_number(environ, name, default=0) for name in names)
 
 
 def _preset_addr(environ: Environ) -> str:

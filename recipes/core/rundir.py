@@ -8,11 +8,12 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -51,13 +52,13 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     return base / "runs" / recipe / (run_id or stamp)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` so that a reader finds the old file or the new one, never a part. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Lets ``write`` fill a file that comes under its name when all of it is on the disk: a reader finds the old file or the
+    new one, never a part. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+        with open(temporary, "xb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -65,6 +66,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes ``content`` as `write_whole` does."""
+    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -172,7 +183,7 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
         return f"{named}{more} ended without a word (killed, out of memory, or its node is gone)", silent[0]
     if records:
         return f"rank {records[0]['rank']} on {records[0]['host']} lost its peers: {records[0]['error']}", records[0]
-    return "all ranks ended without a word (killed from outside)", None
+    return "all ranks ended without a word (killed from outside, or by NCCL: see their logs)", None
 
 
 def close(

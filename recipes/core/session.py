@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
-from recipes.core import checkpoint, config, dist, logs, metrics, preempt, rundir
+from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir
 from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
@@ -84,6 +84,8 @@ class Run:
         if chosen:
             self._load(chosen, sampler)
         if self.world.rank == 0:
+            self.check_mine()
+            checkpoint.sweep(self.dir / "checkpoints")
             OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
         self.begun = True
@@ -124,7 +126,7 @@ class Run:
         if there and self.world.ranks.restart_count:
             wanted = "auto"  # a job that was queued again goes on from what it has saved itself
         if wanted not in ("auto", "never"):
-            return wanted
+            return str(Path(wanted).expanduser())
         if wanted == "never":
             if there:
                 raise InputError(
@@ -141,11 +143,20 @@ class Run:
             raise InputError(f"{self.dir}/checkpoints: none of {len(there)} can be read: move them away to start anew")
         return ""
 
+    def check_mine(self) -> None:
+        """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
+        newest = rundir.read_json(self.dir / "attempt.json") or {}
+        if (newest.get("attempt"), newest.get("launch")) != (self.attempt, rundir.launch_id(os.environ)):
+            raise MachineError(
+                f"{self.dir}: a later attempt writes here ({newest.get('launch') or 'unknown'}); this one ends"
+            )
+
     def save(self, sampler: Mapping[str, Any]) -> None:
         """Writes a checkpoint of ``state``. Called by all ranks."""
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.world.rank == 0:
+            self.check_mine()
             path = checkpoint.save(self.dir / "checkpoints", self.state, sampler, rng)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.state.step)
             self.progress("")
@@ -156,6 +167,7 @@ class Run:
         """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
         if self.world.rank != 0:
             return
+        self.check_mine()
         step = self.state.step
         if self.stopping:
             rundir.write_status(self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping)
@@ -202,7 +214,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
         print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
-        start.note_refusal(code, str(error))
+        entry.note_refusal(start.settings, code, str(error))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
@@ -262,7 +274,7 @@ def _fail(run: Run, error: BaseException) -> int:
             rundir.write_status(run.dir, "failed", attempt=run.attempt, step=step, reason=reason, first=first)
         elif code != rundir.EXIT_CRASH:
             rundir.refuse(run.dir, rundir.launch_id(os.environ), code, reason)
-        speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt))
+        speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
     return code
@@ -282,7 +294,9 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
     """The run directory that rank 0 chooses, made; this attempt's number; and whether the run was done already."""
     message = {}
     if world.rank == 0:
-        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, start.ranks.run_id, config.ROOT)
+        # In a batch script one run is the job's, whichever step it is (another srun may have come before).
+        run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, config.ROOT)
         try:
             for name in ("logs", "checkpoints", "failures"):
                 (path / name).mkdir(parents=True, exist_ok=True)
@@ -302,40 +316,41 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
 
 
 def _introduce(run: Run, start: Start) -> None:
-    """The first lines: size, device, where the run is kept, the network that was chosen and any node that differs."""
+    """The first lines: size, device, where the run is kept, the network, GPUs that nobody uses."""
     world = run.world
-    store = world.store
-    if world.ranks.local_rank == 0:
-        store.set(f"interface/{world.ranks.node_rank}", start.interface.interface if start.interface else "")
-    if world.rank != 0:
-        return
     again = f", attempt {run.attempt + 1}" if run.attempt else ""
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
-    run.say(
-        f"{run.settings.recipe}: {world.size} rank{'s' if world.size > 1 else ''} on {nodes}, {world.device.type}, {world.backend}{again}"
-    )
+    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
-    found = [text.decode() for text in store.multi_get([f"interface/{n}" for n in range(world.ranks.num_nodes)])]
-    if found[0] and start.interface:
-        run.say(f"network: {found[0]} ({start.interface.reason})")
-    elif world.size > 1:
-        run.say("network: no interface could be proven by route; NCCL's and gloo's own choice holds")
-    for node, name in enumerate(found):
-        if name != found[0]:
-            host = next(
-                (
-                    h
-                    for r, h in enumerate(world.hosts)
-                    if start.ranks.nodes and h.split(".")[0] == start.ranks.nodes[node].split(".")[0]
-                ),
-                f"node {node}",
-            )
-            run.say(f"network: {host} has {name or 'none proven'} instead")
+    _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
-    idle = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if world.device.type == "cpu" and idle.isdecimal() and int(idle) > 0:
-        run.say(f"warning: device=cpu, and {idle} GPUs a node stand idle: give sbatch --gpus-per-node=0 beside it")
+    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    used = world.ranks.local_world_size if world.device.type == "cuda" else 0
+    if granted.isdecimal() and int(granted) > used:
+        why = f"{used} ranks" if used else "device=cpu"
+        run.say(f"warning: {why}, and {int(granted) - used} GPUs a node stand idle: give sbatch --gpus-per-node={used}")
+
+
+def _say_network(run: Run, start: Start) -> None:
+    """The interface that rank 0's node uses and why, and each node that has another."""
+    world = run.world
+    name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    used = os.environ.get(name, "").removeprefix("=")
+    if world.ranks.local_rank == 0:
+        world.store.set(f"interface/{world.ranks.node_rank}", f"{world.host} {used}")
+    if world.rank != 0:
+        return
+    if used:
+        proven = start.interface and start.interface.interface == used
+        run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
+    elif world.size > 1:
+        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
+    for text in world.store.multi_get([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
+        host, _, other = text.decode().partition(" ")
+        if other != used:
+            run.say(f"network: {host} has {other or 'none proven'} instead")
 
 
 def _set_threads(start: Start) -> None:

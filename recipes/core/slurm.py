@@ -146,7 +146,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [
         *_PYTHON.splitlines(),
-        f'"$python" -m recipes.core.batch check {recipe} "$@" || exit',
+        f'RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check {recipe} "$@" || exit',
         f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(SRUN_OPTIONS)} \\',
         f'    "$python" -u -m recipes.{recipe} "$@"',
         f'"$python" -m recipes.core.batch finish {recipe} $? "$@"',
@@ -160,6 +160,7 @@ def _setup(job: Job) -> list[str]:
         "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
         'unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
     ]
+    lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
         lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
     return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]

@@ -193,6 +193,7 @@ def _follow(log: Path, shown: int) -> int:
             text = file.read()
     except FileNotFoundError:
         return shown
-    sys.stdout.write(text.decode(errors="replace"))
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text)
     sys.stdout.flush()
     return shown + len(text)

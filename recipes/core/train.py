@@ -99,9 +99,8 @@ def fit(
             if end_of_epoch or end or stop or save or state.step == first_step or state.step % cfg.log_every_steps == 0:
                 mean_loss, stop_now, _ = pending.read()
                 stop, speed = stop or stop_now, clock.lap()
-                if (end_of_epoch or end) and not stop:
-                    results = evaluate()
-                _row(run, epoch, mean_loss, lr, speed, results if end_of_epoch or end else {})
+                results = evaluate() if (end_of_epoch or end) and not stop else {}
+                _row(run, epoch, mean_loss, lr, speed, results)
                 if stop and not end:
                     run.stopping = run.stop.reason or "a signal to another rank"
                 if save or stop or end:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from recipes.core import checkpoint, data, dist
+from recipes.core import checkpoint, data, dist, local, rundir
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
 from recipes.core.data import GlobalBatches, ShiftedImages
@@ -340,7 +340,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file_alone(tmp_path: Pa
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpoint._write(tmp_path / "step-00000001.pt", write)
+        rundir.write_whole(tmp_path / "step-00000001.pt", write)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
     assert (tmp_path / "step-00000001.pt").read_bytes() == b"old"
@@ -445,3 +445,39 @@ def test_a_row_is_whole_also_behind_one_that_was_torn(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == [
         '{"attempt": 0, "step": 1}', '{"attempt": 0, "st', '{"attempt": 1, "step": 1}', '{"attempt": 2, "step": 1}',
     ]  # fmt: skip
+
+
+def test_the_newest_checkpoint_is_the_one_that_latest_names(tmp_path: Path) -> None:
+    for step in (10, 20, 25, 40):
+        (tmp_path / f"step-{step:08d}.pt").touch()
+    steps = [40, 25, 20, 10]
+    assert [int(p.stem[5:]) for p in checkpoint.candidates(tmp_path)] == steps
+    (tmp_path / "latest").write_text("step-00000025.pt\n")  # a run that was sent back to step 20 and has saved since
+    assert [int(p.stem[5:]) for p in checkpoint.candidates(tmp_path)] == [25, 20, 10, 40]
+    (tmp_path / "latest").write_text("\0torn")
+    assert [int(p.stem[5:]) for p in checkpoint.candidates(tmp_path)] == steps
+
+
+def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000020.pt.node1.77.abcd").touch()
+    (tmp_path / "step-00000010.pt").touch()
+    checkpoint.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000010.pt"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [
+        ("", 0),
+        ("0", 1),
+        ("0,1", 2),
+        ("0, 1", 2),
+        ("0,-1,1", 1),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("GPU-a,GPU-b", 2),
+        ("MIG-a,MIG-b", 1),
+    ],
+)
+def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
+    assert local.listed_gpus(listed) == count

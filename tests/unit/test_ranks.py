@@ -184,9 +184,9 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         env(f"{BATCH} {TORCHRUN}"),
         info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16"),
     ),
-    "requeue counts before torchrun's restarts": (
+    "requeues and torchrun's restarts add up": (
         env(f"{BATCH} {TORCHRUN_UNEVEN} SLURM_RESTART_COUNT=1"),
-        info("8/10", "0/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16", restarts=1),
+        info("8/10", "0/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16", restarts=3),
     ),
     "one by hand": (env("RANK=0 WORLD_SIZE=1"), info("0/1", "0/1", "0/1", "env")),
     "by hand on this machine": (

@@ -123,7 +123,7 @@ def test_write_json_flushes_before_it_renames(tmp_path: Path, monkeypatch: pytes
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, noted(name))
     rundir.write_json(tmp_path / "x.json", {})
-    assert done == ["fsync", "replace"]
+    assert done == ["fsync", "replace", "fsync"]  # the file, then its name
 
 
 @pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"\x00" * 40, b"[1]", b"null", b"\xff\xfe{}"])
