@@ -1,0 +1,147 @@
+"""The step loop and the start of a recipe, in this process: one rank, no launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipes.conf.mnist import Config
+from recipes.core import dist, entry, local, metrics, preempt, train
+from recipes.core.checkpoint import State
+from recipes.core.data import GlobalBatches, Shard
+from recipes.core.local import Layout
+from recipes.core.session import Run
+from tests import helpers
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "no-such-host-[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """entry.begin holds USR2 back and sets variables: undone after each test."""
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "RECIPES_", "NCCL_", "GLOO_"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+
+
+class Trained:
+    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
+
+    def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
+        self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
+        for name in ("logs", "checkpoints", "failures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def run(self, **keys: Any) -> tuple[dict[str, Any], Run]:
+        start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1"])
+        cfg = Config(dataset="fake", log_every_steps=100, **keys)
+        with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
+            net = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            rows = metrics.Rows(self.folder / "metrics.jsonl")
+            run = Run(start.settings, world, self.folder, 0, stop, None, rows, state=State(net, optimizer, scheduler))
+
+            def loss_sum(shard: Shard) -> Tensor:
+                step = run.state.step + 1
+                if step == self.stop_at:
+                    os.kill(os.getpid(), signal.SIGUSR2)
+                return net(torch.ones(len(shard.indices), 1)).sum() * self.losses.get(step, 1.0)
+
+            def evaluate() -> dict[str, float]:
+                self.evaluations += 1
+                return {"val_top1": float(self.evaluations)}
+
+            (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
+            results = train.fit(run, cfg, GlobalBatches(10, 5, 0, 0, 1), loss_sum, evaluate)
+            rows.close()
+        return dict(results), run
+
+
+def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> None:
+    results, run = Trained(tmp_path).run(epochs=3)
+    assert results == {"val_top1": 3.0}
+    assert run.state.step == 6
+    assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
+
+
+@pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(3, 4, [1.0]), (4, 4, [1.0]), (6, 6, [1.0, 2.0, 3.0])])
+def test_a_stop_saves_where_it_comes_and_gives_no_older_evaluation(
+    tmp_path: Path, stop_at: int, step: int, evaluated: list[float]
+) -> None:
+    trained = Trained(tmp_path)
+    trained.stop_at = stop_at
+    results, run = trained.run(epochs=3)
+    assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
+    assert trained.evaluations == len(evaluated)
+    if stop_at == 6:  # the run is over all the same
+        assert results == {"val_top1": 3.0}
+    else:
+        assert "val_top1" not in helpers.rows(tmp_path)[-1]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
+        Trained(tmp_path, {4: float("nan")}).run(epochs=3)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    (tmp_path / "attempt.json").write_text('{"attempt": 1, "launch": "other", "hosts": ["x"]}')
+    with pytest.raises(RuntimeError, match="a later attempt writes here"):
+        run.check_mine()
+
+
+def test_a_signal_ahead_of_the_handlers_is_not_lost() -> None:
+    code = """
+import os, signal
+from recipes.core import entry, preempt
+entry.begin("mnist", ["device=cpu"])
+os.kill(os.getpid(), signal.SIGUSR2)  # would end the process
+with preempt.stop_flag() as stop:
+    print(stop.reason)
+"""
+    ended = helpers.run([sys.executable, "-c", code])
+    assert (ended.status, ended.lines) == (0, ["SIGUSR2"])
+
+
+def test_names_of_interfaces_that_are_set_need_no_route(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("mnist", ["device=cpu", "run_dir=/proc/none"])
+    assert ended.value.code == 3
+    assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in capsys.readouterr().err
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn0")
+    assert entry.begin("mnist", ["device=cpu"]).interface is None
+
+
+def test_one_machine_with_a_master_of_its_own_listens_on_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
+        assert listener.getsockname()[:2] in (("::", port), ("0.0.0.0", port))
+    with local.listen(Layout((2,))) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
