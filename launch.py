@@ -22,14 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 def main(argv: list[str]) -> int:
     _use_project_python(argv)
-    try:
-        from recipes.core import config, rundir
-    except ModuleNotFoundError as error:
-        print(
-            f"launch.py: {sys.executable} has no module '{error.name}': activate your environment, or type: make install",
-            file=sys.stderr,
-        )
-        return 3
+    from recipes.core import config, rundir
+
     if not argv or {"-h", "--help", "help"} & set(argv):
         print(config.help_text())
         return 0 if argv else rundir.EXIT_CONFIG

@@ -43,8 +43,9 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         print(f"{recipe}: {refused['line']}", file=sys.stderr)
         return int(refused["exit_status"])
     if status is None:
-        if srun_status == 0:
-            print(f"{recipe}: ended with status 0 and left no status in {run_dir}", file=sys.stderr)
+        print(
+            f"{recipe}: ended with status {srun_status} before the run began; the lines above say why", file=sys.stderr
+        )
         return srun_status or rundir.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":

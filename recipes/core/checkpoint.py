@@ -91,6 +91,8 @@ def read(path: Path) -> dict[str, Any]:
     ``weights_only``: nothing in it is run. Safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch writes checksums and
     does not look at them when it loads: a flipped bit of a weight would pass.
     """
+    if path.exists() and not path.is_file():
+        raise InputError(f"checkpoint {path}: is no file")
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():

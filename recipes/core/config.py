@@ -10,14 +10,20 @@ import importlib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+try:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
+except ModuleNotFoundError as missing:
+    mend = "activate your environment (. .venv/bin/activate), or type: make install"
+    print(f"{sys.executable} has no module '{missing.name}': {mend}", file=sys.stderr)
+    raise SystemExit(3) from None
 
 from recipes.core import envfile, hostlist
 

@@ -155,6 +155,7 @@ def is_peer_error(error: BaseException) -> bool:
         "Connection reset by peer",
         "Broken pipe",
         "Timed out waiting",
+        "Application timeout",
         "Socket Timeout",
         "gloo/transport",
         "ncclRemoteError",

@@ -58,7 +58,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
-            write(file)
+            try:
+                write(file)
+            except RuntimeError as error:  # torch's archive writer hides the disk's own word
+                if isinstance(error.__context__, OSError):
+                    raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+                raise
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -171,6 +176,8 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
     records = sorted((r for r in found if r), key=lambda r: r["time"])
     for record in records:
         if record["kind"] != "peer":
+            alike = [r for r in records if r["kind"] != "peer" and r["error"] == record["error"]]
+            record = min(alike, key=lambda r: r["rank"])  # what all ranks say alike is rank 0's to say
             return f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record
     silent = [
         {"rank": rank, "host": host}
@@ -200,16 +207,20 @@ def close(
     None where it never began, and left things as they were.
     """
     status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
-    if not status or not attempt or attempt["launch"] != launch or status["attempt"] != attempt["attempt"]:
+    if not attempt or attempt["launch"] != launch:
         return None
-    if status["state"] == "running":
+    begun = status is not None and status["attempt"] == attempt["attempt"]
+    if not begun and refusal(run_dir, launch):
+        return None
+    if not status or not begun or status["state"] == "running":
         why, who = verdict(run_dir)
         if all_ended_well:
             why, who = "every rank ended with status 0 before the run's end", None
         elif first and (who is None or "without a word" in why):
             why, who = reason, dict(first)
         state = "incomplete" if all_ended_well else "failed"
-        write_status(run_dir, state, attempt=status["attempt"], step=status["step"], reason=why, first=who)
+        step = status["step"] if status else 0
+        write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
         status = read_status(run_dir)
     return status
 

@@ -80,15 +80,30 @@ class Run:
             "world_size": self.world.size,
         }
         state.meta["torch"] = str(torch.__version__)
+        self._compare_keys(state.meta["config"])
         chosen = self._choose_checkpoint()
         if chosen:
             self._load(chosen, sampler)
         if self.world.rank == 0:
             self.check_mine()
             checkpoint.sweep(self.dir / "checkpoints")
-            OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
+            if not self.settings.config.evaluate:
+                OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
         self.begun = True
+
+    def _compare_keys(self, keys: dict[str, Any]) -> None:
+        """Raises InputError on a rank whose recipe keys are not rank 0's: several machines started by hand can differ."""
+        first = json.loads(self.world.broadcast_text("keys", json.dumps(keys)))
+        paths = {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
+        other = [
+            f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
+        ]
+        if other:
+            host = self.world.hosts[0]
+            raise InputError(
+                f"{self.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): give the same on each"
+            )
 
     def _load(self, chosen: str, sampler: Mapping[str, Any]) -> None:
         state = self.state

@@ -159,6 +159,8 @@ def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
             state, code = job_state(submitted.job_id)
             silent_since = 0.0
         except (MachineError, subprocess.TimeoutExpired) as error:
+            if not silent_since:
+                print(f"{error}; the job goes on, and is asked after for {patience_s:g} s more", file=sys.stderr)
             state, code, silent_since = "UNKNOWN", 0, silent_since or time.monotonic()
             if time.monotonic() - silent_since > patience_s:
                 raise MachineError(f"job {submitted.job_id} goes on, but {error}") from None

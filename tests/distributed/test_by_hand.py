@@ -114,3 +114,19 @@ def test_a_taken_port_is_one_line(host: str, tmp_path: Path) -> None:
     assert f"port {port}" in ended.lines[0]
     assert "master=HOST:PORT" in ended.lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_machines_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
+    """Both on this machine, by two launchers: what differs is only what was typed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{port}", "max_steps=1"]
+    both = [
+        helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}", "lr=0.1"]),
+        helpers.start([*words, "node_rank=1", "lr=0.5"]),
+    ]
+    ended = [helpers.finish(process) for process in both]
+    assert ended[1].status == 2, ended[1].out
+    assert any("other keys than rank 0" in line and "lr=0.5 here, lr=0.1 there" in line for line in ended[1].lines)
+    assert ended[0].status != 0
+    assert helpers.rows(tmp_path) == []

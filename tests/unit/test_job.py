@@ -256,7 +256,7 @@ def bench(tmp_path: Path) -> Bench:
 @pytest.mark.parametrize("script", [path.name for path in READY])
 def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench, script: str) -> None:
     status, stderr = bench.run(f"sbatch/{script}", *HOSTILE, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5", SRUN_DEBUG="3")
-    assert "left no status" in stderr  # nothing ran: srun is a stub
+    assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == rundir.EXIT_CRASH
     recipe = script.split("_")[0]
     assert bench.srun == [
@@ -270,7 +270,7 @@ def test_launchs_script_in_a_hostile_repository_runs_nothing_but_the_recipe(tmp_
     job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
     (tmp_path / "job.sh").write_text(slurm.script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
-    assert (status, "left no status" in stderr) == (rundir.EXIT_CRASH, True), stderr
+    assert (status, "before the run began" in stderr) == (rundir.EXIT_CRASH, True), stderr
     assert bench.srun
     assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
     assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
@@ -707,6 +707,6 @@ def test_finish_of_a_run_that_never_began_gives_sruns_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert finish(tmp_path, srun_status=2) == 2
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
     assert finish(tmp_path) == rundir.EXIT_CRASH
-    assert "left no status" in capsys.readouterr().err
+    assert "before the run began" in capsys.readouterr().err

@@ -293,8 +293,17 @@ def test_close_leaves_the_status_of_the_attempt_before_a_refused_one(tmp_path: P
     begun(tmp_path, "preempted")
     before = (tmp_path / "status.json").read_bytes()
     opened(tmp_path)
+    rundir.refuse(tmp_path, LAUNCH, 2, "other keys")
     assert rundir.close(tmp_path, LAUNCH) is None
     assert (tmp_path / "status.json").read_bytes() == before
+
+
+def test_close_of_an_attempt_that_died_before_it_began_says_so(tmp_path: Path) -> None:
+    begun(tmp_path, "done")
+    opened(tmp_path)
+    status = rundir.close(tmp_path, LAUNCH, reason="rank 1 was killed", first={"rank": 1, "host": "a"})
+    assert status
+    assert (status["state"], status["attempt"], status["reason"]) == ("failed", 1, "rank 1 was killed")
 
 
 @pytest.mark.parametrize(
