@@ -541,6 +541,8 @@ class _Keeper:
             "ReturnToService=2",
             "JobRequeue=1",
             "MinJobAge=300",
+            # Not from 1 on again with every cluster: a run directory is named after its job.
+            f"FirstJobId={int(time.time()) % 60_000_000}",
             "EnforcePartLimits=ALL",
             f"KillWait={options.kill_wait_s}",
             f"SlurmdTimeout={options.slurmd_timeout_s}",
