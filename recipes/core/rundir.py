@@ -141,7 +141,7 @@ def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
 def record_failure(
     run_dir: Path, *, attempt: int, rank: int, host: str, kind: str, error: str, exit_status: int = EXIT_CRASH
 ) -> None:
-    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank; ``exit``, it left before the end."""
+    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank."""
     content = {
         "rank": rank,
         "host": host,

@@ -87,6 +87,7 @@ class Run:
         if self.world.rank == 0:
             self.check_mine()
             checkpoint.sweep(self.dir / "checkpoints")
+            (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
