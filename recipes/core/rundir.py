@@ -212,13 +212,15 @@ def close(
     begun = status is not None and status["attempt"] == attempt["attempt"]
     if not begun and refusal(run_dir, launch):
         return None
-    if not status or not begun or status["state"] == "running":
+    # A rank that was not yet heard of when the others spoke may have left its record since.
+    unsure = begun and status is not None and status["state"] == "failed" and "without a word" in status["reason"]
+    if not status or not begun or status["state"] == "running" or unsure:
         why, who = verdict(run_dir)
-        if all_ended_well:
+        if all_ended_well and not unsure:
             why, who = "every rank ended with status 0 before the run's end", None
         elif first and (who is None or "without a word" in why):
             why, who = reason, dict(first)
-        state = "incomplete" if all_ended_well else "failed"
+        state = "incomplete" if all_ended_well and not unsure else "failed"
         step = status["step"] if status else 0
         write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
         status = read_status(run_dir)

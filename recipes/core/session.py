@@ -225,6 +225,9 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process.
         with dist.process_group(start, device) as world, preempt.stop_flag() as stop:
             code = _attempt(main, start, world, stop)
+            if code not in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
+                # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
+                _leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
@@ -239,11 +242,16 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         )
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
         sys.exit(code)
-    os._exit(code)  # no teardown that waits for ranks that are gone
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once; its connections end with it, and the peers notice."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: preempt.StopFlag) -> int:

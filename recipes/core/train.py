@@ -102,7 +102,9 @@ def fit(
                 results = evaluate() if (end_of_epoch or end) and not stop else {}
                 _row(run, epoch, mean_loss, lr, speed, results)
                 if stop and not end:
-                    run.stopping = run.stop.reason or "a signal to another rank"
+                    reasons = [""] * world.size
+                    torch.distributed.all_gather_object(reasons, run.stop.reason)
+                    run.stopping = next(reason for reason in reasons if reason)
                 if save or stop or end:
                     run.save(sampler_state(batches))
                     clock.saved()
