@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import datafiles
 from tests import helpers
 
 TOLERANCE = 2e-5  # relative; another order of the same sums in float32 comes to 2e-6 in 20 steps (measured)
@@ -49,8 +50,10 @@ def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
 
 
 def test_losses_agree_on_mnist(tmp_path: Path) -> None:
-    if not (helpers.DATA / "mnist").is_dir():
-        pytest.skip(f"no MNIST in {helpers.DATA}: python -m recipes.prepare mnist, and RECIPES_DATA=")
+    try:
+        datafiles.find_mnist(helpers.DATA)
+    except datafiles.DataFileError as error:
+        pytest.skip(f"{error}, and set RECIPES_DATA to it")
     run_dirs = {size: tmp_path / f"ranks{size}" for size in (1, 3)}
     words = ["dataset=mnist", f"data_dir={helpers.DATA}", "global_batch_size=128", "max_steps=20", "log_every_steps=1"]
     started = [
