@@ -454,7 +454,8 @@ class _Keeper:
         return str(self.network[10 + number])
 
     def address6(self, number: int) -> str:
-        return f"{self.network6}::{10 + number:x}" if self.network6 else ""
+        # In its one short form, as the system shows it: fd41:8d5::b, not fd41:08d5::b.
+        return str(ipaddress.IPv6Address(f"{self.network6}::{10 + number:x}")) if self.network6 else ""
 
     def bring_up(self) -> None:
         self.save()
