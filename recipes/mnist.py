@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
-from recipes.core import data, session, train
+from recipes.core import data, metrics, session, train
 from recipes.core.checkpoint import State
-from recipes.core.data import GlobalBatches, ImageSet, Shard, ShiftedImages
+from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
 from recipes.core.session import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels
@@ -94,8 +94,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
     steps = train.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
-    shifted = ShiftedImages(train_set.images, reach=REACH if cfg.augment else 0)
-    autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=cfg.dtype.name == "bfloat16")
+    shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)
+    autocast = train.autocast(run, cfg)
 
     def loss_sum(shard: Shard) -> Tensor:
         shifted.draw(cfg.seed, shard.epoch)
@@ -110,18 +110,17 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     def evaluate() -> dict[str, Any]:
         """Over all ranks, each test sample once: every rank counts its own share, and the counts are added."""
         part = data.share(len(test_set), world.rank, world.size)
-        right = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
+        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
-                best = net(normalise(images)).topk(5).indices == labels[:, None]
-            right += torch.stack([best[:, 0].sum(), best.sum(), torch.tensor(len(labels), device=world.device)])
-        top1, top5, samples = world.sum(right).tolist()
-        return {"val_top1": top1 / samples, "val_top5": top5 / samples, "val_samples": samples}
+                logits = net(normalise(images))
+            counts += metrics.right(logits, labels)
+        return metrics.accuracy(world.sum(counts))
 
     run.resume(State(net, optimizer, scheduler), train.sampler_state(batches))
     if cfg.evaluate:
         return train.evaluate_only(run, evaluate)
-    return train.fit(run, cfg, batches, loss_sum, evaluate)
+    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
 
 
 if START:

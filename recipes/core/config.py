@@ -106,6 +106,7 @@ class Device(Enum):
 
 
 class Dtype(Enum):
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -223,7 +224,10 @@ class TrainKeys:
     lr: float = key(0.1, "peak learning rate", low=0)
     seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
     num_workers: int = key(0, "loader processes of a rank, where samples are read from files", low=0, high=1024)
-    dtype: Dtype = key(Dtype.float32, "arithmetic of the model; bfloat16 by autocast")
+    accumulate: int = key(1, "parts into which a rank's batch is cut, one after another, to fit in memory", low=1)
+    dtype: Dtype = key(
+        Dtype.float32, "arithmetic of the model; bfloat16 by autocast; auto: bfloat16 on a GPU that has it"
+    )
     compile: bool = key(False, "torch.compile the model")
     evaluate: bool = key(False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training")
     log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1)

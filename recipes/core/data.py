@@ -1,7 +1,9 @@
 """Which samples each rank takes at each step, and small sets held in memory."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,12 +18,22 @@ class Shard:
     """One rank's part of one global batch.
 
     epoch, batch: which, from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
+    What a loader adds, it adds as tensors of one row a sample.
     """
 
     epoch: int
     batch: int
     indices: Tensor
     global_size: int
+
+    def pieces(self, count: int) -> "list[Shard]":
+        """The shard cut into ``count`` parts, into fewer where it has fewer samples, for one forward pass after another."""
+        count = max(1, min(count, len(self.indices)))
+        if count == 1:
+            return [self]
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
+        return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
 
 
 def share(count: int, rank: int, world_size: int) -> slice:
@@ -35,7 +47,8 @@ def share(count: int, rank: int, world_size: int) -> slice:
 class GlobalBatches:
     """The same batches of the same samples in the same order on any number of ranks: a permutation drawn from (seed, epoch).
 
-    Every sample is there exactly once an epoch; the last batch of an epoch may be smaller.
+    Every sample is there exactly once an epoch. What does not fill a batch at its end is shared by the last two, so that none
+    is so small that a rank has no sample of it, or batch normalisation next to none.
     """
 
     num_samples: int
@@ -48,23 +61,37 @@ class GlobalBatches:
     def per_epoch(self) -> int:
         return -(-self.num_samples // self.global_batch_size)
 
+    def _size(self, batch: int) -> int:
+        from_end = self.per_epoch - batch
+        if from_end > 2 or self.per_epoch == 1:
+            return min(self.num_samples, self.global_batch_size)
+        both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
+        return (both + 1) // 2 if from_end == 2 else both // 2
+
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
         order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
-        for batch in range(first_batch, self.per_epoch):
-            whole = order[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
-            yield Shard(epoch, batch, whole[share(len(whole), self.rank, self.world_size)], len(whole))
+        begin = 0
+        for batch in range(self.per_epoch):
+            size = self._size(batch)
+            if batch >= first_batch:
+                part = share(size, self.rank, self.world_size)
+                yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
+            begin += size
 
 
-def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
-    """A generator of its own for each (seed, epoch, stream), the same on every rank. stream: 0 the order, 1 augmentation."""
-    mixed = (seed * 1_000_003 + epoch) * 1_000_003 + stream
+def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
+    """A generator of its own for each (seed, epoch, stream, batch), the same on every rank.
+
+    stream: 0 the order, 1 augmentation, 2 and on what a recipe draws besides.
+    """
+    mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A small set in memory. images: uint8 (N, 1, H, W). labels: int64 (N,). Both on the rank's device."""
+    """A small set in memory. images: uint8 (N, C, H, W). labels: int64 (N,). Both on the rank's device."""
 
     images: Tensor
     labels: Tensor
@@ -82,16 +109,21 @@ def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
     data_dir: empty for the default, `datafiles.default_dir`.
     """
     paths = datafiles.find_mnist(data_dir or datafiles.default_dir())
+    return _image_set(paths, "train"), _image_set(paths, "test")
+
+
+def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
+    """From the IDX files ``PART_images``, (N, H, W) or (N, C, H, W), and ``PART_labels``."""
 
     def tensor(name: str) -> Tensor:
         shape, payload = datafiles.read_idx(paths[name])
         buffer = bytearray(payload) if isinstance(payload, bytes) else payload  # a mapped file is used where it lies
         return torch.frombuffer(buffer, dtype=torch.uint8).reshape(shape)
 
-    def part(name: str) -> ImageSet:
-        return ImageSet(tensor(f"{name}_images").unsqueeze(1), tensor(f"{name}_labels").long())
-
-    return part("train"), part("test")
+    images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
+    if len(images) != len(labels):
+        raise datafiles.DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
+    return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
@@ -122,35 +154,84 @@ def fake(train: int, test: int, shape: tuple[int, int, int], classes: int) -> tu
     return part(train), part(test)
 
 
-class ShiftedImages:
-    """Greyscale images, each shifted by up to ``reach`` pixels when it is taken; what comes in from outside is 0.
+class AugmentedImages:
+    """Images of a set, each shifted, mirrored and partly covered in its own way when it is taken.
 
-    An image is taken as one run of bytes from the padded set, whose start makes the shift: a copy of 28 rows costs no more
-    than reading them. Shifts are drawn from (seed, epoch) for the whole set, so they do not depend on the number of ranks.
+    reach: the most pixels of a shift; what comes in from outside is 0, or the image's own border mirrored (``reflect``).
+    flip: half of the images are mirrored left to right. cutout: side, in pixels, of a square that is covered by ``fill``.
+
+    An image is taken as one run of bytes from the padded set, whose start makes the shift: to copy whole rows costs no more
+    than to read them. All is drawn from (seed, epoch) for the whole set, so it does not depend on the number of ranks.
     """
 
-    def __init__(self, images: Tensor, reach: int) -> None:
-        count, channels, self.height, self.width = images.shape
-        assert channels == 1 and images.dtype == torch.uint8
-        self._reach, self._row = reach, self.width + 2 * reach
-        self._stride = (self.height + 2 * reach) * self._row
-        length = self.height * self._row
-        flat = functional.pad(images, (reach,) * 4).flatten()
-        flat = functional.pad(flat, (0, 2 * reach))  # the last image's lowest, rightmost run ends there
-        self._runs = flat.unfold(0, length, 1)  # a view: run i is the bytes from i on
+    def __init__(
+        self,
+        images: Tensor,
+        reach: int = 0,
+        *,
+        reflect: bool = False,
+        flip: bool = False,
+        cutout: int = 0,
+        fill: int = 0,
+    ) -> None:
+        count, self._channels, self._height, self._width = images.shape
+        assert images.dtype == torch.uint8
+        self._reach, self._flip, self._cutout, self._fill = reach, flip, cutout, fill
+        self._row = (self._width + 2 * reach) * self._channels
+        self._stride = (self._height + 2 * reach) * self._row
+        # Rows of pixels of all channels: a run of bytes is an image, and it comes out in channels_last.
+        padded = _pad(images, reach, reflect).permute(0, 2, 3, 1).flatten()
+        padded = functional.pad(
+            padded, (0, 2 * reach * self._channels)
+        )  # the last image's lowest, rightmost run ends there
+        self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
         self._starts = torch.arange(count, device=images.device) * self._stride
+        self._flips = torch.zeros(count, dtype=torch.bool, device=images.device)
+        self._holes = torch.zeros(2, count, dtype=torch.int64, device=images.device)
         self._drawn: tuple[int, int] | None = None
 
     def draw(self, seed: int, epoch: int) -> None:
-        """The shifts of an epoch, for every image; drawn once, whoever asks how often."""
+        """How each image is taken in an epoch; drawn once, whoever asks how often."""
         if self._drawn == (seed, epoch):
             return
         self._drawn = (seed, epoch)
-        y, x = torch.randint(0, 2 * self._reach + 1, (2, len(self._starts)), generator=generator(seed, epoch, stream=1))
-        base = torch.arange(len(self._starts)) * self._stride
-        self._starts = (base + y * self._row + x).to(self._starts.device)
+        count, device, random = len(self._starts), self._starts.device, generator(seed, epoch, stream=1)
+        y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
+        base = torch.arange(count) * self._stride
+        self._starts = (base + y * self._row + x * self._channels).to(device)
+        if self._flip:
+            self._flips = (torch.rand(count, generator=random) < 0.5).to(device)
+        if self._cutout:  # its middle anywhere in the image, so that it may stand out at the border
+            middle = torch.rand(2, count, generator=random) * torch.tensor([[self._height], [self._width]])
+            self._holes = (middle.floor().long() - self._cutout // 2).to(device)
 
     def take(self, indices: Tensor) -> Tensor:
-        """Images ``indices``, uint8 (B, 1, H, W)."""
+        """Images ``indices``, uint8 (B, C, H, W), in channels_last where there are several."""
         runs = self._runs.index_select(0, self._starts[indices])
-        return runs.view(-1, 1, self.height, self._row)[..., : self.width]
+        rows = runs.view(-1, self._height, self._row)[..., : self._width * self._channels]
+        images = rows.unflatten(-1, (self._width, self._channels))  # (B, H, W, C)
+        if self._flip:
+            images = torch.where(self._flips[indices][:, None, None, None], images.flip(2), images)
+        if self._cutout:
+            images = images.masked_fill(self._covered(indices)[..., None], self._fill)
+        # Of one channel, strides say which of the two formats is meant, and convolutions go by them.
+        return images.permute(0, 3, 1, 2) if self._channels > 1 else images.squeeze(3).unsqueeze(1)
+
+    def _covered(self, indices: Tensor) -> Tensor:
+        """Which pixels the squares cover, bool (B, H, W)."""
+        sides = []
+        for begin, length in zip(self._holes[:, indices], (self._height, self._width), strict=True):
+            from_begin = torch.arange(length, device=begin.device) - begin[:, None]
+            sides.append((from_begin >= 0) & (from_begin < self._cutout))
+        return sides[0][:, :, None] & sides[1][:, None, :]
+
+
+def _pad(images: Tensor, reach: int, reflect: bool) -> Tensor:
+    """(N, C, H, W) with ``reach`` pixels more on each side. torch's own reflection knows no uint8."""
+    if not reflect:
+        return functional.pad(images, (reach,) * 4)
+    for dim in (2, 3):
+        length = images.shape[dim]
+        place = torch.arange(-reach, length + reach, device=images.device).abs()
+        images = images.index_select(dim, torch.where(place < length, place, 2 * (length - 1) - place))
+    return images

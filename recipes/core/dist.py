@@ -6,9 +6,10 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed
@@ -19,7 +20,9 @@ from recipes.core.config import Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
 from recipes.core import local, rundir
-from recipes.core.rundir import MachineError
+from recipes.core.rundir import InputError, MachineError
+
+T = TypeVar("T")
 
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 
@@ -33,6 +36,7 @@ class World:
     backend: str
     hosts: tuple[str, ...]
     store: torch.distributed.Store
+    timeout_s: float = 600.0
 
     @property
     def rank(self) -> int:
@@ -56,6 +60,46 @@ class World:
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         return self.store.get(f"text/{name}").decode()
+
+    def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
+        """``work``'s result, when every rank has done its own; for what may take longer than a collective is waited for.
+
+        work is called with a function to be told its progress, whatever changes. Raises MachineError, on all ranks, where it
+        fails on one, or where no rank gets on for ``timeout_s``. ``name`` is used once in a run.
+        """
+        mine = f"{name}/{self.rank}"
+        self.store.set(mine, "begun")
+        try:
+            result = work(lambda progress: self.store.set(mine, f"at {progress}"))
+        except (InputError, MachineError) as error:
+            self.store.set(mine, f"failed {error}")
+            raise
+        self.store.set(mine, "done")
+        names = [f"{name}/{rank}" for rank in range(self.size)]
+        seen, since = [b""], time.monotonic()
+        while any(state != b"done" for state in seen):
+            states = self.store.multi_get(names)
+            if failed := [state for state in states if state.startswith(b"failed ")]:
+                raise MachineError(failed[0].decode().removeprefix("failed "))
+            if states != seen:
+                seen, since = states, time.monotonic()
+            elif time.monotonic() - since > self.timeout_s:
+                rank = next(rank for rank, state in enumerate(states) if state != b"done")
+                raise MachineError(
+                    f"{self.hosts[rank]}: rank {rank} got no further with {name} in {self.timeout_s:g} s (timeout_s)"
+                )
+            time.sleep(0.2)
+        return result
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Rank 0's buffers of ``model`` on every rank, such as the averages of batch normalisation; every rank has to call it."""
+        buffers = [b for b in model.buffers() if b.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        flat = torch.cat([b.flatten() for b in buffers])
+        torch.distributed.broadcast(flat, 0)
+        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
     def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
         """``model``, its gradients averaged over the ranks during the backward pass; as it is where there is one rank."""
@@ -127,7 +171,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
             f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1} ({peer_words(error)})"
         ) from None
     try:
-        yield World(info, device, backend, hosts, store)
+        yield World(info, device, backend, hosts, store, run.timeout_s)
     finally:
         leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
         leaving.start()

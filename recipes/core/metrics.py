@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recipes.core import config
 
@@ -31,6 +32,21 @@ class Rows:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def right(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many are right among the first, among the first five, and how many there are: int64 (3,), to be added up.
+
+    logits: (B, classes). labels: (B,); negative ones stand for samples that could not be read, and do not count.
+    """
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
+
+
+def accuracy(counts: Tensor) -> dict[str, Any]:
+    """``val_top1``, ``val_top5`` (fractions) and ``val_samples`` of what `right` counted."""
+    top1, top5, samples = counts.tolist()
+    return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
 
 
 def git_commit(root: Path = config.ROOT) -> str | None:

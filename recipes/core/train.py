@@ -1,26 +1,85 @@
 """The step loop, once, as a function: what can deadlock or lose data stands here and nowhere else."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
 
-from recipes.core.config import TrainKeys
-from recipes.core.data import GlobalBatches, Shard
+from recipes.core.config import Dtype, TrainKeys
+from recipes.core.data import Shard
 from recipes.core.rundir import InputError
 from recipes.core.session import Run
 
 PROGRESS_EVERY_S = 0.5
 
 
-def total_steps(cfg: TrainKeys, batches: GlobalBatches) -> int:
+class Batches(Protocol):
+    """Where shards come from: `data.GlobalBatches`, or what reads files ahead of it."""
+
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def per_epoch(self) -> int: ...
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]: ...
+
+
+def total_steps(cfg: TrainKeys, batches: Batches) -> int:
     """Optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
+
+
+def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
+    """The context of the forward pass: bfloat16 where ``dtype=`` asks for it, or is auto and the GPU has it. Says so."""
+    device = run.world.device
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    lower = cfg.dtype is Dtype.bfloat16 or (cfg.dtype is Dtype.auto and has_it)
+    if cfg.dtype is Dtype.auto:
+        run.say(f"dtype: {'bfloat16' if lower else 'float32'} (auto)")
+    return torch.autocast(device.type, torch.bfloat16, enabled=lower)
+
+
+def scaled_lr(run: Run, lr: float, lr_batch_size: int, global_batch_size: int) -> float:
+    """The linear scaling rule (Goyal et al., 2017): ``lr`` is for ``lr_batch_size`` samples, 0 for any. Says what comes of it."""
+    scaled = lr * global_batch_size / lr_batch_size if lr_batch_size else lr
+    if scaled != lr:
+        run.say(f"lr: {scaled:.4g} for batches of {global_batch_size} ({lr:g} for {lr_batch_size}, in proportion)")
+    return scaled
+
+
+def averaged(net: nn.Module, decay: float) -> swa_utils.AveragedModel | None:
+    """An exponential moving average of ``net``'s weights and buffers for `State.ema`, which `fit` keeps; None where decay is 0."""
+    if not decay:
+        return None
+    return swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+@contextlib.contextmanager
+def evaluated(run: Run) -> Iterator[nn.Module]:
+    """The network to evaluate, in eval mode: the averaged weights where they are kept, with rank 0's buffers on all ranks.
+
+    Batch normalisation's averages are of a rank's own samples; those of rank 0 are what a checkpoint holds.
+    """
+    ema, net = run.state.ema, run.state.model
+    chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
+    run.world.broadcast_buffers(chosen)
+    training = chosen.training
+    chosen.eval()
+    try:
+        yield chosen
+    finally:
+        chosen.train(training)
 
 
 class _Totals:
@@ -57,14 +116,16 @@ class _Totals:
 def fit(
     run: Run,
     cfg: TrainKeys,
-    batches: GlobalBatches,
-    loss_sum: Callable[[Shard], Tensor],
+    model: nn.Module,
+    batches: Batches,
+    loss_sum: Callable[[Any], Tensor],
     evaluate: Callable[[], Mapping[str, Any]],
 ) -> Mapping[str, Any]:
     """Trains ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop; gives the last evaluation.
 
-    loss_sum: forward pass over a shard, the *sum* of its samples' losses, a scalar that can be differentiated also where the
-    shard is empty. evaluate: called by all ranks at the end of each epoch and of the run.
+    model: what `World.parallel` gave. loss_sum: forward pass through it over a shard, the *sum* of its samples' losses, a
+    scalar that can be differentiated also where the shard is empty; with ``accumulate=`` called for one piece of the shard
+    after another. evaluate: called by all ranks at the end of each epoch and of the run.
 
     Gradients are averaged over ranks, so a rank's sum counts ``world_size / global_size``: the result is the mean over the
     global batch, whatever share of it a rank had. Raises RuntimeError, on all ranks alike, when the loss is not finite.
@@ -82,10 +143,11 @@ def fit(
         for shard in batches.epoch(epoch, first_batch):
             lr = float(state.scheduler.get_last_lr()[0])
             state.optimizer.zero_grad(set_to_none=True)
-            loss = loss_sum(shard)
-            (loss * (world.size / shard.global_size)).backward()
+            loss = _backward(model, loss_sum, shard.pieces(cfg.accumulate), world.size / shard.global_size)
             state.optimizer.step()
             state.scheduler.step()
+            if isinstance(state.ema, swa_utils.AveragedModel):
+                state.ema.update_parameters(state.model)
             state.step += 1
             clock.add(shard.global_size)
 
@@ -117,9 +179,27 @@ def fit(
     return results if results or run.stopping else evaluate()
 
 
-def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """evaluate=true: the results of the checkpoint that was resumed from. Raises InputError where there was none."""
-    if run.resumed_from_step is None:
+def _backward(model: nn.Module, loss_sum: Callable[[Any], Tensor], pieces: list[Shard], scale: float) -> Tensor:
+    """Gradients of ``scale`` times the pieces' losses, averaged over the ranks once, at the last piece; the sum of the losses."""
+    losses = []
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+        for piece in pieces[:-1]:
+            losses.append(_one_backward(loss_sum(piece), scale))
+    losses.append(_one_backward(loss_sum(pieces[-1]), scale))
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+def _one_backward(loss: Tensor, scale: float) -> Tensor:
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretrained: bool = False) -> Mapping[str, Any]:
+    """evaluate=true: the results of the checkpoint that was resumed from. Raises InputError where there is nothing to evaluate.
+
+    pretrained: whether the weights are worth evaluating without a checkpoint.
+    """
+    if run.resumed_from_step is None and not pretrained:
         raise InputError(
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
@@ -128,7 +208,18 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mappin
     return results
 
 
-def sampler_state(batches: GlobalBatches) -> dict[str, Any]:
+def want_full_batches(batches: Batches, world_size: int) -> None:
+    """Raises InputError where a rank would have no sample of some batch, and batch normalisation nothing to measure."""
+    last = batches.num_samples - (batches.per_epoch - 1) * batches.global_batch_size
+    smallest = last if batches.per_epoch == 1 else (last + batches.global_batch_size) // 2
+    if smallest < world_size:
+        raise InputError(
+            f"global_batch_size={batches.global_batch_size}: a batch of {smallest} of {batches.num_samples} samples leaves some of "
+            f"{world_size} ranks without any; give at least {2 * world_size}, or fewer ranks"
+        )
+
+
+def sampler_state(batches: Batches) -> dict[str, Any]:
     """What the order of samples depends on; the position in it is the step."""
     return {"num_samples": batches.num_samples, "global_batch_size": batches.global_batch_size, "seed": batches.seed}
 

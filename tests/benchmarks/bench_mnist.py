@@ -22,7 +22,7 @@ from torchvision.transforms import ToTensor
 from recipes import mnist, prepare
 from recipes.conf.mnist import Config
 from recipes.core import data, datafiles
-from recipes.core.data import GlobalBatches, ImageSet, ShiftedImages
+from recipes.core.data import GlobalBatches, ImageSet, AugmentedImages
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def figures(size: Size) -> list[Figure]:
 def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Figure:
     """Whole epochs of batches, shuffled; ours are shifted and normalised as well, theirs are not."""
     epochs = itertools.count()
-    shifted = ShiftedImages(train_set.images, mnist.REACH)
+    shifted = AugmentedImages(train_set.images, mnist.REACH)
     peer_set = torchvision.datasets.MNIST(folder, transform=ToTensor())
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 
@@ -63,7 +63,7 @@ def input_and_step(size: Size, train_set: ImageSet, source: str) -> Figure:
     cfg = Config()
     per_epoch = -(-len(train_set) // cfg.global_batch_size)
     values: dict[str, list[float]] = {"ours": [], "theirs": []}
-    shifted = {name: ShiftedImages(train_set.images, mnist.REACH) for name in values}
+    shifted = {name: AugmentedImages(train_set.images, mnist.REACH) for name in values}
     for epoch in range(size.rounds + 1):
         batches = {name: recipe_batches(train_set, shifted[name], cfg.global_batch_size, epoch) for name in values}
         batches["theirs"] = iter(list(itertools.islice(batches["theirs"], size.steps + 1)))
@@ -114,7 +114,7 @@ def fresh_step(cfg: Config, losses: list[float]) -> Callable[[Batch], int]:
     return step
 
 
-def recipe_batches(train_set: ImageSet, shifted: ShiftedImages, batch_size: int, epoch: int) -> Iterator[Batch]:
+def recipe_batches(train_set: ImageSet, shifted: AugmentedImages, batch_size: int, epoch: int) -> Iterator[Batch]:
     """What a step of the recipe, on one rank, is given in ``epoch``."""
     seed = Config().seed
     for shard in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):

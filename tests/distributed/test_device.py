@@ -21,7 +21,7 @@ from torch.nn import functional
 from recipes.core import checkpoint, data, dist, local, rundir
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
-from recipes.core.data import GlobalBatches, ShiftedImages
+from recipes.core.data import AugmentedImages, GlobalBatches
 from recipes.core.metrics import Rows
 from recipes.core.ranks import RankInfo
 from recipes.core.rundir import InputError, MachineError
@@ -155,7 +155,7 @@ def test_shifted_images_are_those_of_a_plain_pad_and_crop(reach: int) -> None:
     side, shape = 2 * reach + 1, (5, 7)
     images = torch.randint(1, 256, (200, 1, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     padded = functional.pad(images, (reach,) * 4)
-    shifted = ShiftedImages(images, reach)
+    shifted = AugmentedImages(images, reach)
     last_seen = set()
     for seed in range(300):
         shifted.draw(seed, 2)
@@ -172,7 +172,7 @@ def test_shifted_images_are_those_of_a_plain_pad_and_crop(reach: int) -> None:
 
 def test_an_image_is_shifted_alike_whoever_takes_it_and_when() -> None:
     images = torch.arange(40 * 9).remainder(251).to(torch.uint8).reshape(40, 1, 3, 3)
-    one, other = ShiftedImages(images, 1), ShiftedImages(images, 1)
+    one, other = AugmentedImages(images, 1), AugmentedImages(images, 1)
     one.draw(5, 0)
     whole = one.take(torch.arange(40))
     other.draw(5, 1)

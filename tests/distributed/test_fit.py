@@ -70,7 +70,7 @@ class Trained:
                 return {"val_top1": float(self.evaluations)}
 
             (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
-            results = train.fit(run, cfg, GlobalBatches(10, 5, 0, 0, 1), loss_sum, evaluate)
+            results = train.fit(run, cfg, net, GlobalBatches(10, 5, 0, 0, 1), loss_sum, evaluate)
             rows.close()
         return dict(results), run
 

@@ -1,0 +1,95 @@
+"""Small sets in memory: mirrored borders, flips and covered squares are those that plain slicing gives, image by image."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from recipes.core import data
+from recipes.core.data import AugmentedImages, GlobalBatches, Shard
+
+COUNT, HEIGHT, WIDTH = 60, 9, 11
+
+
+def images(channels: int = 3) -> torch.Tensor:
+    shape = (COUNT, channels, HEIGHT, WIDTH)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("reach", [0, 1, 4])
+@pytest.mark.parametrize("reflect", [False, True])
+def test_a_flipped_shift_is_that_of_a_plain_pad_and_crop(reach: int, reflect: bool) -> None:
+    whole = images()
+    mode = "reflect" if reflect and reach else "constant"
+    padded = functional.pad(whole.float(), (reach,) * 4, mode=mode).to(torch.uint8)
+    taken = AugmentedImages(whole, reach, reflect=reflect, flip=True)
+    taken.draw(3, 7)
+    random = data.generator(3, 7, stream=1)
+    y, x = torch.randint(0, 2 * reach + 1, (2, COUNT), generator=random).tolist()
+    flips = (torch.rand(COUNT, generator=random) < 0.5).tolist()
+    assert 0 < sum(flips) < COUNT
+    order = torch.randperm(COUNT, generator=random)
+    for image, i in zip(taken.take(order), order.tolist(), strict=True):
+        expected = padded[i, :, y[i] : y[i] + HEIGHT, x[i] : x[i] + WIDTH]
+        assert torch.equal(image, expected.flip(2) if flips[i] else expected)
+
+
+def test_it_comes_in_channels_last() -> None:
+    taken = AugmentedImages(images(), 2, flip=True, cutout=3).take(torch.arange(5))
+    assert taken.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_square_is_covered_in_each_image_and_nothing_else() -> None:
+    whole = images().clamp(min=1)
+    taken = AugmentedImages(whole, cutout=4, fill=0)
+    touches_border = 0
+    for epoch in range(20):
+        taken.draw(0, epoch)
+        for image, original in zip(taken.take(torch.arange(COUNT)), whole, strict=True):
+            covered = (image == 0).all(0)
+            rows, columns = covered.any(1).nonzero().flatten(), covered.any(0).nonzero().flatten()
+            height, width = len(rows), len(columns)
+            assert 2 <= height <= 4
+            assert 2 <= width <= 4
+            assert (
+                covered.sum() == height * width == covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].sum()
+            )
+            assert torch.equal(image[:, ~covered], original[:, ~covered])
+            touches_border += height * width < 16
+    assert 0.2 < touches_border / (20 * COUNT) < 0.8  # its middle may be anywhere
+
+
+def test_an_epoch_is_drawn_alike_on_every_rank_and_unlike_any_other() -> None:
+    one, other = (AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3) for _ in range(2))
+    one.draw(1, 0)
+    other.draw(1, 0)
+    everything = one.take(torch.arange(COUNT))
+    assert torch.equal(other.take(torch.arange(30, 60)), everything[30:])
+    for seed, epoch in ((1, 1), (2, 0)):
+        other.draw(seed, epoch)
+        assert not torch.equal(other.take(torch.arange(COUNT)), everything)
+
+
+@given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))
+def test_the_last_two_batches_share_what_is_left(samples: int, batch_size: int) -> None:
+    batches = GlobalBatches(samples, batch_size, 0, 0, 1)
+    sizes = [shard.global_size for shard in batches.epoch(0)]
+    assert len(sizes) == batches.per_epoch
+    assert sum(sizes) == samples
+    assert all(size == batch_size for size in sizes[:-2])
+    assert max(sizes) <= batch_size
+    if len(sizes) > 1:
+        assert min(sizes) >= batch_size // 2
+        assert 0 <= sizes[-2] - sizes[-1] <= 1
+
+
+@given(length=st.integers(0, 20), count=st.integers(1, 30))
+def test_pieces_are_the_shard_and_none_is_empty(length: int, count: int) -> None:
+    shard = Shard(1, 2, torch.arange(length), 77)
+    pieces = shard.pieces(count)
+    assert [i for piece in pieces for i in piece.indices.tolist()] == list(range(length))
+    assert len(pieces) == max(1, min(count, length))
+    assert all((piece.epoch, piece.batch, piece.global_size) == (1, 2, 77) for piece in pieces)

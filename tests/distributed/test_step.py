@@ -1,0 +1,155 @@
+"""What a step is made of, on real ranks: pieces of a batch, averaged weights, buffers, and waiting for all without a collective."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import helpers
+
+# A recipe of a linear model and batch normalisation, made for the test; WORK is its main's body.
+RECIPE = """
+from recipes.core import entry
+START = entry.begin("mnist")
+import json, time, torch
+from torch import nn
+from recipes.core import session, train
+from recipes.core.checkpoint import State
+from recipes.core.data import GlobalBatches
+from recipes.core.rundir import InputError, MachineError
+
+def main(cfg, run):
+    world = run.world
+    torch.manual_seed(0)
+    batches = GlobalBatches(24, cfg.global_batch_size, 0, world.rank, world.size)
+    x = torch.randn(24, 3); y = x @ torch.tensor([[1.0], [2.0], [3.0]])
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)) if NORM else nn.Sequential(nn.Linear(3, 1))
+    model = world.parallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    calls = []
+    def loss_sum(shard):
+        calls.append(len(shard.indices))
+        return (model(x[shard.indices]) - y[shard.indices]).square().sum()
+    def tell(**found):
+        with open(f"{run.dir}/found-{world.rank}.json", "w") as file:
+            json.dump(found, file)
+WORK
+session.run(main, START)
+"""
+FIT = """
+    def evaluate():
+        with train.evaluated(run) as best:
+            assert not best.training
+            tell(calls=calls, mean=[float(v) for b in best.buffers() if b.is_floating_point() for v in b],
+                 weights=[float(v) for p in best.parameters() for v in p.flatten()])
+        assert net.training
+        return {"val_top1": 0.0}
+    run.resume(State(net, optimizer, scheduler, ema=train.averaged(net, EMA)), train.sampler_state(batches))
+    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+"""
+
+
+def run_ranks(
+    folder: Path, work: str, *keys: str, ranks: int = 2, norm: bool = False, ema: float = 0.0
+) -> helpers.Ended:
+    """The test's recipe with ``work`` as its body, on ``ranks`` processes with ranks in their environment."""
+    code = RECIPE.replace("WORK", textwrap.indent(textwrap.dedent(work), "    ")).replace("NORM", str(norm))
+    words = [
+        "device=cpu",
+        "cpu_threads=1",
+        "epochs=2",
+        "global_batch_size=8",
+        "log_every_steps=1",
+        f"run_dir={folder}",
+        *keys,
+    ]
+    port = str(20000 + hash(str(folder)) % 10000)
+    started = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        argv = [sys.executable, "-c", code.replace("EMA", str(ema)), *words]
+        started.append(helpers.start(argv, environ=environ))
+    ended = [helpers.finish(process) for process in started]
+    return helpers.Ended(max(e.status for e in ended), "".join(e.out for e in ended))
+
+
+def found(folder: Path, rank: int = 0) -> dict[str, list[float]]:
+    content = json.loads((folder / f"found-{rank}.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def test_a_batch_in_pieces_gives_the_same_weights(tmp_path: Path) -> None:
+    for name, keys, ranks in (("whole", [], 1), ("pieces", ["accumulate=3"], 1), ("ranks", ["accumulate=2"], 2)):
+        ended = run_ranks(tmp_path / name, FIT, *keys, ranks=ranks)
+        assert ended.status == 0, ended.out
+    whole, pieces, ranks_ = (found(tmp_path / name) for name in ("whole", "pieces", "ranks"))
+    assert [whole["calls"], pieces["calls"]] == [[8] * 6, [3, 3, 2] * 6]
+    assert ranks_["calls"] == [2] * 12
+    assert pieces["weights"] == pytest.approx(whole["weights"], rel=1e-5)
+    assert ranks_["weights"] == pytest.approx(whole["weights"], rel=1e-5)
+    losses = [[row["loss"] for row in helpers.rows(tmp_path / name)] for name in ("whole", "pieces", "ranks")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_is_evaluated_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    for ema in (0.0, 0.5):
+        folder = tmp_path / str(ema)
+        ended = run_ranks(folder, FIT, norm=True, ema=ema)
+        assert ended.status == 0, ended.out
+        assert found(folder, 0) == found(folder, 1)
+        content = torch.load(folder / "checkpoints" / "step-00000006.pt", weights_only=True)
+        prefix, kept = ("module.", content["ema"]) if ema else ("", content["model"])
+        assert found(folder)["mean"][:3] == pytest.approx(kept[f"{prefix}0.running_mean"].tolist())
+
+
+def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, FIT, "checkpoint_every_steps=1", ranks=1, ema=0.75)
+    assert ended.status == 0, ended.out
+    average = None
+    for step in range(1, 7):
+        content = torch.load(tmp_path / "checkpoints" / f"step-{step:08d}.pt", weights_only=True)
+        weights = content["model"]["0.weight"]
+        average = weights if average is None else 0.75 * average + 0.25 * weights
+        assert torch.allclose(content["ema"]["module.0.weight"], average, rtol=1e-5)
+    assert not torch.allclose(average, weights, rtol=1e-3)
+    assert found(tmp_path)["weights"][:3] == pytest.approx(average.flatten().tolist(), rel=1e-5)
+
+
+def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
+    work = """
+    def work(beat):
+        for turn in range(6 if world.rank else 0):
+            time.sleep(0.4)
+            beat(turn)
+        return world.rank + 10
+    began = time.monotonic()
+    assert world.together("slow", work) == world.rank + 10
+    assert time.monotonic() - began > 2.3  # longer than timeout_s, on the rank that had nothing to do too
+    raise InputError("all came")
+    """
+    ended = run_ranks(tmp_path, work, "timeout_s=1.5")
+    assert (ended.status, "all came" in ended.out) == (2, True), ended.out
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ("time.sleep(3.5 if world.rank else 0)", "rank 1 got no further with slow in 1 s (timeout_s)"),
+        ("if world.rank: raise MachineError('the disk of node7 is full')", "the disk of node7 is full"),
+    ],
+)
+def test_all_end_where_one_cannot(tmp_path: Path, work: str, words: str) -> None:
+    ended = run_ranks(
+        tmp_path, f"def work(beat):\n    {work}\nworld.together('slow', work)\ntime.sleep(9)", "timeout_s=1"
+    )
+    assert ended.status != 0
+    assert words in ended.out
