@@ -4,6 +4,7 @@ What may not happen: a half-written file under its final name, a body read witho
 """
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -16,6 +17,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
 import ssl
 import time
@@ -48,16 +50,24 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file as it lies unpacked: name, size in bytes, SHA-256 in hexadecimal."""
+    """A file as it lies in its folder: name, size in bytes, SHA-256 in hexadecimal.
+
+    keep_packed: it is served, kept and hashed as it is; else it is served as NAME.gz and lies unpacked.
+    """
 
     name: str
     size: int
     sha256: str
+    keep_packed: bool = False
+
+    @property
+    def served_name(self) -> str:
+        return self.name if self.keep_packed else f"{self.name}.gz"
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files: where below data_dir they belong, and base URLs that serve them as NAME.gz."""
+    """A dataset of a few files: where below data_dir they belong, and base URLs that serve them."""
 
     name: str
     recipe: str
@@ -86,7 +96,31 @@ MNIST = Dataset(
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
 )
-MNIST_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+# Size and SHA-256 are those of the one file that https://www.cs.toronto.edu/~kriz/cifar.html serves.
+CIFAR10 = Dataset(
+    name="cifar10",
+    recipe="cifar",
+    folder="cifar10",
+    files=(
+        DataFile(
+            "cifar-10-binary.tar.gz",
+            170052171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            keep_packed=True,
+        ),
+    ),
+    mirrors=("https://www.cs.toronto.edu/~kriz/",),
+)
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+# What prepare makes of it, by the keys of IDX_KEYS: images of shape (N, 3, 32, 32).
+CIFAR10_IDX = (
+    "train-images-idx4-ubyte",
+    "train-labels-idx1-ubyte",
+    "test-images-idx4-ubyte",
+    "test-labels-idx1-ubyte",
+)
 
 
 # ---------------------------------------------------------------- finding and reading
@@ -105,7 +139,8 @@ def search_folders(root: str | Path, dataset: Dataset) -> list[Path]:
 
 def local_copies(root: str | Path, dataset: Dataset, file: DataFile) -> list[Path]:
     """The copies of `file` that lie below `root`, unverified, in the order of preference: plain before .gz."""
-    candidates = [folder / (file.name + end) for folder in search_folders(root, dataset) for end in ("", ".gz")]
+    ends = ("",) if file.keep_packed else ("", ".gz")
+    candidates = [folder / (file.name + end) for folder in search_folders(root, dataset) for end in ends]
     return [path for path in candidates if path.is_file()]
 
 
@@ -119,7 +154,7 @@ def find_mnist(data_dir: str | Path) -> dict[str, Path]:
 
     Raises DataFileError, which names what was looked for and where, if one is missing.
     """
-    found = {key: local_copies(data_dir, MNIST, file) for key, file in zip(MNIST_KEYS, MNIST.files, strict=True)}
+    found = {key: local_copies(data_dir, MNIST, file) for key, file in zip(IDX_KEYS, MNIST.files, strict=True)}
     missing = [file.name for file, paths in zip(MNIST.files, found.values(), strict=True) if not paths]
     if missing:
         folders = ", ".join(str(folder) for folder in search_folders(data_dir, MNIST))
@@ -128,6 +163,22 @@ def find_mnist(data_dir: str | Path) -> dict[str, Path]:
             f"on a machine with internet, run {prepare_command('mnist', data_dir)}"
         )
     return {key: paths[0] for key, paths in found.items()}
+
+
+def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
+    """CIFAR-10's files as prepare leaves them below `data_dir`: train_images, train_labels, test_images, test_labels.
+
+    Beside them lies index.json, written last: classes, source, samples, sha256. The files' content is unverified.
+    Raises DataFileError, which names what was looked for and where, if one is missing.
+    """
+    folder = Path(data_dir).expanduser() / CIFAR10.folder
+    missing = [name for name in (*CIFAR10_IDX, "index.json") if not (folder / name).is_file()]
+    if missing:
+        raise DataFileError(
+            f"data_dir={str(data_dir)!r} lacks {', '.join(missing)} (looked in {folder}): on a machine with internet, "
+            f"or with source=FOLDER of a copy, run {prepare_command('cifar10', data_dir)}"
+        )
+    return {key: folder / name for key, name in zip(IDX_KEYS, CIFAR10_IDX, strict=True)}
 
 
 def read_idx(path: str | Path) -> tuple[tuple[int, ...], bytes | memoryview]:
@@ -148,7 +199,7 @@ def read_idx(path: str | Path) -> tuple[tuple[int, ...], bytes | memoryview]:
         fault = str(err)
     except (EOFError, OSError, zlib.error) as err:
         fault = _content_fault(err) or f"cannot be read ({_strerror(err)})"
-    raise DataFileError(f"{path}: {fault}; to mend it: {prepare_command('mnist', _data_dir_of(path))}")
+    raise DataFileError(f"{path}: {fault}; to mend it: {_mend(path)}")
 
 
 def _read_packed_idx(file: IO[bytes]) -> tuple[tuple[int, ...], bytes]:
@@ -190,12 +241,16 @@ def _idx_shape(file: IO[bytes] | gzip.GzipFile) -> tuple[int, ...]:
     return tuple(int.from_bytes(dimensions[i : i + 4], "big") for i in range(0, len(dimensions), 4))
 
 
-def _data_dir_of(path: Path) -> Path:
-    """The data_dir that a file found by `search_folders` was found from."""
+def _mend(path: Path) -> str:
+    """The command that makes a file again, found from where `find_mnist` or `find_cifar10` has found it."""
     folder = path.parent
+    if folder.name == CIFAR10.folder:
+        return prepare_command("cifar10", folder.parent)
     if folder.parts[-2:] == Path(MNIST.folder).parts:
-        return folder.parent.parent
-    return folder.parent if folder.name == MNIST.name else folder
+        folder = folder.parent.parent
+    elif folder.name == MNIST.name:
+        folder = folder.parent
+    return prepare_command("mnist", folder)
 
 
 def fault_of(path: Path, file: DataFile) -> str | None:
@@ -241,7 +296,7 @@ def _unpack(stream: io.BufferedReader, out: IO[bytes], file: DataFile, progress:
     digest, done = hashlib.sha256(), 0
     with _reading_errors():
         # Looked at, not told by the name: browsers and some proxies unpack a .gz and keep its name.
-        packed = stream.peek(1)[:1] == b"\x1f"
+        packed = not file.keep_packed and stream.peek(1)[:1] == b"\x1f"
     plain = cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if packed else stream
     while True:
         with _reading_errors():
@@ -467,6 +522,40 @@ def _open_place(place: str, file: DataFile) -> io.BufferedReader:
 
 
 # ---------------------------------------------------------------- words
+
+
+def disk_words(err: OSError, folder: Path, need: int) -> str:
+    """One line for an error in writing below `folder`, where `need` bytes were wanted: what is wrong, and the mend."""
+    if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"data_dir: {folder} cannot be written ({err.strerror or err}): choose another data_dir="
+    full = "is full" if err.errno == errno.ENOSPC else f"takes no more ({err.strerror})"
+    mount = _mount_point(folder)
+    free = shutil.disk_usage(folder if folder.exists() else mount).free
+    return (
+        f"data_dir: the disk at {mount} {full}: {megabytes(need)} needed, {megabytes(free)} free; "
+        "make room or choose another data_dir="
+    )
+
+
+def _mount_point(path: Path) -> Path:
+    path = path.resolve()
+    while not path.is_mount():
+        path = path.parent
+    return path
+
+
+def check_room(folder: Path, need: int) -> None:
+    """Raises OSError (ENOSPC) where the disk of `folder` has less than `need` bytes free."""
+    usage = shutil.disk_usage(folder)
+    if usage.total and usage.free < need:  # some network file systems say 0 of 0
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def megabytes(size: int) -> str:
+    """A number of bytes for a person: kB, MB or GB."""
+    if size >= 10_000_000_000:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
 
 
 def _content_fault(err: BaseException) -> str | None:
