@@ -3,6 +3,7 @@
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [encoding=raw] [size=256] [workers=N] …
+    python -m recipes.prepare weights arch=resnet50            # what pretrained= begins with, into $TORCH_HOME
 
 Exit status: 0 done; 2 bad arguments or a damaged source; 3 cannot be done on this machine (offline, disk); 130 Ctrl-C.
 """
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import http.client
 import io
 import os
 import pickle
@@ -78,6 +80,17 @@ class ImagenetKeys:
         None, "unreadable images of a split that are let pass; default: 1 %, at least 10", low=0
     )
     samples_per_shard: int = key(2048, "images of one file", low=1, high=1_000_000)
+
+    def __post_init__(self) -> None:
+        config.check(self)
+
+
+@dataclass(frozen=True)
+class WeightsKeys:
+    arch: str = key("resnet50", "a classifier of torchvision's", pattern=r"[a-z][a-z0-9_]{0,63}", form="a model's name")
+    weights: str = key(
+        "true", "their name, such as IMAGENET1K_V1; true: the newest", pattern=config.NAME, form=config.NAME_FORM
+    )
 
     def __post_init__(self) -> None:
         config.check(self)
@@ -606,12 +619,33 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
+def prepare_weights(keys: WeightsKeys) -> None:
+    """Have torchvision's weights where torch looks for them, verified by the hash in their name. Raises InputError, MachineError."""
+    import torch
+
+    from recipes.core import models
+
+    chosen = models.find_weights(keys.arch, keys.weights)
+    path = models.cached(chosen)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            torch.hub.download_url_to_file(chosen.url, str(path), path.stem.rpartition("-")[2], sys.stderr.isatty())
+    except (OSError, RuntimeError, http.client.HTTPException) as err:
+        raise MachineError(
+            f"{chosen.url} could not be fetched ({datafiles.brief(err)}): put the file at {path} by hand"
+        ) from None
+    _say(f"{keys.arch}'s {chosen.name} is in {path}")
+    _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
+
+
 DATASETS: dict[str, Callable[[Any], None]] = {
     "mnist": functools.partial(prepare_files, datafiles.MNIST),
     "cifar10": prepare_cifar10,
     "imagenet": prepare_imagenet,
+    "weights": prepare_weights,
 }
-KEYS: dict[str, type] = {"imagenet": ImagenetKeys}  # of the others: PrepareKeys
+KEYS: dict[str, type] = {"imagenet": ImagenetKeys, "weights": WeightsKeys}  # of the others: PrepareKeys
 
 
 if __name__ == "__main__":

@@ -95,3 +95,20 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
+
+
+def write_images(folder: Path, classes: int, each: int, px: int, seed: int = 0) -> Path:
+    """``folder``/classN/M.JPEG: photos of nothing, whose class is their colour and a bright corner, so that it can be learnt."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(seed)
+    for label in range(classes):
+        place = folder / f"class{label}"
+        place.mkdir(parents=True)
+        colour = np.random.default_rng(label).integers(40, 215, 3)
+        for number in range(each):
+            height, width = (int(px * random.uniform(1, 1.3)) for _ in range(2))
+            pixels = random.normal(colour, 30, (height, width, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(place / f"{number}.JPEG", quality=90)
+    return folder

@@ -126,6 +126,15 @@ def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
     return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
 
+def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
+    """CIFAR-10's training and test set as ``prepare cifar10`` has packed them. Raises DataFileError naming that command.
+
+    data_dir: empty for the default, `datafiles.default_dir`.
+    """
+    paths = datafiles.find_cifar10(data_dir or datafiles.default_dir())
+    return _image_set(paths, "train"), _image_set(paths, "test")
+
+
 def digits() -> tuple[ImageSet, ImageSet]:
     """scikit-learn's 1,797 real handwritten digits, 8x8 brought to 28x28; every fifth is of the test set.
 

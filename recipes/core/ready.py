@@ -6,7 +6,15 @@ from pathlib import Path
 from recipes.core import config, slurm
 from recipes.core.slurm import Job
 
-SIZES = (("mnist", 1, 1, 30), ("mnist", 2, 8, 30))  # recipe, nodes, GPUs of each, minutes
+SIZES = (  # recipe, nodes, GPUs of each, minutes
+    ("mnist", 1, 1, 30),
+    ("mnist", 2, 8, 30),
+    ("cifar", 1, 8, 60),
+    ("cifar", 2, 8, 60),
+    ("imagenet", 1, 8, 1440),
+    ("imagenet", 2, 8, 720),
+    ("imagenet", 8, 8, 360),
+)
 
 
 def scripts() -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""CIFAR-10: a ResNet, trained data-parallel, with all images on the device from the first step on.
+
+    python -m recipes.prepare cifar10 data_dir=…                                   # once, where there is internet
+    python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=…
+    sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=…
+
+What to expect: not measured.
+"""
+
+from recipes.core import entry
+
+# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+START = entry.begin("cifar") if __name__ == "__main__" else None
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.cifar import Arch, Config
+from recipes.core import data, metrics, models, session, train
+from recipes.core.checkpoint import State
+from recipes.core.data import AugmentedImages, GlobalBatches, Shard
+from recipes.core.session import Run
+
+MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels, red, green, blue
+GREY = 121  # what covers the part of an image that cutout takes away
+EVAL_BATCH = 1000
+
+
+def resnet18(classes: int) -> nn.Module:
+    """torchvision's ResNet-18 for images of 32 px: its first layer neither strides nor pools."""
+    net = torchvision.models.resnet18(num_classes=classes, zero_init_residual=True)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+class ResNet9(nn.Module):
+    """Images (B, 3, H, W), H and W at least 8, to logits (B, classes). After D. Page, "How to train your ResNet" (2018)."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+
+        def conv(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
+            layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True)]
+            return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+
+        self.stem = conv(3, 64)
+        self.down1, self.block1 = conv(64, 128, pool=True), nn.Sequential(conv(128, 128), conv(128, 128))
+        self.down2 = conv(128, 256, pool=True)
+        self.down3, self.block3 = conv(256, 512, pool=True), nn.Sequential(conv(512, 512), conv(512, 512))
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down1(self.stem(x))
+        x = self.down2(x + self.block1(x))
+        x = self.down3(x)
+        return 0.125 * self.head((x + self.block3(x)).amax((2, 3)))
+
+
+def make_net(cfg: Config, run: Run) -> nn.Module:
+    net = resnet18(10) if cfg.arch is Arch.resnet18 else ResNet9(10)
+    if cfg.sync_bn:
+        net = models.sync_batch_norm(net, run.world.device)
+    net = net.to(run.world.device)
+    return net.to(memory_format=torch.channels_last) if cfg.channels_last else net
+
+
+def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum; weight decay is for weights, norms and biases have none."""
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=True)
+
+
+def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
+    """One cycle: the share of the peak learning rate at a step; up in a line, then down in a line to zero."""
+    rise = cfg.warmup * total_steps
+    return (step + 1) / (rise + 1) if step < rise else max(0.0, (total_steps - step) / max(1.0, total_steps - rise))
+
+
+def side(cfg: Config, epoch: int) -> int:
+    """Pixels of the training images in ``epoch``: in steps of 4 from ``small_px`` to 32, which the last third has in full."""
+    grown = min(1.0, epoch / max(1.0, cfg.epochs * 2 / 3))
+    return cfg.small_px + int((32 - cfg.small_px) * grown) // 4 * 4
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    sets = data.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else data.fake(50_000, 10_000, (3, 32, 32), 10)
+    train_set, test_set = (part.to(world.device) for part in sets)
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    train.want_full_batches(batches, world.size)
+    net = make_net(cfg, run)
+    model = world.parallel(net, compile=cfg.compile)
+    lr = train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, cfg.global_batch_size)
+    optimizer = make_optimizer(cfg, net, lr)
+    steps = train.total_steps(cfg, batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
+    images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
+    autocast = train.autocast(run, cfg)
+    mean, std = (torch.tensor(values, device=world.device).view(1, 3, 1, 1) for values in (MEAN, STD))
+
+    def normalise(images: Tensor) -> Tensor:
+        """uint8 (B, 3, H, W) to float, mean 0 and standard deviation 1 over CIFAR-10; the memory format stays."""
+        return images.float().sub_(mean).div_(std)
+
+    def loss_sum(shard: Shard) -> Tensor:
+        images.draw(cfg.seed, shard.epoch)
+        indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, shard.epoch)
+        x = normalise(images.take(indices))
+        if px < 32:
+            x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
+        with autocast:
+            logits = model(x)
+        labels = train_set.labels[indices]
+        return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
+
+    @torch.inference_mode()
+    def evaluate() -> dict[str, Any]:
+        """Over all ranks, each test image once: every rank counts its own share, and the counts are added."""
+        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
+        part = data.share(len(test_set), world.rank, world.size)
+        with train.evaluated(run) as best:
+            for images, labels in zip(
+                *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
+            ):
+                x = normalise(images.contiguous(memory_format=torch.channels_last))
+                with autocast:
+                    logits = best(x) + best(x.flip(3)) if cfg.tta else best(x)
+                counts += metrics.right(logits, labels)
+        return metrics.accuracy(world.sum(counts))
+
+    run.resume(State(net, optimizer, scheduler, ema=train.averaged(net, cfg.ema)), train.sampler_state(batches))
+    if cfg.evaluate:
+        return train.evaluate_only(run, evaluate)
+    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+
+
+if START:
+    session.run(main, START)

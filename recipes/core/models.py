@@ -1,0 +1,72 @@
+"""torchvision's classifiers by name, with weights that are on this machine already."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import WeightsEnum
+
+from recipes.core.rundir import InputError, MachineError
+
+
+def classifier(arch: str, weights: str, classes: int, **options: Any) -> nn.Module:
+    """A classifier of torchvision's for ``classes`` classes.
+
+    weights: "" for random ones; ``true`` for the newest; or their name, such as IMAGENET1K_V2. Raises InputError for a name that
+    torchvision does not have, or weights of another number of classes; MachineError where the weights are not on this machine.
+    """
+    _check_arch(arch)
+    if not weights:
+        return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
+    chosen = find_weights(arch, weights)
+    there = len(chosen.meta["categories"])
+    if there != classes:
+        raise InputError(
+            f"pretrained={weights}: the weights are for {there} classes, the data has {classes}; leave pretrained= out"
+        )
+    path = cached(chosen)
+    if not path.is_file():
+        raise MachineError(
+            f"pretrained={weights}: {path} is not there: on a machine with internet, python -m recipes.prepare weights arch={arch} "
+            f"weights={chosen.name} ($TORCH_HOME says where)"
+        )
+    net = torchvision.models.get_model(arch, weights=None, **options)
+    net.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return net
+
+
+def find_weights(arch: str, name: str) -> WeightsEnum:
+    """The weights ``name`` of a model. Raises InputError, naming those there are."""
+    _check_arch(arch)
+    there = torchvision.models.get_model_weights(arch)
+    if name in ("true", "DEFAULT"):
+        return there.DEFAULT
+    if name not in there.__members__:
+        raise InputError(
+            f"pretrained={name}: {arch} has {', '.join(found.name for found in there) or 'no weights'}; or give pretrained=true"
+        )
+    return there[name]
+
+
+def _check_arch(arch: str) -> None:
+    known = torchvision.models.list_models(module=torchvision.models)
+    if arch not in known:
+        close = difflib.get_close_matches(arch, known, n=3, cutoff=0.5)
+        near = f"; near it: {', '.join(close)}" if close else ""
+        raise InputError(f"arch={arch}: torchvision has no such classifier{near}")
+
+
+def cached(weights: WeightsEnum) -> Path:
+    """Where torch keeps the file of these weights on this machine."""
+    return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
+
+
+def sync_batch_norm(net: nn.Module, device: torch.device) -> nn.Module:
+    """``net`` with its batch normalisation measured over all ranks. Raises InputError on CPUs, for which torch has none."""
+    if device.type != "cuda":
+        raise InputError("sync_bn=true: torch has it for GPUs only; leave it out, or train on GPUs")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(net)

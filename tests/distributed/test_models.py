@@ -1,0 +1,88 @@
+"""Classifiers by name: what is refused, and weights that are found on this machine or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+from recipes import cifar, prepare
+from recipes.core import models
+from recipes.core.rundir import InputError, MachineError
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for weights."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return tmp_path / "hub" / "checkpoints"
+
+
+def test_a_name_that_torchvision_has_not_is_refused_with_one_near_it() -> None:
+    with pytest.raises(InputError, match=r"arch=resnet51: torchvision has no such classifier; near it: .*resnet50"):
+        models.classifier("resnet51", "", 10)
+    with pytest.raises(InputError, match="no such classifier"):
+        models.classifier("fcn_resnet50", "", 10)  # of torchvision's, and no classifier
+
+
+def test_random_weights_for_any_number_of_classes() -> None:
+    net = models.classifier("resnet18", "", 7, zero_init_residual=True)
+    assert net(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+    assert not net.layer1[0].bn2.weight.any()  # type: ignore[index, union-attr]
+
+
+def test_weights_that_are_not_here_name_the_command(hub: Path) -> None:
+    with pytest.raises(MachineError, match=r"recipes\.prepare weights arch=resnet18 weights=IMAGENET1K_V1") as caught:
+        models.classifier("resnet18", "true", 1000)
+    assert str(hub) in str(caught.value)
+
+
+def test_weights_that_cannot_be_fetched_are_one_line(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    for words, status, expected in (
+        (["arch=resnet18"], 3, str(hub)),
+        (["arch=resnet18", "weights=V9"], 2, "resnet18 has IMAGENET1K_V1"),
+        (["arch=nosuch"], 2, "arch=nosuch"),
+    ):
+        assert prepare.main(["weights", *words]) == status
+        said = capsys.readouterr().err
+        assert expected in said
+        assert len(said.splitlines()) <= 2  # torch says what it fetches
+    assert not list(hub.glob("*"))
+
+
+def test_weights_that_are_here_are_loaded(hub: Path) -> None:
+    torch.manual_seed(1)
+    theirs = torchvision.models.resnet18()
+    hub.mkdir(parents=True)
+    torch.save(theirs.state_dict(), models.cached(models.find_weights("resnet18", "DEFAULT")))
+    ours = models.classifier("resnet18", "IMAGENET1K_V1", 1000)
+    assert torch.equal(ours.fc.weight, theirs.fc.weight)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weights", "classes", "words"),
+    [
+        ("IMAGENET1K_V9", 1000, "resnet18 has IMAGENET1K_V1; or give pretrained=true"),
+        ("true", 10, "the weights are for 1000 classes, the data has 10"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(hub: Path, weights: str, classes: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        models.classifier("resnet18", weights, classes)
+
+
+def test_batch_norm_over_all_ranks_is_for_gpus() -> None:
+    with pytest.raises(InputError, match="for GPUs only"):
+        models.sync_batch_norm(torchvision.models.resnet18(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("px", [16, 20, 32])
+def test_cifars_networks_take_images_of_any_side_that_a_run_has(px: int) -> None:
+    for net in (cifar.resnet18(10), cifar.ResNet9(10)):
+        assert net.train()(torch.randn(2, 3, px, px)).shape == (2, 10)
