@@ -13,7 +13,7 @@ install: $(INSTALLED) ## .venv with torch and all that the recipes and tests nee
 
 $(INSTALLED): pyproject.toml tested-versions.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tested-versions.txt -e '.[digits,test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tested-versions.txt -e '.[digits,fast,test,check]'
 	touch $@
 
 demo: install ## train MNIST's recipe on two ranks here, on digits that need no download
@@ -33,8 +33,8 @@ check: install ## ruff and mypy, and that the ready scripts are what would be ma
 sbatch: install ## make the ready scripts anew
 	$(BIN)/python -m recipes.core.ready write
 
-bench: install ## measure, each figure beside its peer in one run; OUT=folder for benchmarks.json
-	$(BIN)/python -m tests.benchmarks $(OUT)
+bench: install ## measure, each figure beside its peer in one run; OUT=folder for benchmarks.json; ONLY=name,name
+	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
 
 clean: ## remove .venv and caches; runs and data stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

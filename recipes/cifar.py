@@ -105,16 +105,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
     autocast = train.autocast(run, cfg)
-    mean, std = (torch.tensor(values, device=world.device).view(1, 3, 1, 1) for values in (MEAN, STD))
-
-    def normalise(images: Tensor) -> Tensor:
-        """uint8 (B, 3, H, W) to float, mean 0 and standard deviation 1 over CIFAR-10; the memory format stays."""
-        return images.float().sub_(mean).div_(std)
+    mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
     def loss_sum(shard: Shard) -> Tensor:
         images.draw(cfg.seed, shard.epoch)
         indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, shard.epoch)
-        x = normalise(images.take(indices))
+        x = data.normalise(images.take(indices), mean, std)
         if px < 32:
             x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
         with autocast:
@@ -131,7 +127,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             for images, labels in zip(
                 *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
             ):
-                x = normalise(images.contiguous(memory_format=torch.channels_last))
+                x = data.normalise(images, mean, std)
                 with autocast:
                     logits = best(x) + best(x.flip(3)) if cfg.tta else best(x)
                 counts += metrics.right(logits, labels)

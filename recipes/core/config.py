@@ -423,7 +423,11 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
             or (name == "resume" and value not in ("auto", "never"))
             or (name == "network" and ("/" in value or value.endswith(".env")))
         )
-        return str((base / Path(value).expanduser()).resolve()) if is_path and value and "${" not in value else value
+        return (
+            str((base / Path(value).expanduser()).resolve())
+            if is_path and value and "${" not in value and value[0] != "$"
+            else value
+        )
 
     return {name: full(name, value) for name, value in typed.items()}
 

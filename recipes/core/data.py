@@ -235,6 +235,17 @@ class AugmentedImages:
         return sides[0][:, :, None] & sides[1][:, None, :]
 
 
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """uint8 (B, C, H, W) to float, less ``mean`` and over ``std``, each (C,) in units of a pixel; in channels_last.
+
+    A row of pixels is one vector here: on CPUs that is eight times as fast as to spread C values over H and W.
+    """
+    _, channels, _, width = images.shape
+    rows = images.permute(0, 2, 3, 1).flatten(2).float()
+    rows.sub_(mean.repeat(width)).div_(std.repeat(width))
+    return rows.unflatten(2, (width, channels)).permute(0, 3, 1, 2)
+
+
 def _pad(images: Tensor, reach: int, reflect: bool) -> Tensor:
     """(N, C, H, W) with ``reach`` pixels more on each side. torch's own reflection knows no uint8."""
     if not reflect:

@@ -24,7 +24,14 @@ from recipes.core.entry import Start
 from recipes.core.rundir import InputError, MachineError
 
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
-MAY_CHANGE = {"epochs", "max_steps", "num_workers", "log_every_steps", "evaluate"}  # on resume; and paths
+MAY_CHANGE = {
+    "epochs",
+    "max_steps",
+    "num_workers",
+    "val_batch_size",
+    "log_every_steps",
+    "evaluate",
+}  # on resume; and paths
 
 
 @dataclass

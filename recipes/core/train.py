@@ -89,12 +89,14 @@ class _Totals:
         self.step, self._global_size = step, global_size
         flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
         self._sums = torch.cat([loss_sum.detach().double().reshape(1), flags])
-        self._work = torch.distributed.all_reduce(self._sums, async_op=True)
+        alone = torch.distributed.get_world_size() == 1
+        self._work = None if alone else torch.distributed.all_reduce(self._sums, async_op=True)
         self._arrived: torch.cuda.Event | None = None
         if self._sums.is_cuda:
             # Copied behind the sum, with an event to wait for: reading the tensor would wait for all that is queued, and the
             # GPU would stand idle while the next step is put together.
-            self._work.wait()
+            if self._work:
+                self._work.wait()
             self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
                 self._sums, non_blocking=True
             )
@@ -105,7 +107,7 @@ class _Totals:
         """The mean loss over the global batch, whether a rank was told to stop, whether to save; equal on all ranks."""
         if self._arrived:
             self._arrived.synchronize()
-        else:
+        elif self._work:
             self._work.wait()
         loss, stop, save = self._sums.tolist()
         if not math.isfinite(loss):

@@ -1,9 +1,10 @@
 """Measures what the recipes promise of speed, each figure beside its peer in one run.
 
-    python -m tests.benchmarks [OUTDIR]     # OUTDIR/benchmarks.json; without OUTDIR, in a new temporary folder
+    python -m tests.benchmarks [OUTDIR] [only=NAME[,NAME]]
 
-A benchmark is a file bench_NAME.py here with a function ``figures(size)``, found without registering. Exit status: 0 when all
-were measured, whether or not they met their targets; 2 a wrong argument.
+Writes OUTDIR/benchmarks.json; without OUTDIR, in a new temporary folder. A benchmark is a file bench_NAME.py here with a function
+``figures(size)``, found without registering; one that says how ``LONG`` it takes is left out unless ``only=`` names it. Exit
+status: 0 when all were measured, whether or not they met their targets; 2 a wrong argument, or input that is missing.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
+from recipes.core.config import nearest
+from recipes.core.rundir import InputError, MachineError
 from tests.benchmarks.measure import FULL, Figure, Size, machine
 
 
 def main(argv: list[str], size: Size = FULL) -> int:
-    if len(argv) > 1 or (argv and argv[0].startswith("-")):
+    only = [word.removeprefix("only=") for word in argv if word.startswith("only=")]
+    folders = [word for word in argv if not word.startswith("only=")]
+    if len(only) > 1 or len(folders) > 1 or any(word.startswith("-") for word in folders):
         print(__doc__, file=sys.stderr)
         return 2
-    out = Path(argv[0]) if argv else Path(tempfile.mkdtemp(prefix="benchmarks-"))
+    names = [name for name in ",".join(only).split(",") if name]
+    if strange := [name for name in names if name not in benchmarks()]:
+        print(f"only={strange[0]}: wants some of {','.join(benchmarks())}{nearest(strange[0], benchmarks())}", file=sys.stderr)  # fmt: skip
+        return 2
+    out = Path(folders[0]) if folders else Path(tempfile.mkdtemp(prefix="benchmarks-"))
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / "benchmarks.json").open("w", encoding="utf-8")
@@ -33,8 +43,13 @@ def main(argv: list[str], size: Size = FULL) -> int:
         about = machine()
         print("  ".join(f"{name} {value}" for name, value in about.items()), flush=True)
         measured: list[Figure] = []
-        for name in benchmarks():
-            for figure in importlib.import_module(f"tests.benchmarks.{name}").figures(size):
+        for name, module in chosen(names).items():
+            try:
+                found = module.figures(size)
+            except (InputError, MachineError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                return 2
+            for figure in found:
                 print(figure, flush=True)
                 measured.append(figure)
         content = {"machine": about, "figures": [dataclasses.asdict(figure) for figure in measured]}
@@ -45,10 +60,21 @@ def main(argv: list[str], size: Size = FULL) -> int:
 
 
 def benchmarks() -> list[str]:
-    """The names of the benchmarks' modules."""
-    found = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    """The names of all benchmarks."""
+    found = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
     assert found
     return found
+
+
+def chosen(names: list[str]) -> dict[str, ModuleType]:
+    """The modules of the benchmarks ``names``; without names all but the long ones, and how to run those is said."""
+    modules = {name: importlib.import_module(f"tests.benchmarks.bench_{name}") for name in names or benchmarks()}
+    if names:
+        return modules
+    for name, module in modules.items():
+        if long := getattr(module, "LONG", ""):
+            print(f"{name}: left out, it takes {long}: make bench ONLY={name}", flush=True)
+    return {name: module for name, module in modules.items() if not hasattr(module, "LONG")}
 
 
 if __name__ == "__main__":

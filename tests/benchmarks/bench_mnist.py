@@ -9,7 +9,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from torchvision.transforms import ToTensor
 from recipes import mnist, prepare
 from recipes.conf.mnist import Config
 from recipes.core import data, datafiles
-from recipes.core.data import GlobalBatches, ImageSet, AugmentedImages
-from tests.benchmarks.measure import FULL, Figure, Size, interleaved
+from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet
+from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_thread, samples_per_s
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_SIZE = 128  # of the input alone; the step has the recipe's
@@ -44,9 +44,9 @@ def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Fi
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 
     def ours() -> float:
-        return samples_per_s(recipe_batches(train_set, shifted, BATCH_SIZE, next(epochs)))
+        return samples_per_s(lambda: recipe_batches(train_set, shifted, BATCH_SIZE, next(epochs)))
 
-    values = interleaved(size.rounds, {"ours": ours, "theirs": lambda: samples_per_s(peer)})
+    values = interleaved(size.rounds, {"ours": ours, "theirs": lambda: samples_per_s(lambda: peer)})
     theirs_is = f"torchvision {torchvision.__version__}'s MNIST in a DataLoader, num_workers=0"
     return Figure(
         "mnist, input", "samples/s", "recipe, batch 128", theirs_is, ">= 12", values["ours"], values["theirs"], source
@@ -122,12 +122,6 @@ def recipe_batches(train_set: ImageSet, shifted: AugmentedImages, batch_size: in
         yield mnist.normalise(shifted.take(shard.indices)), train_set.labels[shard.indices]
 
 
-def samples_per_s(batches: Iterable[Batch]) -> float:
-    start = time.perf_counter()
-    samples = sum(len(labels) for _, labels in batches)
-    return samples / (time.perf_counter() - start)
-
-
 @contextlib.contextmanager
 def mnist_folder(images: int) -> Iterator[tuple[str, str]]:
     """A temporary data_dir, and what is in it: MNIST where it is at hand and all is wanted, else as many random images."""
@@ -158,13 +152,3 @@ def write_random(folder: Path, images: int) -> None:
         content = torch.randint(values, shape, dtype=torch.uint8, generator=random)
         header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
         (folder / file.name).write_bytes(header + content.numpy().tobytes())
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

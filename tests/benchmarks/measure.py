@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,20 +15,32 @@ import torch
 
 @dataclass(frozen=True)
 class Size:
-    """How much a benchmark does. rounds: counted measurements of each side; images: of the training set; steps: of a round."""
+    """How much a benchmark does.
+
+    rounds: counted measurements of each side; images: of a small set; steps: of a round; photos: large JPEGs; small_files:
+    files of the smaller of two folders whose memory is compared; least_s: how long one measurement of an input takes at least.
+    """
 
     rounds: int
     images: int
     steps: int
+    photos: int
+    small_files: int
+    least_s: float
 
 
-FULL = Size(rounds=7, images=60_000, steps=40)
-TINY = Size(rounds=1, images=2000, steps=2)  # to see that a benchmark works; its figures mean nothing
+FULL = Size(rounds=7, images=60_000, steps=40, photos=240, small_files=1000, least_s=0.5)
+# To see that a benchmark works; its figures mean nothing.
+TINY = Size(rounds=1, images=2000, steps=2, photos=20, small_files=40, least_s=0)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Ours against theirs, in ``unit``, all values in the order measured. target: what ours / theirs is to be, as in ``"<= 0.20"``."""
+    """Ours against theirs, in ``unit``, all values in the order measured.
+
+    target: what ours / theirs is to be, as in ``"<= 0.20"``; empty for a figure that is only told. ratio_of: ``medians``;
+    ``means``; or ``pairs``, the median of the ratios of each of ours to the one of theirs that was measured with it.
+    """
 
     name: str
     unit: str
@@ -36,22 +50,32 @@ class Figure:
     ours: list[float]
     theirs: list[float]
     note: str = ""
+    ratio_of: str = "medians"
     ratio: float = field(init=False)
-    met: bool = field(init=False)
+    met: bool | None = field(init=False)
 
     def __post_init__(self) -> None:
-        ratio = statistics.median(self.ours) / statistics.median(self.theirs)
-        sign, bound = self.target.split()
+        ratio, met = _ratio(self.ours, self.theirs, self.ratio_of), None
+        if self.target:
+            sign, bound = self.target.split()
+            met = {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign]
         object.__setattr__(self, "ratio", ratio)
-        object.__setattr__(self, "met", {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign])
+        object.__setattr__(self, "met", met)
 
     def __str__(self) -> str:
         ours, theirs = (_spread(side, self.unit) for side in (self.ours, self.theirs))
         note = f"  [{self.note}]" if self.note else ""
-        return (
-            f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio {self.ratio:.3g}, "
-            f"target {self.target}, {'met' if self.met else 'MISSED'}{note}"
-        )
+        target = f"target {self.target}, {'met' if self.met else 'MISSED'}" if self.target else "no target"
+        return f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio {self.ratio:.3g}, {target}{note}"
+
+
+def _ratio(ours: list[float], theirs: list[float], of: str) -> float:
+    if of == "pairs":
+        return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+    if of == "means":
+        return statistics.fmean(ours) / statistics.fmean(theirs)
+    assert of == "medians"
+    return statistics.median(ours) / statistics.median(theirs)
 
 
 def _spread(values: list[float], unit: str) -> str:
@@ -73,6 +97,38 @@ def interleaved(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[s
             if turn:
                 values[name].append(value)
     return values
+
+
+def samples_per_s(epochs: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], least_s: float = 0.0) -> float:
+    """How fast (images, labels) come, over whole epochs: one, or as many as take ``least_s`` together."""
+    start, samples, seconds = time.perf_counter(), 0, 0.0
+    while not samples or seconds < least_s:
+        samples += sum(len(labels) for _, labels in epochs())
+        seconds = time.perf_counter() - start
+    return samples / seconds
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """As `one_thread`; and what this thread does, and threads that it starts, have one core together."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        with one_thread():
+            yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def machine() -> dict[str, object]:

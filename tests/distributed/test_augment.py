@@ -73,6 +73,17 @@ def test_an_epoch_is_drawn_alike_on_every_rank_and_unlike_any_other() -> None:
         assert not torch.equal(other.take(torch.arange(COUNT)), everything)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("count", [0, 7])
+def test_normalised_images_are_those_of_the_plain_formula(channels_last: bool, count: int) -> None:
+    whole = images()[:count]
+    mean, std = torch.tensor([10.0, 120.0, 200.0]), torch.tensor([50.0, 60.0, 70.0])
+    given_ = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole
+    found = data.normalise(given_, mean, std)
+    assert torch.equal(found, (whole.float() - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))
 def test_the_last_two_batches_share_what_is_left(samples: int, batch_size: int) -> None:
     batches = GlobalBatches(samples, batch_size, 0, 0, 1)

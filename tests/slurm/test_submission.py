@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests import helpers
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -373,6 +374,48 @@ def test_gpus_that_torch_does_not_see(slurm: Cluster, repo: Path, tmp_path: Path
     assert len(set(lines)) == 1, log.read_text()  # the rank's, and at the end the batch script's
     assert re.search(r"node[12]: .* 8 GPUs and torch sees 0", lines[0])
     assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def image_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cifar10/, packed, and train/ and val/ of files: two classes, 13 images to evaluate, which no number of ranks divides."""
+    folder = tmp_path_factory.mktemp("images")
+    helpers.write_images(folder / "train", 2, 16, 40)
+    helpers.write_images(folder / "val", 2, 7, 40, seed=1)
+    (folder / "val" / "class1" / "6.JPEG").unlink()
+    (folder / "test").symlink_to(folder / "val")
+    words = ["cifar10", f"source={folder}", f"data_dir={folder}"]
+    ended = helpers.run([sys.executable, "-m", "recipes.prepare", *words])
+    assert ended.status == 0, ended.out
+    return folder
+
+
+KEYS_OF = {
+    "mnist": ["dataset=digits", "max_steps=2"],
+    "cifar": ["arch=resnet9", "small_px=8", "max_steps=2", "global_batch_size=16"],
+    "imagenet": [
+        "arch=resnet18",
+        "px=32",
+        "val_px=32",
+        "val_resize=36",
+        "max_steps=2",
+        "global_batch_size=16",
+        "num_workers=1",
+    ],
+}
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "sbatch").glob("*.sh")))
+def test_every_ready_script_trains(
+    slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path
+) -> None:
+    recipe, log = script.split("_")[0], tmp_path / "log"
+    keys = ["device=cpu", *KEYS_OF[recipe], f"data_dir={image_folders}", f"run_dir={tmp_path}/run"]
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, f"sbatch/{script}", *keys)
+    assert slurm.wait_job(job, 60) == "COMPLETED", log.read_text()
+    summary = read(tmp_path / "run" / "summary.json")
+    assert (summary["recipe"], summary["world_size"], summary["num_nodes"], summary["steps"]) == (recipe, 2, 2, 2)
+    assert summary["val_samples"] == (359 if recipe == "mnist" else 13)
 
 
 @pytest.mark.parametrize(

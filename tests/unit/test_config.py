@@ -162,7 +162,7 @@ def test_types(word: str, expected: object) -> None:
         ("compile=", "true or false"),
         ("launcher=Slurm", "one of slurm, local, print"),
         ("device=gpu", "one of auto, cuda, cpu"),
-        ("dtype=float16", "one of float32, bfloat16"),
+        ("dtype=float16", "one of auto, float32, bfloat16"),
         ("nodes=0", "the least is 1"),
         ("epochs=-1", "the least is 0"),
         ("warmup=1.5", "the most is 1"),
@@ -256,6 +256,12 @@ def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
         for field in dataclasses.fields(cls):
             if field.name.endswith(("_dir", "_file", "_path")):
                 assert field.metadata["path"], field.name
+
+
+def test_a_variable_of_the_nodes_is_left_for_them() -> None:
+    typed = {"stage_dir": "$TMPDIR/x", "data_dir": "x", "run_dir": "${oc.env:HOME}/x"}
+    classes = [RunKeys, config.recipe_conf("imagenet")[0]]
+    assert config.absolute(typed, classes, Path("/base")) == {**typed, "data_dir": "/base/x"}
 
 
 def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
@@ -379,7 +385,7 @@ def test_every_key_of_a_recipe_has_a_help_and_a_default_that_passes_its_own_chec
 def test_every_training_recipe_has_the_common_keys() -> None:
     common = {
         "epochs", "max_steps", "global_batch_size", "lr", "seed", "dataset", "data_dir", "num_workers", "dtype", "compile",
-        "evaluate", "log_every_steps",
+        "evaluate", "log_every_steps", "accumulate",
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(TrainKeys)} == common
     training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}]  # fmt: skip

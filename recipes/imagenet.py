@@ -1,0 +1,135 @@
+"""ImageNet: ResNet-50, or any classifier of torchvision's, trained data-parallel from JPEG files or a packed copy of them.
+
+    python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev      # see it run, on random images
+    python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256      # once: smaller, faster to read
+    sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'
+
+What to expect: not measured on the whole of ImageNet.
+"""
+
+from recipes.core import entry
+
+# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+START = entry.begin("imagenet") if __name__ == "__main__" else None
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.imagenet import Config, Optimizer, Schedule
+from recipes.core import data, images, metrics, models, session, train
+from recipes.core.checkpoint import State
+from recipes.core.data import GlobalBatches
+from recipes.core.images import LoadedShard
+from recipes.core.lars import LARS
+from recipes.core.session import Run
+
+MEAN, STD = (
+    (123.675, 116.28, 103.53),
+    (58.395, 57.12, 57.375),
+)  # of ImageNet's pixels, as all of torchvision's weights want them
+
+
+def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
+    resnet = "resne" in cfg.arch and cfg.zero_init_residual and not cfg.pretrained
+    net = models.classifier(cfg.arch, cfg.pretrained, classes, **({"zero_init_residual": True} if resnet else {}))
+    if cfg.sync_bn:
+        net = models.sync_batch_norm(net, run.world.device)
+    net = net.to(run.world.device)
+    return net.to(memory_format=torch.channels_last) if cfg.channels_last else net
+
+
+def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Norms and biases have no weight decay, and under LARS no rate of their own."""
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    decay = cfg.weight_decay if cfg.decay_norms else 0.0
+    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": decay}]
+    if cfg.optimizer is Optimizer.lars:
+        return LARS([groups[0], {**groups[1], "adapt": False}], lr, cfg.momentum)
+    return torch.optim.SGD(groups, lr, cfg.momentum, nesterov=cfg.momentum > 0)
+
+
+def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
+    """The learning rate of a step, as a share of its peak."""
+    rise = min(cfg.warmup_epochs * steps_per_epoch, total_steps / 2)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    if cfg.schedule is Schedule.step:
+        return 0.1 ** (3 * step // total_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, total_steps - rise))))
+
+
+def side(cfg: Config, epoch: int) -> int:
+    """Pixels of the training images in ``epoch``: from ``small_px`` to ``px`` in steps of 32; the last quarter has all of them."""
+    small = cfg.small_px or cfg.px
+    grown = min(1.0, epoch / max(1.0, cfg.epochs * 3 / 4))
+    return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32
+
+
+def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, float]:
+    """mixup (Zhang et al., 2018): each image blended with another of the rank's; the other's label, and the share of its own."""
+    if not cfg.mixup:
+        return x, shard.labels, 1.0
+    share = random.Random(f"{cfg.seed} {shard.epoch} {shard.batch}").betavariate(cfg.mixup, cfg.mixup)
+    return x.lerp(x.flip(0), 1 - share), shard.labels.flip(0), share
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    train_set, val_set = images.open_sets(cfg, run)
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    train.want_full_batches(batches, world.size)
+    loader = images.Loader(
+        train_set, batches, size=lambda epoch: side(cfg, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
+        workers=cfg.num_workers, device=world.device, warn=run.warn,
+    )  # fmt: skip
+    net = make_net(cfg, run, len(train_set.classes))
+    model = world.parallel(net, compile=cfg.compile)
+    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, cfg.global_batch_size))
+    steps = train.total_steps(cfg, batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
+    )
+    autocast = train.autocast(run, cfg)
+    mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
+
+    def loss_sum(shard: LoadedShard) -> Tensor:
+        x = data.normalise(shard.images, mean, std)
+        if cfg.flip:
+            x = torch.where(shard.flip[:, None, None, None], x.flip(3), x)
+        x, others, share = mixed(cfg, shard, x)
+        with autocast:
+            logits = model(x)
+
+        def loss(labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
+
+        return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
+
+    @torch.inference_mode()
+    def evaluate() -> dict[str, Any]:
+        """Over all ranks, each image once: every rank counts its own share, and the counts are added."""
+        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
+        part = data.share(len(val_set), world.rank, world.size)
+        with train.evaluated(run) as best:
+            for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
+                with autocast:
+                    counts += metrics.right(best(data.normalise(batch, mean, std)), labels)
+        return metrics.accuracy(world.sum(counts))
+
+    run.resume(State(net, optimizer, scheduler, ema=train.averaged(net, cfg.ema)), train.sampler_state(batches))
+    if cfg.evaluate:
+        return train.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
+    results = train.fit(run, cfg, model, loader, loss_sum, evaluate)
+    return {**results, "skipped_samples": loader.skipped_on_all()} if results else results
+
+
+if START:
+    session.run(main, START)

@@ -1,0 +1,51 @@
+#!/bin/bash
+# The recipe imagenet on 2 nodes with 8 GPUs each. From the repository's top folder:
+#     sbatch [options of sbatch] sbatch/imagenet_2x8.sh [key=value ...]
+# sbatch's options win over the ones below, one by one; the keys: python -m recipes.imagenet --help
+# Made by: make sbatch (recipes/core/ready.py). Change it there.
+#SBATCH --job-name=imagenet
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=720
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --output=%x-%j.out
+
+stop() {
+    echo "$1" >&2
+    exit 2
+}
+trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
+unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
+export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
+[ -f recipes/imagenet.py ] ||
+    stop "sbatch/imagenet_2x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/imagenet_2x8.sh"
+words=()
+for word in "$@"; do
+    case $word in
+        cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
+        *) words+=("$word") ;;
+    esac
+done
+set -- "${words[@]}"
+if [ -n "${RECIPES_CLUSTER:-}" ]; then
+    profile=env/clusters/$RECIPES_CLUSTER.yaml
+    [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
+    while read -r module || [ -n "$module" ]; do # the last line may lack its end
+        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
+    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
+fi
+if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    python=python
+elif [ -x .venv/bin/python ]; then
+    python=.venv/bin/python
+else
+    stop "no Python environment: activate yours before sbatch, or make one here with: make install"
+fi
+RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check imagenet "$@" || exit
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
+    "$python" -u -m recipes.imagenet "$@"
+"$python" -m recipes.core.batch finish imagenet $? "$@"

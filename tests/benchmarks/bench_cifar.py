@@ -1,0 +1,69 @@
+"""CIFAR-10's input path in one thread, against torchvision's dataset and transforms in a DataLoader."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torchvision
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import transforms
+
+from recipes import cifar
+from recipes.conf.cifar import Config
+from recipes.core import data
+from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet
+from tests.benchmarks import inputs
+from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_core, samples_per_s
+
+IMAGES = 50_000  # of the training set
+PEER_IMAGES = 10_000  # of them, drawn anew each time, are enough to tell the peer's speed
+
+
+def figures(size: Size) -> list[Figure]:
+    cfg = Config()
+    real = size.images == FULL.images
+    train_set, _, source = inputs.cifar10(min(IMAGES, size.images), 10, real)
+    epochs = itertools.count()
+    with one_core():
+        images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip)
+        peer_set = PeerSet(train_set)
+        sampler = RandomSampler(peer_set, num_samples=min(PEER_IMAGES, len(peer_set)))
+        peer: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+            peer_set, cfg.global_batch_size, sampler=sampler, num_workers=0
+        )
+        sides = {
+            "ours": lambda: samples_per_s(lambda: recipe_batches(train_set, images, cfg, next(epochs)), size.least_s),
+            "theirs": lambda: samples_per_s(lambda: peer, size.least_s),
+        }
+        values = interleaved(size.rounds, sides)
+    theirs_is = f"torchvision {torchvision.__version__}'s CIFAR10, crop, flip, ToTensor, Normalize, in a DataLoader, num_workers=0"
+    ours_is = f"recipe: crop, flip, normalise, batch {cfg.global_batch_size}"
+    note = f"{len(train_set):,} images, {source}"
+    return [
+        Figure("cifar, input", "samples/s", ours_is, theirs_is, ">= 12", values["ours"], values["theirs"], note)
+    ]  # fmt: skip
+
+
+def recipe_batches(
+    train_set: ImageSet, images: AugmentedImages, cfg: Config, epoch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a step of the recipe, on one rank, is given in ``epoch``."""
+    mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
+    for shard in GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, rank=0, world_size=1).epoch(epoch):
+        images.draw(cfg.seed, shard.epoch)
+        yield data.normalise(images.take(shard.indices), mean, std), train_set.labels[shard.indices]
+
+
+class PeerSet(torchvision.datasets.CIFAR10):
+    """torchvision's own dataset, with its own way from an array to a sample, over images that are in memory already."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.data = images.images.permute(0, 2, 3, 1).contiguous().numpy()
+        self.targets: list[int] = images.labels.tolist()
+        mean, std = ([value / 255 for value in values] for values in (cifar.MEAN, cifar.STD))
+        steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        self.transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])
+        self.target_transform = None

@@ -1,0 +1,133 @@
+"""CIFAR-10 trained on two CPU ranks: the recipe against the straightforward way, `plain_cifar`, on the same files.
+
+The time is that of the training, first step to last; the recipe's evaluations after each epoch and its checkpoint are left
+out, as the peer's one evaluation is. The whole wall time, with the start of the processes and all of that, is told beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import datafiles
+from recipes.core.data import ImageSet
+from recipes.core.rundir import InputError
+from tests.benchmarks import inputs
+from tests.benchmarks.measure import FULL, Figure, Size
+from tests.helpers import ROOT, clean_environment
+
+LONG = "some 40 minutes on two cores"
+OURS = (
+    "arch=resnet18",
+    "epochs=8",
+    "small_px=16",
+    "dtype=bfloat16",
+    "global_batch_size=64",
+    "lr=0.2",
+    "lr_batch_size=0",
+)
+PEER_EPOCHS = 8
+SEEDS = 3
+TRAIN_IMAGES, TEST_IMAGES = 5000, 2000
+
+
+@dataclass(frozen=True)
+class Trained:
+    """wrong: percent of the test images. train_s: first step to last. wall_s: of the whole command."""
+
+    wrong: float
+    train_s: float
+    wall_s: float
+
+
+def figures(size: Size) -> list[Figure]:
+    if size.images == FULL.images:
+        return compare(TRAIN_IMAGES, TEST_IMAGES, SEEDS, PEER_EPOCHS, OURS, real=True)
+    short = ("arch=resnet9", "epochs=1", "global_batch_size=20")
+    return compare(20, 20, 1, 1, short, real=False)
+
+
+def compare(
+    train_images: int, test_images: int, seeds: int, peer_epochs: int, keys: tuple[str, ...], *, real: bool
+) -> list[Figure]:
+    train_set, test_set, source = inputs.cifar10(train_images, test_images, real)
+    if real and source == inputs.RANDOM:
+        mend = f"{datafiles.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
+        raise InputError(f"accuracy wants the real CIFAR-10: {mend}")
+    ours: list[Trained] = []
+    theirs: list[Trained] = []
+    with tempfile.TemporaryDirectory() as folder:
+        files, data_dir = Path(folder, "files"), Path(folder, "data")
+        for part, images in (("train", train_set), ("test", test_set)):
+            write_files(files / part, images)
+        run(["-m", "recipes.prepare", "cifar10", f"data_dir={data_dir}", f"source={files}"])
+        for seed in range(seeds):
+            theirs.append(train_plain(files, peer_epochs, seed, len(test_set)))
+            tell("plain_cifar", seed, theirs[-1])
+            ours.append(train_ours(data_dir, Path(folder, f"run{seed}"), (*keys, f"seed={seed}"), len(train_set), len(test_set)))  # fmt: skip
+            tell("recipe", seed, ours[-1])
+    ours_is = f"recipe, {' '.join(keys)}"
+    theirs_is = f"plain_cifar, ResNet-18, float32, {peer_epochs} epochs, batch 128"
+    right = f"right {statistics.fmean(100 - t.wrong for t in ours):.2f} % against {statistics.fmean(100 - t.wrong for t in theirs):.2f} % in the mean"  # fmt: skip
+    note = f"{train_images:,} training and {test_images:,} test images, {source}; two ranks, one thread each; {right}"
+
+    def figure(name: str, unit: str, target: str, what: str) -> Figure:
+        mine, peers = ([float(getattr(trained, what)) for trained in side] for side in (ours, theirs))
+        return Figure(f"cifar training, {name}", unit, ours_is, theirs_is, target, mine, peers, note, ratio_of="means")
+
+    return [
+        figure("time", "s", "<= 0.40", "train_s"),
+        figure("wrong test images", "%", "<= 1", "wrong"),
+        figure("whole wall time", "s", "", "wall_s"),
+    ]
+
+
+def write_files(folder: Path, images: ImageSet) -> None:
+    """``folder/<class>/NNNN.png``: without loss, so that both sides have the same pixels."""
+    for number, (image, label) in enumerate(zip(images.images, images.labels.tolist(), strict=True)):
+        inputs.write(folder / datafiles.CIFAR10_CLASSES[label] / f"{number:04d}.png", image)
+
+
+def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Trained:
+    start = time.monotonic()
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    out = run([*launch, "-m", "tests.benchmarks.plain_cifar", str(files), str(epochs), str(seed)])
+    wall_s = time.monotonic() - start
+    told = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    want_all(told["samples"], test_images)
+    return Trained(100 - 100 * told["accuracy"], told["train_s"], wall_s)
+
+
+def train_ours(data_dir: Path, run_dir: Path, keys: tuple[str, ...], train_images: int, test_images: int) -> Trained:
+    start = time.monotonic()
+    launch = ["launch.py", "recipe=cifar", "launcher=local", "ranks_per_node=2", "device=cpu"]
+    run([*launch, f"data_dir={data_dir}", f"run_dir={run_dir}", *keys])
+    wall_s = time.monotonic() - start
+    summary = json.loads((run_dir / "summary.json").read_text())
+    want_all(summary["val_samples"], test_images)
+    train_s = summary["epochs"] * train_images / summary["samples_per_second"]
+    return Trained(100 - 100 * summary["val_top1"], train_s, wall_s)
+
+
+def want_all(evaluated: int, test_images: int) -> None:
+    if evaluated != test_images:
+        raise RuntimeError(f"cifar training: {evaluated} of {test_images} test images evaluated")
+
+
+def tell(who: str, seed: int, trained: Trained) -> None:
+    print(f"  seed {seed}, {who}: {100 - trained.wrong:.2f} % right, trained for {trained.train_s:.0f} s, {trained.wall_s:.0f} s in all", flush=True)  # fmt: skip
+
+
+def run(words: list[str]) -> str:
+    """What a Python command says. Raises RuntimeError with its last words where it fails."""
+    environ = clean_environment(OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout

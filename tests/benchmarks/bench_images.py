@@ -1,0 +1,104 @@
+"""Reading large JPEGs on one core: random crops of 224 px through `images.Loader`, against ImageFolder in a DataLoader.
+
+Ours end with what the recipe's step is given: a batch of uint8 in memory. Mirroring and the way to floats are the device's
+there, and the DataLoader's in the peer; the figures "as floats" have them done on the same core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import __version__ as pillow_version
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from recipes import imagenet
+from recipes.core import data, images, packing
+from recipes.core.data import GlobalBatches
+from recipes.core.images import Images, Loader
+from recipes.core.packing import PackOptions
+from tests.benchmarks import inputs
+from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
+
+PX, BATCH_SIZE = 224, 64
+WAYS = (  # figure, folder, decoder, target of the crops as uint8
+    ("files, other pixels", "files", "opencv", ">= 1.6"),
+    ("files, the same pixels", "files", "torchvision", ">= 1.4"),
+    ("packed jpeg", "jpeg", "opencv", ">= 5"),
+    ("packed raw", "raw", "opencv", ">= 20"),
+)
+Batch = tuple[Tensor, Tensor]  # images, labels
+
+
+def figures(size: Size) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "files")
+        source = inputs.photos(files, size)
+        for encoding in ("jpeg", "raw"):
+            packing.pack(files, Path(folder, encoding), PackOptions(encoding=encoding), say=lambda line: None)
+        with one_core():
+            values = interleaved(size.rounds, sides(Path(folder), size.least_s))
+    theirs_is = f"Pillow {pillow_version}, RandomResizedCrop, flip, ToTensor, Normalize of ImageFolder in a DataLoader, num_workers=0"  # fmt: skip
+    return [
+        Figure(f"images, {name}{end}", "images/s", f"decoder={decoder}, {what}", theirs_is, wanted, values[name + end], values["theirs"], source)
+        for end, what in (("", "crops as uint8"), (", as floats", "crops mirrored and normalised"))
+        for name, _, decoder, target in WAYS
+        for wanted in ("" if end else target,)
+    ]  # fmt: skip
+
+
+def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
+    """What to measure, by name: the peer, and each way of ours as uint8 and as floats."""
+    peer = peer_loader(folder / "files")
+    found: dict[str, Callable[[], float]] = {"theirs": lambda: samples_per_s(lambda: peer, least_s)}
+    for name, place, decoder, _ in WAYS:
+        for end, batches in (("", crops), (", as floats", floats)):
+            epochs = OurEpochs(images.open_images(folder / place, "train"), decoder)
+            found[name + end] = partial(samples_per_s, partial(epochs.next, batches), least_s)
+    return found
+
+
+def peer_loader(folder: Path, px: int = PX) -> DataLoader[Batch]:
+    """What PyTorch's own example of ImageNet does, on one core."""
+    mean, std = ([value / 255 for value in values] for values in (imagenet.MEAN, imagenet.STD))
+    steps = [transforms.RandomResizedCrop(px), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    train_set = ImageFolder(str(folder / "train"), transforms.Compose([*steps, transforms.Normalize(mean, std)]))
+    return DataLoader(train_set, BATCH_SIZE, shuffle=True, num_workers=0)
+
+
+class OurEpochs:
+    """Epoch after epoch of one loader; where ``workers`` is 0, it decodes in the calling thread."""
+
+    def __init__(self, found: Images, decoder: str, workers: int = 0, px: int = PX) -> None:
+        batches = GlobalBatches(len(found), BATCH_SIZE, 0, rank=0, world_size=1)
+        self._loader = Loader(
+            found, batches, size=lambda epoch: px, decoder=decoder, workers=workers, device=torch.device("cpu"),
+            warn=lambda line: None,
+        )  # fmt: skip
+        self._epochs = itertools.count()
+
+    def next(self, batches: Callable[[Loader, int], Iterator[Batch]]) -> Iterator[Batch]:
+        """Raises RuntimeError where an image could not be read, and so was not decoded."""
+        yield from batches(self._loader, next(self._epochs))
+        if self._loader.skipped:
+            raise RuntimeError(f"images: {self._loader.skipped} could not be read")
+
+
+def crops(loader: Loader, epoch: int) -> Iterator[Batch]:
+    for shard in loader.epoch(epoch):
+        yield shard.images, shard.labels
+
+
+def floats(loader: Loader, epoch: int) -> Iterator[Batch]:
+    """Mirrored and normalised as the recipe's step does it on its device."""
+    mean, std = (torch.tensor(values) for values in (imagenet.MEAN, imagenet.STD))
+    for shard in loader.epoch(epoch):
+        x = data.normalise(shard.images, mean, std)
+        yield torch.where(shard.flip[:, None, None, None], x.flip(3), x), shard.labels

@@ -1,0 +1,113 @@
+"""That memory does not grow with the data set: a packing run, and the growth of a loader's process, at N and at 10 N images.
+
+``python -m tests.benchmarks.bench_memory FOLDER "WHICH NAME" …`` measures loaders; WHICH: ours or theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import torch
+
+from recipes.core import images
+from tests.benchmarks import bench_images, inputs
+from tests.benchmarks.measure import Figure, Size
+from tests.helpers import ROOT, clean_environment
+
+TIMES = 10
+PX = 128  # of the crops
+# A process's peak counts from the memory of the one that it was forked from: this one has next to none.
+PEAK = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"  # fmt: skip
+
+
+def figures(size: Size) -> list[Figure]:
+    few, many = size.small_files, TIMES * size.small_files
+    values: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (few, many):
+            files, packed = Path(folder, f"files{count}"), Path(folder, f"packed{count}")
+            inputs.small_jpegs(files, count)
+            values[f"packing {count}"] = packing_mb(files, packed)
+        loaders = [f"{way}{count}" for way in ("ours packed", "ours files", "theirs files") for count in (few, many)]
+        values.update(zip(loaders, loaders_mb(loaders, Path(folder)), strict=True))
+
+    def grown(name: str, ours_is: str, target: str, which: str) -> Figure:
+        ours, theirs = values[f"{which}{many}"], values[f"{which}{few}"]
+        return Figure(name, "MB", f"{ours_is}, {many:,} images", f"{few:,} images", target, [ours], [theirs])
+
+    loader_is = f"growth of the process over an epoch, batch {bench_images.BATCH_SIZE}, {PX} px"
+    return [
+        grown("memory, packing", "largest process of a packing run", "<= 1.1", "packing "),
+        grown("memory, loader, packed jpeg", loader_is, "<= 1.2", "ours packed"),
+        grown("memory, loader, files", loader_is, "<= 1.2", "ours files"),
+        grown("memory, ImageFolder", loader_is, "", "theirs files"),
+    ]
+
+
+def packing_mb(source: Path, target: Path) -> float:
+    """The peak of the resident size of the largest process of a packing run."""
+    keys = [f"source={source}", f"data_dir={target}", "size=32", "workers=1"]
+    return float(_last_line(["-c", PEAK, sys.executable, "-m", "recipes.prepare", "imagenet", *keys])) / 1024
+
+
+def loaders_mb(wanted: list[str], folder: Path) -> list[float]:
+    """By how much a process's private memory was larger during an epoch than before the data was opened, at most.
+
+    wanted: ``WHICH NAME`` each, of a folder in ``folder``.
+    """
+    found = json.loads(_last_line(["-m", __name__, str(folder), *wanted]))
+    return [float(value) for value in found]
+
+
+def _last_line(words: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: status {done.returncode}: {done.stderr}")
+    return done.stdout.splitlines()[-1]
+
+
+def private_mb() -> float:
+    """Resident memory of this process that is its own: files that are mapped are left out, which the kernel drops at will."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
+    """An epoch in this process; see `loaders_mb`."""
+    before = private_mb()
+    if which == "ours":
+        epochs = bench_images.OurEpochs(images.open_images(folder, "train"), "opencv", workers=1, px=PX)
+        batches = epochs.next(bench_images.crops)
+    else:
+        batches = iter(bench_images.peer_loader(folder, PX))
+    answers.put(max(private_mb() for _ in batches) - before)
+
+
+def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
+    """Each loader in a process of its own, which has all libraries loaded already and nothing else."""
+    torch.set_num_threads(1)
+    images.make_decoder("opencv")
+    context, found = multiprocessing.get_context("fork"), []
+    for which, name in (words.split() for words in wanted):
+        answers: SimpleQueue[float] = context.SimpleQueue()
+        process = context.Process(target=grow, args=(which, folder / name, answers))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(1)  # it has said why
+        found.append(answers.get())
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured_apart(Path(sys.argv[1]), sys.argv[2:])))

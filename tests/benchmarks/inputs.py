@@ -1,0 +1,111 @@
+"""What the benchmarks read: real data where it is at hand and all is wanted, else as much made here; each says which."""
+
+from __future__ import annotations
+
+import collections
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recipes.core import data, datafiles
+from recipes.core.data import ImageSet
+from tests.benchmarks.measure import FULL, Size
+from tests.helpers import DATA
+
+PHOTOS = DATA / "imagenet-sample.tar"  # ImageNet's JPEGs, <wnid>_<word>.JPEG
+CIFAR_JPEGS = DATA / "cifar10-jpeg.tar.xz"  # <train|test>/<class>/NNNN.jpg
+DIFFERENT = 50  # small JPEGs; more of them are copies of these
+RANDOM = "random images"  # what `cifar10` says of those
+
+
+def photos(folder: Path, size: Size) -> str:
+    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``; gives what they are."""
+    if size.photos != FULL.photos or not PHOTOS.is_file():
+        for number in range(size.photos):
+            write(folder / f"train/class{number:04d}/0.JPEG", made_photo(number, 500, 375), quality=92)
+        return f"{size.photos} made JPEGs of 500x375"
+    with tarfile.open(PHOTOS) as packed:
+        found = [member for member in packed if member.name.endswith(".JPEG")][: size.photos]
+        for member in found:
+            file = folder / "train" / member.name.partition("_")[0] / member.name
+            file.parent.mkdir(parents=True)
+            file.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+    return f"{len(found)} JPEGs of ImageNet"
+
+
+def small_jpegs(folder: Path, count: int) -> None:
+    """Writes ``count`` JPEGs of 64x48 to ``folder/train/<class>/``, of ten classes."""
+    for number in range(count):
+        file = folder / f"train/class{number % 10}/{number}.jpg"
+        if number < DIFFERENT:
+            write(file, made_photo(number, 64, 48), quality=90)
+        else:
+            file.write_bytes((folder / f"train/class{number % 10}/{number % DIFFERENT}.jpg").read_bytes())
+
+
+def made_photo(seed: int, width: int, height: int) -> Tensor:
+    """Soft shapes and some grain, which take about as many bytes as a photograph: uint8 (3, H, W)."""
+    random = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, max(2, height // 16), max(2, width // 16), generator=random) * 255
+    soft = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
+    return (soft + 8 * torch.randn(3, height, width, generator=random)).clamp(0, 255).to(torch.uint8)
+
+
+def write(file: Path, image: Tensor, **options: Any) -> None:
+    """An image, uint8 (3, H, W), in the format of the file's ending."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, **options)
+
+
+def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSet, str]:
+    """The first images of each class of CIFAR-10, ``train`` and ``test`` of them altogether, sorted by class; what they are.
+
+    Random ones where neither the prepared set nor the JPEGs are at hand, or ``real`` is false.
+    """
+    wanted = {"train": train // 10, "test": test // 10}
+    if real and (sets := _prepared_cifar10()):
+        return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
+    if real and CIFAR_JPEGS.is_file():
+        return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
+    made = data.fake(train, test, (3, 32, 32), 10)
+    train_set, test_set = (ImageSet(part.images, torch.arange(len(part)) % 10) for part in made)
+    return train_set, test_set, RANDOM
+
+
+def _prepared_cifar10() -> tuple[ImageSet, ImageSet] | None:
+    try:
+        return data.cifar10(str(DATA))
+    except datafiles.DataFileError:
+        return None
+
+
+def _first_of_each(images: ImageSet, count: int) -> ImageSet:
+    chosen = torch.cat([(images.labels == label).nonzero().flatten()[:count] for label in range(10)])
+    return ImageSet(images.images[chosen], images.labels[chosen])
+
+
+def _unpacked_cifar10(wanted: dict[str, int]) -> tuple[ImageSet, ImageSet]:
+    """From the JPEGs, as Pillow decodes them."""
+    files: dict[tuple[str, str], list[bytes]] = collections.defaultdict(list)
+    with tarfile.open(CIFAR_JPEGS) as packed:
+        for member in packed:
+            part, _, rest = member.name.partition("/")
+            into = files[part, rest.partition("/")[0]]
+            if member.isfile() and len(into) < wanted[part]:
+                into.append(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+    classes = sorted({name for _, name in files if name})
+
+    def image_set(part: str) -> ImageSet:
+        kept = [(content, label) for label, name in enumerate(classes) for content in files[part, name]]
+        pixels = numpy.stack([numpy.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content, _ in kept])
+        return ImageSet(
+            torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor([label for _, label in kept])
+        )
+
+    return image_set("train"), image_set("test")

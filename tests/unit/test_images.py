@@ -1,0 +1,659 @@
+"""Reading images: the same pixels on any number of ranks and threads, and what becomes of a file that is odd or damaged."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
+from torchvision.transforms import functional as TF
+
+from recipes.core import images, packing
+from recipes.core.data import GlobalBatches
+from recipes.core.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
+from recipes.core.rundir import InputError, MachineError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+CLASSES = ("ant", "bee", "cat")
+PER_CLASS = 8
+
+
+@pytest.fixture(params=["torchvision", "opencv"])
+def decoder(request: pytest.FixtureRequest) -> str:
+    if request.param == "opencv":
+        pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
+        pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
+    return str(request.param)
+
+
+def picture(seed: int, width: int = 120, height: int = 90) -> Image.Image:
+    """Smooth noise: what decoders and scalers make of it differs little by little, not by chance."""
+    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(image: Image.Image, format: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **({"quality": 95} if format == "JPEG" else {}), **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ of three classes; the pictures are of several sizes, some smaller than what is cut out of them."""
+    root = tmp_path_factory.mktemp("images")
+    for split, (label, name), i in itertools.product(("train", "val"), enumerate(CLASSES), range(PER_CLASS)):
+        path = root / split / name / f"{i}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(picture(100 * label + i, 60 + 17 * i, 150 - 11 * i)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("packed")
+    for encoding in ("jpeg", "raw"):
+        options = packing.PackOptions(encoding=encoding, size=64, workers=1, samples_per_shard=10)
+        packing.pack(folder, root / encoding, options, say=lambda text: None)
+    return {encoding: root / encoding for encoding in ("jpeg", "raw")}
+
+
+def loader(
+    source: images.Images,
+    *,
+    decoder: str = "torchvision",
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    batch: int = 10,
+    size: Callable[[int], int] = lambda epoch: 32,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Loader:
+    batches = GlobalBatches(len(source), batch, 3, rank, world_size)
+    return Loader(source, batches, size=size, decoder=decoder, workers=workers, device=CPU, warn=warn)
+
+
+def content(shards: Iterator[LoadedShard]) -> list[tuple[int, int, int, bytes, int, bool]]:
+    """Of each sample: epoch, batch, index, pixels, label, flip."""
+    return [
+        (shard.epoch, shard.batch, int(index), image.contiguous().numpy().tobytes(), int(label), bool(flip))
+        for shard in shards
+        for index, image, label, flip in zip(shard.indices, shard.images, shard.labels, shard.flip, strict=True)
+    ]
+
+
+def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
+    """The largest difference between pixels (3, H, W) and an image's."""
+    wanted = torch.from_numpy(np.array(reference)).permute(2, 0, 1).int()
+    assert pixels.shape == wanted.shape
+    return int((pixels.int() - wanted).abs().max())
+
+
+# ---------------------------------------------------------------- pixels
+
+
+def test_a_random_crop_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path) -> None:
+    source = open_images(folder, "train")
+    (shard,) = loader(source, batch=100).epoch(2)
+    random = images.generator(3, 2, images.AUGMENTATION, 0)
+    uniform = torch.rand(len(source), 2 * images.TRIES + 3, dtype=torch.float64, generator=random).tolist()
+    for i, index in enumerate(shard.indices.tolist()):
+        whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
+        y, x, h, w = images.random_box(uniform[i], whole.height, whole.width, 0.08)
+        wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
+        assert worst(shard.images[i], wanted) <= 1
+        assert bool(shard.flip[i]) == (uniform[i][-1] < 0.5)
+    assert shard.images.is_contiguous(memory_format=torch.channels_last)
+    assert (shard.images.dtype, shard.labels.dtype, shard.flip.dtype) == (torch.uint8, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize(("size", "resize"), [(32, 36), (48, 64), (31, 36), (64, 64)])
+def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path, size: int, resize: int) -> None:
+    source = open_images(folder, "val")
+    reference = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
+    found = list(loader(source).centres(source, slice(0, len(source)), size, resize, 5))
+    batch, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+    assert labels.tolist() == [label for label in range(3) for _ in range(PER_CLASS)]
+    for i in range(len(source)):
+        whole = Image.open(folder / "val" / source.name(i)).convert("RGB")
+        assert worst(batch[i], reference(whole)) <= 1
+
+
+def test_the_fast_decoders_pixels_are_near(folder: Path) -> None:
+    pytest.importorskip("cv2")
+    pytest.importorskip("simplejpeg")
+    source = open_images(folder, "train")
+    (ours,), (fast,) = (loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
+    difference = (ours.images.int() - fast.images.int()).abs().float()
+    assert 0 < difference.mean() < 6
+
+
+def test_packed_pixels_are_those_that_were_stored(packed: dict[str, Path]) -> None:
+    """Raw ones to the bit, whose shorter side is `resize`; JPEGs as their decoder gives them."""
+    for encoding, path in packed.items():
+        source = open_images(path, "val")
+        ((batch, _),) = loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
+        for i in range(len(source)):
+            offset, length, shard, _, height, width = source._record(i)  # type: ignore[attr-defined]
+            payload = (path / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
+            if encoding == "raw":
+                whole = Image.frombytes("RGB", (width, height), payload)
+            else:
+                whole = Image.open(io.BytesIO(payload))
+            assert min(whole.size) == 64 or min(whole.size) < 64
+            reference = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(48)])(whole)
+            assert worst(batch[i], reference) <= (0 if encoding == "raw" and min(whole.size) == 64 else 1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_an_image_as_pillow_does(decoder: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(picture(1), exif=exif, subsampling=0)
+    wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    found = torch.from_numpy(make_decoder(decoder).decode(data).copy()).permute(2, 0, 1)
+    assert worst(found, wanted) <= (0 if decoder == "torchvision" else 24)
+
+
+def test_a_random_box_is_torchvisions_in_kind() -> None:
+    """Inside the image, of the areas and ratios that are allowed, spread over both; where none fits, the same middle."""
+    uniform = torch.rand(3000, 2 * images.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    boxes = [images.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
+    torch.manual_seed(0)
+    theirs = [
+        transforms.RandomResizedCrop.get_params(torch.empty(3, 300, 400), [0.08, 1], [3 / 4, 4 / 3])
+        for _ in range(3000)
+    ]
+    assert all(0 <= y <= 300 - h and 0 <= x <= 400 - w and h > 0 and w > 0 for y, x, h, w in boxes)
+    for ours, others in zip(zip(*boxes, strict=True), zip(*theirs, strict=True), strict=True):
+        assert abs(np.mean(ours) - np.mean(others)) < 0.05 * np.mean(others)
+        assert abs(np.std(ours) - np.std(others)) < 0.05 * np.std(others)
+    for height, width in ((10, 1000), (1000, 10)):
+        none = [0.999] * (2 * images.TRIES + 2)
+        assert images.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
+            torch.empty(3, height, width), [1, 1], [3 / 4, 4 / 3]
+        )
+
+
+# ---------------------------------------------------------------- the same everywhere
+
+
+@pytest.mark.parametrize("kind", ["files", "jpeg", "raw"])
+def test_ranks_and_threads_change_nothing(folder: Path, packed: dict[str, Path], kind: str, decoder: str) -> None:
+    source = open_images(packed.get(kind, folder), "train")
+    alone = sorted(content(loader(source, decoder=decoder).epoch(1)))
+    assert len(alone) == len(source) == len({sample[2] for sample in alone})
+    assert content(loader(source, decoder=decoder).epoch(2)) != alone
+    for world_size, workers in ((2, 0), (3, 3), (1, 1), (1, 3)):
+        ranks = (
+            loader(source, decoder=decoder, workers=workers, rank=rank, world_size=world_size).epoch(1)
+            for rank in range(world_size)
+        )
+        assert sorted(itertools.chain.from_iterable(map(content, ranks))) == alone
+
+
+def test_a_resume_in_the_middle_of_an_epoch_goes_on(folder: Path) -> None:
+    source = open_images(folder, "train")
+    whole = content(loader(source, batch=5).epoch(4))
+    assert content(loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [s for s in whole if s[1] >= 2]
+
+
+def test_each_batch_and_epoch_is_cropped_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i in range(6):
+        (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(jpeg(picture(0)))
+    one = loader(open_images(tmp_path, "train"), batch=2)
+    crops = [sample[3] for epoch in (0, 1) for sample in content(one.epoch(epoch))]
+    assert len(set(crops)) == 12
+
+
+def test_the_size_goes_by_the_epoch_and_a_rank_may_have_nothing(folder: Path) -> None:
+    source = open_images(folder, "train")
+    sized = loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
+    assert [next(sized.epoch(epoch)).images.shape[2:] for epoch in (0, 1)] == [(16, 16), (24, 24)]
+    shards = list(loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
+    assert len(shards) == len(source) // 2
+    assert all(shard.images.shape == (0, 3, 32, 32) and len(shard.labels) == 0 for shard in shards)
+
+
+def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: dict[str, Path]) -> None:
+    for path in (folder, *packed.values()):
+        source = open_images(path, "train")
+        assert source.classes == CLASSES
+        (shard,) = loader(source, batch=100).epoch(0)
+        assert shard.labels.tolist() == [index // PER_CLASS for index in shard.indices.tolist()]
+        cut = shard.pieces(3)
+        assert torch.equal(torch.cat([piece.images for piece in cut]), shard.images)  # type: ignore[attr-defined]
+
+
+def test_random_pixels_need_no_folder() -> None:
+    source = images.Fake(100, classes=7)
+    (shard,) = loader(source, batch=100, workers=1).epoch(0)
+    assert shard.images.float().std() > 10
+    assert set(shard.labels.tolist()) == set(range(7))
+
+
+# ---------------------------------------------------------------- threads
+
+
+def image_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("images")]
+
+
+def test_a_generator_that_is_left_leaves_no_thread(folder: Path) -> None:
+    source = open_images(folder, "train")
+    shards = loader(source, batch=2, workers=3).epoch(0)
+    next(shards)
+    assert image_threads()
+    for _ in shards:
+        break
+    del shards
+    assert image_threads() == []
+    centres = loader(source, workers=3).centres(source, slice(0, 9), 32, 36, 2)
+    next(centres)
+    centres.close()
+    assert image_threads() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_our_own_reaches_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    source = open_images(folder, "train")
+
+    def broken(i: int) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    shards = loader(source, workers=workers).epoch(0)
+    monkeypatch.setattr(source, "read", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        next(shards)
+    assert image_threads() == []
+
+
+def test_a_read_that_does_not_come_back_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_images(folder, "train")
+    hang = threading.Event()
+    monkeypatch.setattr(images, "STALL_S", 0.2)
+    monkeypatch.setattr(source, "read", lambda i: hang.wait(20))
+    try:
+        with pytest.raises(MachineError, match=r"not come back in 0\.2 s, near '(ant|bee|cat)/\d.JPEG'"):
+            next(loader(source, workers=2).epoch(0))
+    finally:
+        hang.set()
+
+
+def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = images.Fake(4000)
+    seen: list[int] = []
+    rows = source.rows
+    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or rows(i, *part))
+    shards = loader(source, batch=20, workers=1).epoch(0)
+    next(shards)
+    deadline = time.monotonic() + 10
+    while len(seen) < 20 * (images.AHEAD + 1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(seen) == 20 * (images.AHEAD + 1)
+    shards.close()  # type: ignore[attr-defined]
+
+    seen.clear()
+    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.004) or rows(i, *part))
+    shards = loader(source, batch=20, workers=1).epoch(0)
+    next(shards)
+    shards.close()  # type: ignore[attr-defined]
+    assert len(seen) < 60  # what was still to come is given up
+
+
+def test_the_decoders_leave_the_interpreters_lock(decoder: str) -> None:
+    data = jpeg(picture(0, 5000, 4000))
+    gaps, stop = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not stop.wait(0.0005):
+            last, before = time.perf_counter(), last
+            gaps.append(last - before)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    start = time.perf_counter()
+    make_decoder(decoder).decode(data)
+    took = time.perf_counter() - start
+    stop.set()
+    other.join()
+    assert max(gaps) < 0.7 * took
+
+
+def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> None:
+    code = (
+        "import os, sys, threading, numpy as np, torch\n"
+        "from recipes.core.images import make_decoder\n"
+        "torch.set_num_threads(8)\n"
+        "resize, before = make_decoder('torchvision').resize, len(os.listdir('/proc/self/task'))\n"
+        "whole, counts = np.zeros((900, 900, 3), np.uint8), []\n"
+        "def work():\n"
+        "    resize(whole[5:800, 5:800], np.empty((224, 224, 3), np.uint8))\n"
+        "    counts.append(len(os.listdir('/proc/self/task')))\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+        "assert counts[0] <= before + 1, (before, counts)\n"
+    )
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("torch scales bytes in threads of its own on this CPU")
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
+    code = (
+        "import sys, torch\n"
+        "from recipes.core import images\n"
+        "from recipes.core.data import GlobalBatches\n"
+        "source = images.open_images(sys.argv[1], 'train')\n"
+        "batches = GlobalBatches(len(source), 8, 0, 0, 1)\n"
+        "loader = images.Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"
+        "                       device=torch.device('cpu'), warn=print)\n"
+        "def kilobytes():\n"
+        "    return int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])\n"
+        "for epoch in range(80):\n"
+        "    for shard in loader.epoch(epoch): pass\n"
+        "    if epoch == 15: before = kilobytes()\n"
+        "print(kilobytes() - before)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, packed["jpeg"]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 8000  # 64 epochs' pixels are 230 MB
+
+
+# ---------------------------------------------------------------- odd and damaged files
+
+ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, and whether Pillow has to read it
+    "cmyk": (lambda image: jpeg(image.convert("CMYK")), False),
+    "grey": (lambda image: jpeg(image.convert("L")), False),
+    "progressive": (lambda image: jpeg(image, progressive=True), False),
+    "png": (lambda image: jpeg(image, "PNG"), True),
+    "png with alpha": (lambda image: jpeg(image.convert("RGBA"), "PNG"), True),
+    "palette": (lambda image: jpeg(image.convert("P"), "GIF"), True),
+    "webp": (lambda image: jpeg(image, "WEBP"), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_image_is_read_and_counted(tmp_path: Path, kind: str, decoder: str) -> None:
+    make, by_pillow = ODD[kind]
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i in range(3):
+        (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(make(picture(i)))
+    told: list[str] = []
+    source = open_images(tmp_path, "train")
+    one = loader(source, decoder=decoder, warn=told.append)
+    ((batch, labels),) = one.centres(source, slice(0, 3), 64, 90, 10)
+    assert labels.tolist() == [0, 0, 0]
+    for i in range(3):
+        whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
+        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder == "torchvision" or by_pillow else 48)
+    assert len(told) == by_pillow
+    assert one.by_pillow == 3 * by_pillow
+    assert not told or ("'a/0.JPEG' is read by Pillow" in told[0] and decoder in told[0])
+
+
+def test_sixteen_bits_become_eight(tmp_path: Path, decoder: str) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.fromarray(np.full((64, 64), 40000, np.uint16)).save(tmp_path / "train" / "a" / "deep.png")
+    source = open_images(tmp_path, "train")
+    ((batch, _),) = loader(source, decoder=decoder).centres(source, slice(0, 1), 64, 64, 1)
+    assert batch.unique().tolist() == [40000 >> 8]
+
+
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "cut in its last bytes": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+    "a web page": lambda path: path.write_bytes(b"<html>404</html>" * 50),
+    "its start alone": lambda path: path.write_bytes(b"\xff\xd8\xff"),
+    "zeros": lambda path: path.write_bytes(bytes(5000)),
+    "gone": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a dead link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_an_image_that_cannot_be_read_is_left_out_named_and_counted(
+    folder: Path, tmp_path: Path, kind: str, decoder: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    bad = 11
+    DAMAGED[kind](tmp_path / "copy" / "train" / source.name(bad))
+    told: list[str] = []
+    one = loader(source, decoder=decoder, workers=2, warn=told.append)
+    good = {s[2]: s for s in content(loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
+    for _ in range(2):
+        found = {s[2]: s for s in content(one.epoch(0))}
+        assert found[bad][4] == IGNORE
+        assert not any(found[bad][3])
+        assert {i: s for i, s in found.items() if i != bad} == {i: s for i, s in good.items() if i != bad}
+    assert one.skipped == 1
+    assert len(told) == 1
+    assert source.name(bad) in told[0]
+    assert "\n" not in told[0]
+    ((_, labels),) = one.centres(source, slice(bad - 1, bad + 1), 32, 36, 10)
+    assert labels.tolist() == [1, IGNORE]
+
+
+def test_a_set_that_vanishes_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    shards = loader(source, batch=1, workers=1).epoch(0)
+    next(shards)
+    shutil.rmtree(tmp_path / "copy")
+    with pytest.raises(InputError, match=r"data_dir: 10 images in a row .*copy/train'.*No such file") as caught:
+        list(shards)
+    assert "\n" not in str(caught.value)
+    assert image_threads() == []
+
+
+def test_more_than_one_in_a_hundred_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, ends in ((50, True), (200, False)):
+        source = images.Fake(3000)
+        rows = source.rows
+
+        def read(i: int, *part: int, every: int = every, rows: Callable[..., images.Pixels] = rows) -> images.Pixels:
+            if i % every == 0:
+                raise packing.Unreadable("is damaged")
+            return rows(i, *part)
+
+        monkeypatch.setattr(source, "rows", read)
+        told: list[str] = []
+        one = loader(source, batch=100, warn=told.append)
+        if not ends:
+            list(one.epoch(0))
+            assert one.skipped == 15
+            assert len(told) == images.TOLD
+            assert "counted only" in told[-1]
+            continue
+        with pytest.raises(InputError, match=r"\d+ of 10\d\d images of 'dataset=fake' cannot be read"):
+            list(one.epoch(0))
+
+
+# ---------------------------------------------------------------- folders
+
+
+def damage(folder: Path, kind: str) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    shard, records = folder / "train-00001.bin", folder / "train.index"
+    if kind == "shard short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif kind == "shard gone":
+        shard.unlink()
+    elif kind == "index short":
+        records.write_bytes(records.read_bytes()[:-24])
+    elif kind == "index flipped":
+        content = bytearray(records.read_bytes())
+        content[24 + 16] ^= 1  # a label, to another that there is
+        records.write_bytes(content)
+    elif kind == "index.json cut":
+        (folder / "index.json").write_text((folder / "index.json").read_text()[:-40])
+    elif kind == "other format":
+        (folder / "index.json").write_text(json.dumps({**index, "version": 2}))
+    elif kind == "name outside":
+        index["splits"]["train"]["shards"][0]["file"] = "../train-00000.bin"
+        (folder / "index.json").write_text(json.dumps(index))
+    elif kind == "fewer classes":
+        index["classes"] = index["classes"][:2]
+        (folder / "index.json").write_text(json.dumps(index))
+    elif kind == "not finished":
+        (folder / "index.json").unlink()
+    elif kind == "no such split":
+        del index["splits"]["train"]
+        (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("shard short", r"train-00001.bin' has \d+ bytes, index.json says \d+"),
+        ("shard gone", r"train-00001.bin' is missing"),
+        ("index short", r"train.index' has \d+ bytes, index.json says \d+"),
+        ("index flipped", r"train.index' is damaged"),
+        ("index.json cut", r"index.json' is damaged"),
+        ("other format", r"is not of the format"),
+        ("name outside", r"index.json' is damaged"),
+        ("fewer classes", r"train.index' is damaged"),
+        ("not finished", r"packing was not finished: run the same prepare command again"),
+        ("no such split", r"has no train/ in it"),
+    ],
+)
+def test_a_damaged_packed_copy_is_found_when_it_is_opened(
+    packed: dict[str, Path], tmp_path: Path, kind: str, says: str
+) -> None:
+    shutil.copytree(packed["raw"], tmp_path / "copy")
+    damage(tmp_path / "copy", kind)
+    with pytest.raises(InputError, match=says) as caught:
+        open_images(tmp_path / "copy", "train")
+    assert "prepare imagenet" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shard_that_is_cut_meanwhile_costs_its_samples_alone(packed: dict[str, Path], tmp_path: Path) -> None:
+    """Bytes that are gone would be a SIGBUS where the file is mapped."""
+    shutil.copytree(packed["raw"], tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
+        file.truncate(file.seek(0, 2) - 20_000)
+    one = loader(source, batch=100)
+    (shard,) = one.epoch(0)
+    bad = shard.indices[shard.labels == IGNORE].tolist()
+    assert 1 <= len(bad) < 10
+    assert one.skipped == len(bad)
+
+
+def test_more_shards_than_files_that_may_be_open(packed: dict[str, Path]) -> None:
+    source = open_images(packed["raw"], "train")
+    alone = content(loader(source).epoch(0))
+    source._most_open = 1  # type: ignore[attr-defined]
+    again = open_images(packed["raw"], "train")
+    again._most_open = 1  # type: ignore[attr-defined]
+    assert content(loader(again, workers=2).epoch(0)) == alone
+    assert len(again._open) == 1  # type: ignore[attr-defined]
+
+
+def test_folders_that_hold_no_images_say_what_is_wanted(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"data_dir='/no/such' has no train/<class>/\*\.JPEG or a packed copy"):
+        open_images("/no/such", "train")
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "val" / "cat").rename(tmp_path / "copy" / "val" / "dog")
+    with pytest.raises(InputError, match=r"dog"):
+        open_images(tmp_path / "copy", "val")
+    shutil.rmtree(tmp_path / "copy" / "val" / "dog")
+    shutil.rmtree(tmp_path / "copy" / "val" / "ant")
+    val = open_images(tmp_path / "copy", "val")
+    assert val.classes == CLASSES
+    assert {val.label(i) for i in range(len(val))} == {1}
+    assert images.find_folder(str(tmp_path / "copy")) == tmp_path / "copy"
+    (tmp_path / "set").mkdir()
+    (tmp_path / "copy").rename(tmp_path / "set" / "imagenet")
+    assert images.find_folder(str(tmp_path / "set")) == tmp_path / "set" / "imagenet"
+
+
+def fake_run(told: list[str], first: str | None = None) -> Any:
+    """What `open_sets` asks of a run; first: rank 0's digests, where they are others."""
+    world = SimpleNamespace(
+        host="node1",
+        hosts=("node0", "node1"),
+        together=lambda name, work: work(lambda progress: None),
+        broadcast_text=lambda name, text: text if first is None else first,
+    )
+    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None)
+
+
+def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> Any:
+    return SimpleNamespace(dataset=dataset, data_dir=str(data_dir), stage_dir=stage_dir)
+
+
+def test_a_recipes_sets_are_staged_where_a_variable_says(
+    packed: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    train, val = images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
+    assert train.place == val.place
+    assert Path(train.place).parent == tmp_path / "disk"
+    assert told == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
+    with pytest.raises(InputError, match=r"^stage_dir=\$NO_SUCH_DISK/x: such a variable is not set on node1"):
+        images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
+    with pytest.raises(InputError, match=r"^stage_dir=: wants a packed copy"):
+        images.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
+    monkeypatch.setenv("RECIPES_DATA", str(folder))
+    assert images.open_sets(keys(), fake_run(told))[1].kind == "files"
+    assert {len(source.classes) for source in images.open_sets(keys("fake"), fake_run(told))} == {1000}
+
+
+@pytest.mark.parametrize("kind", ["files", "raw"])
+def test_a_rank_that_finds_other_samples_says_so(folder: Path, packed: dict[str, Path], kind: str) -> None:
+    with pytest.raises(InputError, match=r"^node1: .* holds other samples here than on node0"):
+        images.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another"))
+
+
+def test_without_its_libraries_the_fast_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(InputError, match=r"^decoder=opencv: wants opencv-python-headless and simplejpeg: pip install"):
+        make_decoder("opencv")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
+def test_batches_reach_the_gpu_as_they_are(folder: Path) -> None:
+    source = open_images(folder, "train")
+    here = content(loader(source).epoch(0))
+    batches = GlobalBatches(len(source), 10, 3, 0, 1)
+    gpu = torch.device("cuda", 0)
+    there = Loader(
+        source, batches, size=lambda epoch: 32, decoder="torchvision", workers=3, device=gpu, warn=print
+    ).epoch(0)
+    found = []
+    for shard in there:
+        assert shard.images.device == gpu == shard.labels.device == shard.flip.device
+        assert shard.images.is_contiguous(memory_format=torch.channels_last)
+        found.append(
+            LoadedShard(
+                shard.epoch, shard.batch, shard.indices, shard.global_size,
+                shard.images.cpu(), shard.labels.cpu(), shard.flip.cpu(),
+            )
+        )  # fmt: skip
+    assert content(iter(found)) == here
