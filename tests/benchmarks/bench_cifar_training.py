@@ -25,7 +25,7 @@ from tests.helpers import ROOT, clean_environment
 LONG = "some 40 minutes on two cores"
 OURS = (
     "arch=resnet18",
-    "epochs=8",
+    "epochs=6",
     "small_px=16",
     "dtype=bfloat16",
     "global_batch_size=64",
