@@ -12,7 +12,7 @@ from recipes.core import entry
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
 START = entry.begin("cifar") if __name__ == "__main__" else None
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
-from recipes.core import data, metrics, models, session, train
+from recipes.core import data, models, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import AugmentedImages, GlobalBatches, Shard
 from recipes.core.session import Run
@@ -66,16 +66,13 @@ def make_net(cfg: Config, run: Run) -> nn.Module:
     net = resnet18(10) if cfg.arch is Arch.resnet18 else ResNet9(10)
     if cfg.sync_bn:
         net = models.sync_batch_norm(net, run.world.device)
-    net = net.to(run.world.device)
-    return net.to(memory_format=torch.channels_last) if cfg.channels_last else net
+    return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum; weight decay is for weights, norms and biases have none."""
-    weights = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=True)
+    groups = train.decay_groups(net, cfg.weight_decay)
+    return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=cfg.momentum > 0)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
@@ -84,24 +81,28 @@ def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
     return (step + 1) / (rise + 1) if step < rise else max(0.0, (total_steps - step) / max(1.0, total_steps - rise))
 
 
-def side(cfg: Config, epoch: int) -> int:
-    """Pixels of the training images in ``epoch``: in steps of 4 from ``small_px`` to 32, which the last third has in full."""
-    grown = min(1.0, epoch / max(1.0, cfg.epochs * 2 / 3))
+def side(cfg: Config, epochs: int, epoch: int) -> int:
+    """Pixels of the training images in an epoch: in steps of 4 from ``small_px`` to 32, which the last third has in full."""
+    grown = min(1.0, epoch / max(1.0, epochs * 2 / 3))
     return cfg.small_px + int((32 - cfg.small_px) * grown) // 4 * 4
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
+    torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
+    if cfg.num_workers:
+        run.say(f"num_workers={cfg.num_workers} has no effect here: the set lies in memory")
     sets = data.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else data.fake(50_000, 10_000, (3, 32, 32), 10)
     train_set, test_set = (part.to(world.device) for part in sets)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    train.want_full_batches(batches, world.size)
+    train.want_full_batches(cfg, batches, world.size)
     net = make_net(cfg, run)
     model = world.parallel(net, compile=cfg.compile)
-    lr = train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, cfg.global_batch_size)
-    optimizer = make_optimizer(cfg, net, lr)
+    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = train.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     steps = train.total_steps(cfg, batches)
+    epochs = -(-steps // batches.per_epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
     autocast = train.autocast(run, cfg)
@@ -109,7 +110,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     def loss_sum(shard: Shard) -> Tensor:
         images.draw(cfg.seed, shard.epoch)
-        indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, shard.epoch)
+        indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, epochs, shard.epoch)
         x = data.normalise(images.take(indices), mean, std)
         if px < 32:
             x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
@@ -118,22 +119,22 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         labels = train_set.labels[indices]
         return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
 
+    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        part = data.share(len(test_set), world.rank, world.size)
+        for images, labels in zip(
+            *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
+        ):
+            x = data.normalise(images, mean, std)
+            with autocast:
+                yield best(x) + best(x.flip(3)) if cfg.tta else best(x), labels
+
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
-        """Over all ranks, each test image once: every rank counts its own share, and the counts are added."""
-        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
-        part = data.share(len(test_set), world.rank, world.size)
+        """Over all ranks, each test image once."""
         with train.evaluated(run) as best:
-            for images, labels in zip(
-                *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
-            ):
-                x = data.normalise(images, mean, std)
-                with autocast:
-                    logits = best(x) + best(x.flip(3)) if cfg.tta else best(x)
-                counts += metrics.right(logits, labels)
-        return metrics.accuracy(world.sum(counts))
+            return train.count_right(run, answers(best))
 
-    run.resume(State(net, optimizer, scheduler, ema=train.averaged(net, cfg.ema)), train.sampler_state(batches))
+    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
     if cfg.evaluate:
         return train.evaluate_only(run, evaluate)
     return train.fit(run, cfg, model, batches, loss_sum, evaluate)

@@ -14,7 +14,7 @@ START = entry.begin("imagenet") if __name__ == "__main__" else None
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core import data, images, metrics, models, session, train
+from recipes.core import data, images, models, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches
 from recipes.core.images import LoadedShard
@@ -36,23 +36,19 @@ MEAN, STD = (
 
 
 def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
-    resnet = "resne" in cfg.arch and cfg.zero_init_residual and not cfg.pretrained
-    net = models.classifier(cfg.arch, cfg.pretrained, classes, **({"zero_init_residual": True} if resnet else {}))
+    net = models.classifier(cfg.arch, cfg.pretrained, classes, cfg.zero_init_residual)
+    models.want_sizes(cfg.arch, net, {cfg.small_px or cfg.px, cfg.px, cfg.val_px})
     if cfg.sync_bn:
         net = models.sync_batch_norm(net, run.world.device)
-    net = net.to(run.world.device)
-    return net.to(memory_format=torch.channels_last) if cfg.channels_last else net
+    return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Norms and biases have no weight decay, and under LARS no rate of their own."""
-    weights = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    decay = cfg.weight_decay if cfg.decay_norms else 0.0
-    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": decay}]
+    weights, others = train.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
     if cfg.optimizer is Optimizer.lars:
-        return LARS([groups[0], {**groups[1], "adapt": False}], lr, cfg.momentum)
-    return torch.optim.SGD(groups, lr, cfg.momentum, nesterov=cfg.momentum > 0)
+        return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
+    return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0)
 
 
 def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
@@ -61,14 +57,14 @@ def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) ->
     if step < rise:
         return (step + 1) / (rise + 1)
     if cfg.schedule is Schedule.step:
-        return 0.1 ** (3 * step // total_steps)
+        return 0.1 ** (3 * step // max(1, total_steps))
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1.0, total_steps - rise))))
 
 
-def side(cfg: Config, epoch: int) -> int:
-    """Pixels of the training images in ``epoch``: from ``small_px`` to ``px`` in steps of 32; the last quarter has all of them."""
+def side(cfg: Config, epochs: int, epoch: int) -> int:
+    """Pixels of the training images in an epoch: from ``small_px`` to ``px`` in steps of 32; the last quarter has all of them."""
     small = cfg.small_px or cfg.px
-    grown = min(1.0, epoch / max(1.0, cfg.epochs * 3 / 4))
+    grown = min(1.0, epoch / max(1.0, epochs * 3 / 4))
     return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32
 
 
@@ -83,17 +79,20 @@ def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, f
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
+    torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
     train_set, val_set = images.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    train.want_full_batches(batches, world.size)
+    train.want_full_batches(cfg, batches, world.size)
+    steps = train.total_steps(cfg, batches)
+    epochs = -(-steps // batches.per_epoch)
     loader = images.Loader(
-        train_set, batches, size=lambda epoch: side(cfg, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
+        train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
         workers=cfg.num_workers, device=world.device, warn=run.warn,
     )  # fmt: skip
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, compile=cfg.compile)
-    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, cfg.global_batch_size))
-    steps = train.total_steps(cfg, batches)
+    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = train.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
     )
@@ -113,18 +112,20 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
         return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
 
+    def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        part = data.share(len(val_set), world.rank, world.size)
+        for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
+            with autocast:
+                yield best(data.normalise(batch, mean, std)), labels
+
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
-        """Over all ranks, each image once: every rank counts its own share, and the counts are added."""
-        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
-        part = data.share(len(val_set), world.rank, world.size)
+        """Over all ranks, each image once."""
         with train.evaluated(run) as best:
-            for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
-                with autocast:
-                    counts += metrics.right(best(data.normalise(batch, mean, std)), labels)
-        return metrics.accuracy(world.sum(counts))
+            return train.count_right(run, answers(best))
 
-    run.resume(State(net, optimizer, scheduler, ema=train.averaged(net, cfg.ema)), train.sampler_state(batches))
+    train.seed_ranks(run, cfg.seed)
+    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
     if cfg.evaluate:
         return train.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
     results = train.fit(run, cfg, model, loader, loss_sum, evaluate)

@@ -14,7 +14,7 @@ from recipes.core import entry
 START = entry.begin("mnist") if __name__ == "__main__" else None
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
-from recipes.core import data, metrics, session, train
+from recipes.core import data, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
 from recipes.core.session import Run
@@ -62,9 +62,7 @@ def normalise(images: Tensor) -> Tensor:
 
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     """Weight decay is for weights; biases have none."""
-    weights = [p for p in net.parameters() if p.ndim > 1]
-    biases = [p for p in net.parameters() if p.ndim <= 1]
-    groups = [{"params": weights, "weight_decay": cfg.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    groups = train.decay_groups(net, cfg.weight_decay)
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
     # Where a gradient is next to nothing, 1e-8 makes a whole step of its rounding, and the losses of 1 and 3 ranks part (4e-4 after
@@ -106,16 +104,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             logits.float(), train_set.labels[indices], reduction="sum", label_smoothing=cfg.label_smoothing
         )
 
-    @torch.inference_mode()
-    def evaluate() -> dict[str, Any]:
-        """Over all ranks, each test sample once: every rank counts its own share, and the counts are added."""
+    def answers() -> Iterator[tuple[Tensor, Tensor]]:
         part = data.share(len(test_set), world.rank, world.size)
-        counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, samples
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
-                logits = net(normalise(images))
-            counts += metrics.right(logits, labels)
-        return metrics.accuracy(world.sum(counts))
+                yield net(normalise(images)), labels
+
+    @torch.inference_mode()
+    def evaluate() -> dict[str, Any]:
+        """Over all ranks, each test sample once."""
+        return train.count_right(run, answers())
 
     run.resume(State(net, optimizer, scheduler), train.sampler_state(batches))
     if cfg.evaluate:

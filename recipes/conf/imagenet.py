@@ -46,7 +46,9 @@ class Config(TrainKeys):
     global_batch_size: int = key(
         1024, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
     )
-    optimizer: Optimizer = key(Optimizer.sgd, "sgd with Nesterov momentum, or lars (give lr some 30 times as large)")
+    optimizer: Optimizer = key(
+        Optimizer.sgd, "sgd; lars: for batches of 8192 and more, with lr_batch_size=0 and a rate of its own, 10 or so"
+    )
     lr: float = key(0.1, "peak learning rate, for a batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
         256, "the global batch that lr is for; another one scales it in proportion; 0: lr as it is", low=0, high=2**30
@@ -56,12 +58,15 @@ class Config(TrainKeys):
         Schedule.cosine, "after the warm-up. cosine: to zero; step: a tenth at each third of the epochs"
     )
     momentum: float = key(0.9, "momentum", low=0, high=1)
-    weight_decay: float = key(5e-5, "weight decay of the weights", low=0)
+    nesterov: bool = key(True, "Nesterov's momentum (sgd)")
+    weight_decay: float = key(1e-4, "weight decay of the weights", low=0)
     decay_norms: bool = key(False, "norms and biases have the weight decay too")
     zero_init_residual: bool = key(True, "a residual block begins as the identity (ResNets)")
     label_smoothing: float = key(0.1, "share of the target spread over all classes", low=0, high=1)
     mixup: float = key(0.0, "alpha of mixup, which blends pairs of images and their labels; 0: none", low=0)
-    ema: float = key(0.0, "decay of the averaged weights, a step, that are evaluated; 0: none", low=0, high=0.999999)
+    ema: float = key(
+        0.0, "decay of the averaged weights, a step of lr_batch_size, that are evaluated; 0: none", low=0, high=0.999999
+    )
     px: int = key(224, "side of the training images", low=32, high=1024)
     small_px: int = key(
         0, "side of the training images at first, which grows with the epochs to px; 0: px", low=0, high=1024
@@ -71,7 +76,6 @@ class Config(TrainKeys):
     min_crop: float = key(0.08, "least share of an image's area that a random crop has", low=0.01, high=1)
     flip: bool = key(True, "half of the training images are mirrored")
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
-    channels_last: bool = key(True, "memory format of images and weights: faster nearly everywhere")
     dtype: Dtype = key(Dtype.auto, "arithmetic of the model; auto: bfloat16 on a GPU that has it; bfloat16; float32")
     val_batch_size: int = key(256, "images that a rank evaluates at once", low=1, high=65536)
 
@@ -80,8 +84,8 @@ class Config(TrainKeys):
         self.choose_dataset("imagenet", "fake")
         if self.val_resize < self.val_px:
             raise ConfigError(f"val_resize={self.val_resize}: the least is val_px, {self.val_px}")
-        if self.small_px > self.px:
-            raise ConfigError(f"small_px={self.small_px}: the most is px, {self.px}")
+        if self.small_px and not 32 <= self.small_px <= self.px:
+            raise ConfigError(f"small_px={self.small_px}: wants 32 to px, {self.px}; or 0 for px")
         if self.stage_dir and self.dataset == "fake":
             raise ConfigError(f"stage_dir={self.stage_dir}: there is nothing to bring there for dataset=fake")
 
@@ -90,7 +94,7 @@ class Config(TrainKeys):
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     # The recipe that torchvision's first weights come from, 76.1 % there; here not measured.
     "classic": {
-        "schedule": "step", "weight_decay": 1e-4, "decay_norms": True, "label_smoothing": 0.0, "zero_init_residual": False,
+        "schedule": "step", "nesterov": False, "decay_norms": True, "label_smoothing": 0.0, "zero_init_residual": False,
         "warmup_epochs": 0, "global_batch_size": 256,
     },
     # Few epochs of small images that grow; not measured.

@@ -112,19 +112,23 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def restore(state: State, content: Mapping[str, Any]) -> None:
-    """Puts a checkpoint's content into ``state``. Raises InputError when it is of another model."""
+def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> None:
+    """Puts a checkpoint's content into ``state``, without optimiser and schedule where it is not to be trained further.
+
+    Raises InputError when it is of another model.
+    """
     try:
         state.model.load_state_dict(content["model"])
-        state.optimizer.load_state_dict(content["optimizer"])
-        state.scheduler.load_state_dict(content["scheduler"])
+        if to_train:
+            state.optimizer.load_state_dict(content["optimizer"])
+            state.scheduler.load_state_dict(content["scheduler"])
         if state.ema:
             state.ema.load_state_dict(content["ema"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"checkpoint: is of another model ({' '.join(str(error).split())[:200]})") from None
     state.step = int(content["meta"]["step"])
-    if isinstance(state.scheduler, LambdaLR):
-        state.scheduler.last_epoch = state.step - 1
+    if to_train and isinstance(state.scheduler, LambdaLR):
+        state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step
         state.scheduler.step()  # the rate of this step by today's schedule: with more epochs it is another one
 
 

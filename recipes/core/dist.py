@@ -24,6 +24,7 @@ from recipes.core.rundir import InputError, MachineError
 
 T = TypeVar("T")
 
+POLL_S = 0.2
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 
 
@@ -65,31 +66,73 @@ class World:
         """``work``'s result, when every rank has done its own; for what may take longer than a collective is waited for.
 
         work is called with a function to be told its progress, whatever changes. Raises MachineError, on all ranks, where it
-        fails on one, or where no rank gets on for ``timeout_s``. ``name`` is used once in a run.
+        fails on one (there, what it raised) or no rank gets on for ``timeout_s``; the line names the host. ``name`` is used once in a run.
         """
-        mine = f"{name}/{self.rank}"
-        self.store.set(mine, "begun")
+        mine, news = (
+            f"{name}/{self.rank}",
+            f"{name}/news",
+        )  # news: rank 0's, so that nobody else asks for all ranks' keys
+        keys = [mine, news] if self.rank == 0 else [mine]
+
+        def tell(progress: object) -> None:
+            for key in keys:
+                self.store.set(key, f"at {progress}")
+
+        tell("its begin")
         try:
-            result = work(lambda progress: self.store.set(mine, f"at {progress}"))
-        except (InputError, MachineError) as error:
-            self.store.set(mine, f"failed {error}")
+            result = work(tell)
+        except Exception as error:
+            known = isinstance(error, (InputError, MachineError))
+            text = f"{self.host}: {error if known else rundir.one_line(error)}"
+            for key in keys:
+                self.store.set(key, f"failed {text}")
+            self._let_others_read()
+            if known:
+                raise type(error)(text) from None
             raise
         self.store.set(mine, "done")
+        if self.rank == 0:
+            self.store.set(news, self._all_done(name))
+        self._await_news(name)
+        return result
+
+    def _let_others_read(self) -> None:
+        """The store goes with rank 0, which therefore leaves last."""
+        if self.rank == 0:
+            time.sleep(5 * POLL_S)
+
+    def _all_done(self, name: str) -> str:
+        """Rank 0's: what becomes of all ranks' work: done, or failed and why. Passes on that they get on."""
         names = [f"{name}/{rank}" for rank in range(self.size)]
-        seen, since = [b""], time.monotonic()
+        seen, since, changes = [b""], time.monotonic(), 0
         while any(state != b"done" for state in seen):
             states = self.store.multi_get(names)
-            if failed := [state for state in states if state.startswith(b"failed ")]:
-                raise MachineError(failed[0].decode().removeprefix("failed "))
+            if failed := [state.decode() for state in states if state.startswith(b"failed ")]:
+                return failed[0]
             if states != seen:
-                seen, since = states, time.monotonic()
+                seen, since, changes = states, time.monotonic(), changes + 1
+                self.store.set(f"{name}/news", f"waiting {changes}")
             elif time.monotonic() - since > self.timeout_s:
                 rank = next(rank for rank, state in enumerate(states) if state != b"done")
+                return f"failed {self.hosts[rank]}: rank {rank} got no further with {name} in {self.timeout_s:g} s (timeout_s)"
+            time.sleep(POLL_S)
+        return "done"
+
+    def _await_news(self, name: str) -> None:
+        """Waits for rank 0's word on all ranks' work. Raises MachineError where it failed, or none comes."""
+        news, seen, since = "", "", time.monotonic()
+        while news != "done":
+            news = self.store.get(f"{name}/news").decode()
+            if news.startswith("failed "):
+                self._let_others_read()
+                raise MachineError(news.removeprefix("failed "))
+            if news != seen:
+                seen, since = news, time.monotonic()
+            elif time.monotonic() - since > self.timeout_s + 5:  # rank 0 notices first, and knows who it is
                 raise MachineError(
-                    f"{self.hosts[rank]}: rank {rank} got no further with {name} in {self.timeout_s:g} s (timeout_s)"
+                    f"{self.hosts[0]}: rank 0 got no further with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
-            time.sleep(0.2)
-        return result
+            time.sleep(POLL_S)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Rank 0's buffers of ``model`` on every rank, such as the averages of batch normalisation; every rank has to call it."""

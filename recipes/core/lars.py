@@ -10,9 +10,9 @@ from torch import Tensor
 class LARS(torch.optim.Optimizer):
     """SGD with momentum whose every tensor has a rate of its own, in proportion to the norm of its weights over its gradient's.
 
-    lr: the global rate, some 30 times that of plain SGD. trust: the proportion. A group with ``adapt`` False (norms and
-    biases) is plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), with the
-    momentum over the scaled update as in its authors' code.
+    lr: the global rate, by far larger than plain SGD's. trust: the proportion. A group with ``adapt`` False (norms and
+    biases) is plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), with torch's form
+    of momentum: ``lr`` is taken times the momentum, not into it.
     """
 
     def __init__(

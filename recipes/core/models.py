@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,24 @@ import torchvision
 from torch import nn
 from torchvision.models import WeightsEnum
 
+from recipes.core import rundir
 from recipes.core.rundir import InputError, MachineError
 
 
-def classifier(arch: str, weights: str, classes: int, **options: Any) -> nn.Module:
-    """A classifier of torchvision's for ``classes`` classes.
+def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool = False) -> nn.Module:
+    """A classifier of torchvision's for ``classes`` classes, which gives logits alone: heads for training only are left out.
 
-    weights: "" for random ones; ``true`` for the newest; or their name, such as IMAGENET1K_V2. Raises InputError for a name that
-    torchvision does not have, or weights of another number of classes; MachineError where the weights are not on this machine.
+    weights: "" for random ones; ``true`` for the newest; or their name, such as IMAGENET1K_V2. zero_init_residual: of random
+    ResNets, whose blocks then begin as the identity. Raises InputError for a name that torchvision does not have, or weights of
+    another number of classes; MachineError where the weights are not on this machine.
     """
     _check_arch(arch)
+    options: dict[str, Any] = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
     if not weights:
+        if options:
+            options["init_weights"] = True
+        if zero_init_residual and arch.startswith(("resnet", "resnext", "wide_resnet")):
+            options["zero_init_residual"] = True
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
     chosen = find_weights(arch, weights)
     there = len(chosen.meta["categories"])
@@ -34,9 +42,22 @@ def classifier(arch: str, weights: str, classes: int, **options: Any) -> nn.Modu
             f"pretrained={weights}: {path} is not there: on a machine with internet, python -m recipes.prepare weights arch={arch} "
             f"weights={chosen.name} ($TORCH_HOME says where)"
         )
-    net = torchvision.models.get_model(arch, weights=None, **options)
-    net.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return net
+    return torchvision.models.get_model(arch, weights=chosen, **options)  # from that file
+
+
+def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
+    """Raises InputError where a network, still on the CPU, does not take square images of one of these sides, in pixels."""
+    training = net.training
+    net.eval()
+    for side in sorted(sides):
+        try:
+            with torch.inference_mode():
+                net(torch.zeros(1, 3, side, side))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise InputError(
+                f"arch={arch}: takes no images of {side} px ({rundir.one_line(error, 120)}): give px, small_px, val_px of its own"
+            ) from None
+    net.train(training)
 
 
 def find_weights(arch: str, name: str) -> WeightsEnum:

@@ -22,6 +22,7 @@ EXIT_MACHINE = 3  # this machine or allocation cannot run it
 EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
+EVALUATION = "evaluation"  # a folder in a run directory
 
 
 class MachineError(RuntimeError):
@@ -125,6 +126,17 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "") -> int:
     return attempt
 
 
+def for_evaluation(run_dir: Path) -> Path:
+    """Where an evaluation of a run's checkpoint is kept: beside the run, which may be training; a new folder is its own."""
+    return run_dir / EVALUATION if (run_dir / "attempt.json").exists() else run_dir
+
+
+def of_launch(run_dir: Path, launch: str) -> Path:
+    """``run_dir``, or the folder in it of the evaluation that this launch was."""
+    attempt = read_json(run_dir / EVALUATION / "attempt.json")
+    return run_dir / EVALUATION if attempt and launch and attempt["launch"] == launch else run_dir
+
+
 def refuse(run_dir: Path, launch: str, exit_status: int, line: str) -> None:
     """Notes that a launch was refused before the run began, for who reads how it ended; the status stays as it was."""
     with contextlib.suppress(OSError):
@@ -206,6 +218,7 @@ def close(
     reason, first: what the caller has seen itself, for where the ranks left no record. Gives the status of this launch;
     None where it never began, and left things as they were.
     """
+    run_dir = of_launch(run_dir, launch)
     status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
     if not attempt or attempt["launch"] != launch:
         return None

@@ -24,14 +24,11 @@ from recipes.core.entry import Start
 from recipes.core.rundir import InputError, MachineError
 
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
+# On resume; and paths.
 MAY_CHANGE = {
-    "epochs",
-    "max_steps",
-    "num_workers",
-    "val_batch_size",
-    "log_every_steps",
-    "evaluate",
-}  # on resume; and paths
+    "epochs", "max_steps", "num_workers", "accumulate", "compile", "val_batch_size", "log_every_steps", "evaluate",
+}  # fmt: skip
+OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training  # on resume; and paths
 
 
 @dataclass
@@ -48,11 +45,16 @@ class Run:
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
     resumed_from_step: int | None = None
     was_done: bool = False
+    checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
     begun: bool = False
     stopping: str = ""
     samples: int = 0  # trained on, in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
+        self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
 
     @property
     def keys(self) -> RunKeys:
@@ -119,13 +121,18 @@ class Run:
         meta, paths = content["meta"], {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
         if meta.get("recipe") != self.settings.recipe:
             raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
-        changed = checkpoint.differences(meta["config"], state.meta["config"], MAY_CHANGE | paths)
-        changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
+        evaluate, now = self.settings.config.evaluate, state.meta["config"]
+        may_change = set(now) - OF_THE_MODEL if evaluate else MAY_CHANGE | paths
+        changed = checkpoint.differences(
+            meta["config"], now, may_change | (set(meta["config"]) - set(now) if evaluate else set())
+        )
+        if not evaluate:
+            changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
         if changed:
             raise InputError(
                 f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
             )
-        checkpoint.restore(state, content)
+        checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
             checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
         self.resumed_from_step = state.step
@@ -145,7 +152,7 @@ class Run:
         return str(found[0])
 
     def _look_for_checkpoint(self) -> str:
-        wanted, there = self.keys.resume, checkpoint.candidates(self.dir / "checkpoints")
+        wanted, there = self.keys.resume, checkpoint.candidates(self.checkpoints)
         if there and self.world.ranks.restart_count:
             wanted = "auto"  # a job that was queued again goes on from what it has saved itself
         if wanted not in ("auto", "never"):
@@ -163,7 +170,7 @@ class Run:
             except InputError as problem:
                 self.warn(f"{problem}; taking the one before it")
         if there:
-            raise InputError(f"{self.dir}/checkpoints: none of {len(there)} can be read: move them away to start anew")
+            raise InputError(f"{self.checkpoints}: none of {len(there)} can be read: move them away to start anew")
         return ""
 
     def check_mine(self) -> None:
@@ -328,6 +335,8 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
         # In a batch script one run is the job's, whichever step it is (another srun may have come before).
         run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
         path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, config.ROOT)
+        if start.settings.config.evaluate:
+            path = rundir.for_evaluation(path)
         try:
             for name in ("logs", "checkpoints", "failures"):
                 (path / name).mkdir(parents=True, exist_ok=True)

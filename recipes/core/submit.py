@@ -182,9 +182,11 @@ def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:
     """``status.json``, where it is of this job: its run directory may hold an older one."""
-    attempt = rundir.read_json(submitted.run_dir / "attempt.json")
-    mine = attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}.")
-    return rundir.read_status(submitted.run_dir) if mine else None
+    for run_dir in (submitted.run_dir, submitted.run_dir / rundir.EVALUATION):
+        attempt = rundir.read_json(run_dir / "attempt.json")
+        if attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}."):
+            return rundir.read_status(run_dir)
+    return None
 
 
 def _follow(log: Path, shown: int) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
+from recipes.core import metrics
 from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
 from recipes.core.rundir import InputError
@@ -50,19 +51,53 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=lower)
 
 
-def scaled_lr(run: Run, lr: float, lr_batch_size: int, global_batch_size: int) -> float:
+def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> float:
     """The linear scaling rule (Goyal et al., 2017): ``lr`` is for ``lr_batch_size`` samples, 0 for any. Says what comes of it."""
-    scaled = lr * global_batch_size / lr_batch_size if lr_batch_size else lr
-    if scaled != lr:
-        run.say(f"lr: {scaled:.4g} for batches of {global_batch_size} ({lr:g} for {lr_batch_size}, in proportion)")
-    return scaled
+    share = _of_batch(lr_batch_size, batches)
+    if share != 1:
+        run.say(
+            f"lr: {lr * share:.4g} for batches of {share * lr_batch_size:g} ({lr:g} for {lr_batch_size}, in proportion)"
+        )
+    return lr * share
 
 
-def averaged(net: nn.Module, decay: float) -> swa_utils.AveragedModel | None:
-    """An exponential moving average of ``net``'s weights and buffers for `State.ema`, which `fit` keeps; None where decay is 0."""
+def averaged(
+    run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: Batches
+) -> swa_utils.AveragedModel | None:
+    """An exponential moving average of ``net``'s weights and buffers for `State.ema`, which `fit` keeps; None where decay is 0.
+
+    decay: of a step of ``of_batch_size`` samples, 0 for any, so that the average goes back over as many samples in larger ones.
+    """
     if not decay:
         return None
-    return swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True)
+    share = _of_batch(of_batch_size, batches)
+    if share != 1:
+        run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
+    return swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay**share), use_buffers=True)
+
+
+def seed_ranks(run: Run, seed: int) -> None:
+    """Another random state for each rank, once the weights are made: dropout and the like are not to be alike on all of them."""
+    torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
+
+
+def _of_batch(size: int, batches: Batches) -> float:
+    return min(batches.global_batch_size, batches.num_samples) / size if size else 1.0
+
+
+def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
+    """Two groups of parameters for an optimiser: weights with ``weight_decay``; norms and biases with ``others``."""
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim <= 1]
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
+
+
+def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Top-1 and top-5 over all ranks: every rank counts its own samples, logits and labels, and the counts are added."""
+    counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
+    for logits, labels in answers:
+        counts += metrics.right(logits, labels)
+    return metrics.accuracy(run.world.sum(counts))
 
 
 @contextlib.contextmanager
@@ -210,14 +245,19 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
     return results
 
 
-def want_full_batches(batches: Batches, world_size: int) -> None:
-    """Raises InputError where a rank would have no sample of some batch, and batch normalisation nothing to measure."""
+def want_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None:
+    """Raises InputError where a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
+
+    Batch normalisation would have nothing to measure, and over all ranks they would not meet equally often.
+    """
     last = batches.num_samples - (batches.per_epoch - 1) * batches.global_batch_size
     smallest = last if batches.per_epoch == 1 else (last + batches.global_batch_size) // 2
-    if smallest < world_size:
+    least = world_size * cfg.accumulate
+    if smallest < least:
+        pieces = f" of {cfg.accumulate} pieces" if cfg.accumulate > 1 else ""
         raise InputError(
             f"global_batch_size={batches.global_batch_size}: a batch of {smallest} of {batches.num_samples} samples leaves some of "
-            f"{world_size} ranks without any; give at least {2 * world_size}, or fewer ranks"
+            f"{world_size} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
         )
 
 
@@ -265,7 +305,10 @@ class _Clock:
         return speed
 
     def save_due(self, every_s: float) -> bool:
-        return every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        if due:
+            self.saved()  # asked for once: the save comes a step later, when all ranks know of it
+        return due
 
     def saved(self) -> None:
         self._saved_at = time.monotonic()

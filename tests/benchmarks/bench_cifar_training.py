@@ -31,6 +31,7 @@ OURS = (
     "global_batch_size=64",
     "lr=0.2",
     "lr_batch_size=0",
+    "tta=false",  # the peer looks at each image once
 )
 PEER_EPOCHS = 8
 SEEDS = 3

@@ -37,13 +37,22 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_of_images_is_learnt_and_each_is_counted_once(data_dir: Path, tmp_path: Path) -> None:
-    words = ["ranks_per_node=2", "epochs=4", "ema=0.5", "lr=0.8", f"data_dir={data_dir}", f"run_dir={tmp_path}"]
+    words = [
+        "ranks_per_node=2",
+        "epochs=4",
+        "ema=0.3",
+        "lr=0.08",
+        "lr_batch_size=48",
+        f"data_dir={data_dir}",
+        f"run_dir={tmp_path}",
+    ]
     ended = helpers.run([*LOCAL, *SMALL, *words])
     assert ended.status == 0, ended.out
     summary = helpers.read(tmp_path, "summary")
     assert (summary["world_size"], summary["val_samples"], summary["steps"]) == (2, 37, 8)
     assert summary["val_top1"] > 0.6  # a third by chance
-    assert "lr: 0.0375 for batches of 24 (0.8 for 512, in proportion)" in ended.lines
+    assert "lr: 0.04 for batches of 24 (0.08 for 48, in proportion)" in ended.lines
+    assert "ema: 0.5477 a step of 24 (0.3 for 48)" in ended.lines
     assert [row["step"] for row in helpers.rows(tmp_path)] == list(range(1, 9))
 
     counts = set()
@@ -70,6 +79,10 @@ def test_a_folder_of_images_is_learnt_and_each_is_counted_once(data_dir: Path, t
             ["global_batch_size=1", "dataset=fake", "ranks_per_node=2"],
             "global_batch_size=1: a batch of 1 of 50000 samples",
         ),
+        (
+            ["global_batch_size=3", "dataset=fake", "ranks_per_node=2", "accumulate=2"],
+            "2 ranks of 2 pieces without any",
+        ),
         (["data_dir=/nonexistent"], "python -m recipes.prepare cifar10"),
     ],
 )
@@ -81,11 +94,11 @@ def test_what_cannot_be_trained_is_one_line(words: list[str], expected: str, tmp
 
 
 def test_images_grow_and_the_last_third_is_whole() -> None:
-    sides = [cifar.side(Config(epochs=12, small_px=16), epoch) for epoch in range(12)]
+    sides = [cifar.side(Config(small_px=16), 12, epoch) for epoch in range(12)]
     assert sides == sorted(sides)
     assert (sides[0], sides[8:]) == (16, [32] * 4)
     assert {side % 4 for side in sides} == {0}
-    assert {cifar.side(Config(epochs=3), epoch) for epoch in range(3)} == {32}
+    assert {cifar.side(Config(), 3, epoch) for epoch in range(3)} == {32}
 
 
 def test_the_rate_rises_to_its_peak_and_falls_to_zero() -> None:

@@ -50,7 +50,8 @@ class Trained:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, **keys: Any) -> tuple[dict[str, Any], Run]:
-        start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1"])
+        of_run = [f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith("checkpoint_")]
+        start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", log_every_steps=100, **keys)
         with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
             net = nn.Linear(1, 1)
@@ -96,6 +97,14 @@ def test_a_stop_saves_where_it_comes_and_gives_no_older_evaluation(
         assert results == {"val_top1": 3.0}
     else:
         assert "val_top1" not in helpers.rows(tmp_path)[-1]
+
+
+def test_saves_by_time_come_one_by_one(tmp_path: Path) -> None:
+    Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.02)
+    steps = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt"))
+    assert len(steps) > 2
+    by_time = [step for step in steps if step != 1200]
+    assert all(b - a > 1 for a, b in zip(by_time, by_time[1:], strict=False)), steps
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:

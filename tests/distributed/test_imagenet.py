@@ -60,7 +60,8 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
         "ranks_per_node=2",
         "epochs=4",
         "ema=0.3",
-        "lr=0.5",
+        "lr_batch_size=32",
+        "lr=0.06",
         "mixup=0.1",
         f"data_dir={data_dir}",
         f"run_dir={tmp_path}",
@@ -112,6 +113,8 @@ def test_dev_runs_whole_on_random_images(tmp_path: Path) -> None:
         (["arch=resnet51", "variant=dev"], 2, "near it: "),
         (["sync_bn=true", "variant=dev"], 2, "sync_bn=true: torch has it for GPUs only"),
         (["data_dir=/nonexistent"], 2, "data_dir="),
+        (["variant=dev", "arch=vit_b_16"], 2, "arch=vit_b_16: takes no images of 64 px"),
+        (["variant=dev", "small_px=16"], 2, "small_px=16: wants 32 to px"),
         (["stage_dir=$NO_SUCH_VARIABLE", "data_dir={photos}"], 2, "stage_dir=$NO_SUCH_VARIABLE"),
         (["stage_dir={tmp}", "data_dir={photos}"], 2, "python -m recipes.prepare imagenet"),
         (["evaluate=true", "variant=dev"], 2, "evaluate=true"),
@@ -130,11 +133,11 @@ def test_what_cannot_be_trained_is_one_line(
 
 
 def test_images_grow_by_32_and_the_last_quarter_is_whole() -> None:
-    cfg = Config(epochs=16, small_px=128, px=192)
-    sides = [imagenet.side(cfg, epoch) for epoch in range(16)]
+    cfg = Config(small_px=128, px=192)
+    sides = [imagenet.side(cfg, 16, epoch) for epoch in range(16)]
     assert sides == sorted(sides)
     assert (sides[0], sides[12:], set(sides)) == (128, [192] * 4, {128, 160, 192})
-    assert imagenet.side(Config(), 0) == 224
+    assert imagenet.side(Config(), 90, 0) == 224
 
 
 def test_the_step_schedule_is_a_tenth_at_each_third() -> None:
@@ -166,7 +169,7 @@ def test_mixup_blends_pairs_alike_on_every_rank() -> None:
 
 def test_decay_norms_puts_weight_decay_on_all() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for decay_norms, expected in ((False, [5e-5, 0.0]), (True, [5e-5, 5e-5])):
+    for decay_norms, expected in ((False, [1e-4, 0.0]), (True, [1e-4, 1e-4])):
         groups = imagenet.make_optimizer(Config(decay_norms=decay_norms), net, 0.1).param_groups
         assert [group["weight_decay"] for group in groups] == expected
         assert [len(group["params"]) for group in groups] == [1, 3]

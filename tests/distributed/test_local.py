@@ -189,10 +189,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(second: Secon
             name in line and "is damaged" in line and line.startswith("warning: rank 0") for line in ended.lines
         ), name
     assert f"resumed from {folder}/checkpoints/step-00000004.pt, step 4" in ended.lines
-    # evaluate=true: of step 4, and nothing is trained.
-    summary = helpers.read(folder, "summary")
-    assert (summary["val_samples"], summary["steps"]) == (359, 10)
-    assert (folder / "metrics.jsonl").read_bytes() == before[str(folder / "metrics.jsonl")]
+    # evaluate=true: of step 4, nothing is trained, and what is known of the training stays as it is.
+    summary = helpers.read(folder / "evaluation", "summary")
+    assert (summary["val_samples"], summary["steps"]) == (359, 4)
+    assert helpers.read(folder / "evaluation", "status")["state"] == "done"
+    kept = [Path(name) for name in before if Path(name).parent == folder]
+    assert {"metrics.jsonl", "summary.json", "status.json"} <= {path.name for path in kept}
+    for path in kept:
+        assert path.read_bytes() == before[str(path)], path
     assert summary["val_top1"] != json.loads(before[str(folder / "summary.json")])["val_top1"]
 
 
