@@ -177,7 +177,7 @@ def _check_source(source: str) -> None:
         if fault := datafiles.check_url(source):
             shown = repr(source) if "@" not in source and "?" not in source else "the URL"
             raise InputError(f"source={shown} {fault}")
-    elif source and not Path(source).expanduser().is_dir():
+    elif source and datafiles.kind(Path(source).expanduser(), "source") != "folder":
         raise InputError(f"source={source!r} is no folder: give one that has the files, or a base URL https://…/")
 
 
@@ -186,7 +186,7 @@ def _places(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirro
     if "://" in source:
         return [f"{source.rstrip('/')}/{file.served_name}"]
     if source:
-        paths = datafiles.local_copies(source, dataset, file)
+        paths = datafiles.local_copies(source, dataset, file, "source")
         if not paths:
             folders = ", ".join(str(folder) for folder in datafiles.search_folders(source, dataset))
             raise InputError(f"source={source!r} has no {file.name}, plain or .gz (looked in {folders})")
@@ -253,12 +253,11 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
     """Have CIFAR-10 as IDX files, and index.json, in data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = Path(keys.data_dir or datafiles.default_dir()).expanduser().absolute()
     folder = data_dir / CIFAR10.folder
-    need = CIFAR10.files[0].size + 6 * BATCH_IMAGES * (IMAGE_BYTES + 1)
+    need = 6 * BATCH_IMAGES * (IMAGE_BYTES + 1)
     try:
-        if _cifar10_is_there(folder):
-            _say("cifar10: already there, verified")
-        else:
+        if not _cifar10_is_there(folder, keys.source):
             sources = _cifar10_sources(keys.source, data_dir)
+            need += CIFAR10.files[0].size if "://" in sources[-1] else 0
             folder.mkdir(parents=True, exist_ok=True)
             with packing.exclusive(folder / "prepare.lock", _say):
                 packing.sweep(folder)
@@ -271,9 +270,10 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
     _say(f"next: python -m recipes.{CIFAR10.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
-def _cifar10_is_there(folder: Path) -> bool:
-    index = rundir.read_json(folder / "index.json")
-    known = index.get("sha256") if index else None
+def _cifar10_is_there(folder: Path, source: str) -> bool:
+    """Whether it is there, and whole. Raises InputError where it was made of something else than is wanted."""
+    index = rundir.read_json(folder / "index.json") or {}
+    known = index.get("sha256")
     if not isinstance(known, dict):
         return False
     for name in CIFAR10_IDX:
@@ -284,6 +284,20 @@ def _cifar10_is_there(folder: Path) -> bool:
         if found != known.get(name):
             _say(f"{folder / name} is missing or damaged: all are made anew")
             return False
+    made_of, samples, classes = str(index.get("source")), index.get("samples") or {}, index.get("classes") or []
+    holds = f"{samples.get('train')} training and {samples.get('test')} test images, {len(classes)} classes"
+    if source:
+        given = source.rstrip("/") if "://" in source else str(Path(source).expanduser().absolute())
+        as_wanted, wanted = made_of == given or made_of.startswith(os.path.join(given, "")), "the given source="
+    else:
+        own = {"train": len(TRAIN_BATCHES) * BATCH_IMAGES, "test": BATCH_IMAGES}
+        as_wanted, wanted = (samples, classes) == (own, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
+    if not as_wanted:
+        raise InputError(
+            f"data_dir={str(folder.parent)!r}: its cifar10/ was made from {_plain(made_of)} ({holds}), not from {wanted}: "
+            f"give that as source= to keep it, or another data_dir=, or remove {shlex.quote(str(folder))}"
+        )
+    _say(f"cifar10: already there, verified: {holds}, from {_plain(made_of)}")
     return True
 
 
@@ -302,22 +316,23 @@ def _cifar10_sources(source: str, data_dir: Path) -> list[str]:
         _check_source(source)
         return [f"{source.rstrip('/')}/{packed.served_name}"]
     given = Path(source).expanduser().absolute() if source else None
-    if given and given.is_file():
+    kind = functools.partial(datafiles.kind, key="source" if given else "data_dir")
+    if given and kind(given) == "file":
         return [str(given)]
     found: list[str] = []
     for root in [given] if given else [data_dir, data_dir / CIFAR10.folder]:
         folders = [root / "cifar-10-batches-bin", root / "cifar-10-batches-py", root]
-        found += [str(f) for f in folders if _is_batches(f, ".bin") or _is_batches(f, "")]
-        found += [str(root / packed.name)] if (root / packed.name).is_file() else []
-        if given and (root / "train").is_dir() and (root / "test").is_dir():
+        found += [str(f) for f in folders if _is_batches(f, ".bin", kind) or _is_batches(f, "", kind)]
+        found += [str(root / packed.name)] if kind(root / packed.name) == "file" else []
+        if given and kind(root / "train") == kind(root / "test") == "folder":
             found.append(str(root))
     if given and not found:
         raise InputError(f"source={source!r} is no copy of CIFAR-10: give a folder that has {CIFAR10_SOURCES}")
     return list(dict.fromkeys(found)) + ([] if given else [f"{m}{packed.served_name}" for m in CIFAR10.mirrors])
 
 
-def _is_batches(folder: Path, ending: str) -> bool:
-    return all((folder / f"{name}{ending}").is_file() for name in (*TRAIN_BATCHES, "test_batch"))
+def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = datafiles.kind) -> bool:
+    return all(kind(folder / f"{name}{ending}") == "file" for name in (*TRAIN_BATCHES, "test_batch"))
 
 
 def _make_cifar10(folder: Path, sources: list[str], given: str) -> None:
@@ -340,9 +355,10 @@ def _convert_cifar10(folder: Path, place: str, given: str) -> None:
     classes: tuple[str, ...] = CIFAR10_CLASSES
     with contextlib.ExitStack() as stack:
         if "://" in place:
-            _fetch(packed, [place], folder, bool(given))
             path = folder / packed.name
-            stack.callback(path.unlink, missing_ok=True)
+            if not os.path.lexists(path):  # else it is the user's own
+                stack.callback(path.unlink, missing_ok=True)
+            _fetch(packed, [place], folder, bool(given))
         if path.is_file():
             chunks = _from_tar(path, stack)
         elif _is_batches(path, ".bin"):
@@ -490,11 +506,19 @@ def _read_pickle(folder: Path, name: str) -> tuple[bytes, bytes]:
 def _from_listing(split: str, listing: Listing, counts: _Counts) -> Chunks:
     """The images of a class folder in its order, one at a time."""
     meter = Meter(f"cifar10 {split}", len(listing))
+    most, before = packing.allowed(len(listing), PackOptions()), len(counts.skipped)
     for i in range(len(listing)):
         try:
             pixels, resized = _decode_32(listing.path(i))
         except packing.Unreadable as err:
             counts.skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(err)})
+            if len(counts.skipped) - before > most:
+                meter.end()
+                last = f"{_plain(counts.skipped[-1]['file'])} {err}"
+                raise InputError(
+                    f"source=: more than {most} of {len(listing)} images of {split}/ cannot be used (the last: {last}): "
+                    "mend or remove them, or give another source="
+                ) from None
         else:
             counts.resized += resized
             yield bytes([listing.label(i)]), pixels
@@ -506,7 +530,7 @@ def _decode_32(path: Path) -> tuple[bytes, bool]:
     """The planes of an image brought to 32 x 32 pixels, and whether that changed it. Raises packing.Unreadable."""
     from PIL import Image
 
-    image = packing.open_image(packing.read(path)).convert("RGB")
+    image = packing.to_rgb(packing.open_image(packing.read(path)))
     resized = image.size != (32, 32)
     if resized:
         short = min(image.size)
@@ -546,7 +570,8 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         _say(f"{split}: {content['samples']} images, {size}{'; converted: ' if kinds else ''}{kinds}")
     _tell_skipped([skip for content in index["splits"].values() for skip in content["skipped"]])
     _say(f"imagenet is in {_plain(str(target))}, {len(index['classes'])} classes")
-    _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
+    if set(packing.SPLITS) <= set(index["splits"]):  # of one alone nothing is trained
+        _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
 # ---------------------------------------------------------------- what is said
@@ -620,7 +645,10 @@ def _span(seconds: float) -> str:
 
 
 def prepare_weights(keys: WeightsKeys) -> None:
-    """Have torchvision's weights where torch looks for them, verified by the hash in their name. Raises InputError, MachineError."""
+    """Have torchvision's weights where torch looks for them. Raises InputError, MachineError.
+
+    They are verified by the hash in their name when they are fetched; a file that is there already is taken as it is.
+    """
     import torch
 
     from recipes.core import models

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from recipes.core.rundir import InputError
@@ -70,10 +70,13 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(os.fsdecode(name) for name in sorted(found))
 
 
-def scan(folder: Path, classes: Sequence[str] | None = None) -> Listing:
+def scan(
+    folder: Path, classes: Sequence[str] | None = None, tell: Callable[[object], None] = lambda done: None
+) -> Listing:
     """Lists ``folder``. Folders below a class belong to it; hidden files and folders are left out; links are followed.
 
     classes: those that labels are positions in (a validation set's are its training set's); default: the folder's own.
+    tell: told how many classes are done, at each.
     Raises InputError (one line) when there is no folder, class or image, a class without any, or one not in ``classes``.
     """
     folder = Path(folder)
@@ -87,7 +90,8 @@ def scan(folder: Path, classes: Sequence[str] | None = None) -> Listing:
         )
     listing = Listing(folder, known)
     empty = []
-    for name in own:
+    for done, name in enumerate(own):
+        tell(done)
         files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name)), b"", ()))
         if not files:
             empty.append(name)

@@ -20,6 +20,7 @@ import shlex
 import shutil
 import socket
 import ssl
+import stat
 import time
 import urllib.error
 import urllib.parse
@@ -137,11 +138,27 @@ def search_folders(root: str | Path, dataset: Dataset) -> list[Path]:
     return [base / dataset.folder, base / dataset.name, base]
 
 
-def local_copies(root: str | Path, dataset: Dataset, file: DataFile) -> list[Path]:
-    """The copies of `file` that lie below `root`, unverified, in the order of preference: plain before .gz."""
+def kind(path: Path, key: str = "data_dir") -> str:
+    """``file`` or ``folder``, what links lead to; "" for neither. Raises DataFileError, naming ``key``, where one may not look."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as err:  # Path.is_file and its like raise it as it is, or from Python 3.14 on say no
+        raise DataFileError(
+            f"{key}: {str(path)!r} cannot be read ({_strerror(err)}): make it readable, or give another {key}="
+        ) from None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
+
+
+def local_copies(root: str | Path, dataset: Dataset, file: DataFile, key: str = "data_dir") -> list[Path]:
+    """The copies of `file` that lie below `root`, unverified, in the order of preference: plain before .gz.
+
+    key: whose value `root` is. Raises DataFileError as `kind` does.
+    """
     ends = ("",) if file.keep_packed else ("", ".gz")
     candidates = [folder / (file.name + end) for folder in search_folders(root, dataset) for end in ends]
-    return [path for path in candidates if path.is_file()]
+    return [path for path in candidates if kind(path, key) == "file"]
 
 
 def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
@@ -172,7 +189,7 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
     Raises DataFileError, which names what was looked for and where, if one is missing.
     """
     folder = Path(data_dir).expanduser() / CIFAR10.folder
-    missing = [name for name in (*CIFAR10_IDX, "index.json") if not (folder / name).is_file()]
+    missing = [name for name in (*CIFAR10_IDX, "index.json") if kind(folder / name) != "file"]
     if missing:
         raise DataFileError(
             f"data_dir={str(data_dir)!r} lacks {', '.join(missing)} (looked in {folder}): on a machine with internet, "

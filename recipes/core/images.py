@@ -5,6 +5,7 @@ of threads, and after a resume in the middle.
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import math
@@ -44,8 +45,9 @@ CHUNK = 16  # images that a thread decodes in one go
 AHEAD = 3  # batches that are worked on while one is used
 STALL_S = 300.0  # for the images of one chunk
 TOLD = 10  # unreadable images that are named; further ones are counted
-IN_A_ROW = 10  # unreadable images that end a run, and
+IN_A_ROW = 10  # unreadable images that end a run where they are read in no order, and
 SAMPLES, SHARE = 1000, 0.01  # such a share, of at least so many
+MACHINES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # no image's fault
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # y, x, height, width
 
@@ -87,8 +89,8 @@ class Files:
 
     kind, raw = "files", False
 
-    def __init__(self, folder: Path, classes: Sequence[str] | None = None) -> None:
-        self._listing = classfolder.scan(folder, classes)
+    def __init__(self, folder: Path, classes: Sequence[str] | None, tell: Callable[[object], None]) -> None:
+        self._listing = classfolder.scan(folder, classes, tell)
         self.place = self._folder = str(folder)
 
     @property
@@ -144,15 +146,21 @@ class Packed:
         self.classes, self.place = copy.classes, str(folder)
         self._folder, self._split, self._samples = folder, split, found.samples
         self._files = [file.name for file in found.shards]
-        with open(folder / found.index.name, "rb") as opened:
-            self._index = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        try:
+            with open(folder / found.index.name, "rb") as opened:
+                self._index = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise datafiles.DataFileError(
+                f"{str(folder / found.index.name)!r} cannot be read ({error.strerror}): make it readable"
+            ) from None
         self._digest = hashlib.sha256(self._index).hexdigest()
         if self._digest != found.index.sha256 or not self._fits([file.size for file in found.shards]):
             raise datafiles.DataFileError(f"{str(folder / found.index.name)!r} is damaged: {again}")
         self._open: dict[int, int] = {}
         self._opening, self._scratch = threading.Lock(), threading.local()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_open = 1 << 20 if soft == resource.RLIM_INFINITY else soft // 2
+        # A quarter for each of two sets: the rest of the process wants some too.
+        self._most_open = 1 << 20 if soft == resource.RLIM_INFINITY else soft // 4
 
     def __del__(self) -> None:
         for opened in getattr(self, "_open", {}).values():
@@ -273,23 +281,23 @@ def _file_size(path: Path) -> int | None:
         return None
 
 
-def open_images(data_dir: str | Path, split: str) -> Images:
+def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None] = lambda done: None) -> Images:
     """``train`` or ``val`` of a folder: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
 
-    Opens and checks sizes, reads no image. A validation set's labels are positions in its training set's classes. Raises
-    InputError (one line: file, fault, mend).
+    Opens and checks sizes, reads no image. A validation set's labels are positions in its training set's classes. tell: told
+    something new now and then, where there is much to list. Raises InputError (one line: file, fault, mend).
     """
     folder = Path(data_dir).expanduser()
     if staging.is_packed(folder):
         return Packed(folder, staging.read_index(folder), split)
-    if not (folder / split).is_dir():
+    if datafiles.kind(folder / split) != "folder":
         wants = f"{split}/<class>/*.JPEG or a packed copy's index.json"
         mend = "give the folder that holds them, or pack a copy: " + staging.PREPARE.format("…")
         raise InputError(f"data_dir={str(data_dir)!r} has no {wants}: {mend}")
     classes = None
-    if split != "train" and (folder / "train").is_dir():
+    if split != "train" and datafiles.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")
-    return Files(folder / split, classes)
+    return Files(folder / split, classes, tell)
 
 
 def open_sets(cfg: "SetKeys", run: Run) -> tuple[Images, Images]:
@@ -305,24 +313,34 @@ def open_sets(cfg: "SetKeys", run: Run) -> tuple[Images, Images]:
         folder = find_folder(cfg.data_dir)
         stage_dir = os.path.expanduser(os.path.expandvars(cfg.stage_dir))
         if "$" in stage_dir:
-            raise InputError(f"stage_dir={cfg.stage_dir}: such a variable is not set on {world.host}: give a folder")
+            raise InputError(f"stage_dir={cfg.stage_dir}: such a variable is not set: give a folder")
 
         def beat(done: int, total: int) -> None:
+            if run.stop:
+                raise MachineError(
+                    f"stopped by {run.stop.reason} while copying to stage_dir; the copy goes on where it is when the run starts again"
+                )
             tell(done)
             run.progress(f"to {stage_dir}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         return staging.stage(folder, Path(stage_dir), beat) if stage_dir else folder
 
+    if cfg.stage_dir:
+        run.say(f"the packed copy is brought to stage_dir={cfg.stage_dir} where it is not there yet")
     # Apart, because what takes long is told while it does, and what a rank finds is looked at when all are there.
     folder = world.together("staging", staged)
-    sets = world.together("images", lambda tell: (open_images(folder, "train"), open_images(folder, "val")))
-    for split, images in zip(("train", "val"), sets, strict=True):
-        first = world.broadcast_text(f"images/{split}", images.digest())
-        if first != images.digest():
-            raise InputError(
-                f"{world.host}: {images.place!r} holds other samples here than on {world.hosts[0]}: give all ranks the same"
-            )
+    sets = world.together("images", lambda tell: tuple(open_images(folder, split, tell) for split in ("train", "val")))
     train, val = sets
+    first = world.broadcast_text("images", f"{train.digest()} {val.digest()}").split(" ")
+
+    def alike(tell: Callable[[object], None]) -> None:
+        for images, wanted in zip(sets, first, strict=True):
+            if images.digest() != wanted:
+                raise InputError(
+                    f"{images.place!r} holds other samples here than on {world.hosts[0]}: give all ranks the same"
+                )
+
+    world.together("alike", alike)
     run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
     return train, val
 
@@ -342,8 +360,11 @@ def find_folder(data_dir: str) -> Path:
     """``data_dir``, or ``imagenet`` in it where that is what holds images; empty for the default, `datafiles.default_dir`."""
     base = Path(data_dir or datafiles.default_dir()).expanduser()
     below = base / "imagenet"
-    has_images = staging.is_packed(base) or (base / "train").is_dir()
-    return below if not has_images and (staging.is_packed(below) or (below / "train").is_dir()) else base
+
+    def has_images(folder: Path) -> bool:
+        return staging.is_packed(folder) or datafiles.kind(folder / "train") == "folder"
+
+    return below if not has_images(base) and has_images(below) else base
 
 
 # ---------------------------------------------------------------- decoding
@@ -560,7 +581,7 @@ class Loader:
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
         self._decoder, self._workers, self._warn = make_decoder(decoder), workers, warn
         self._to = _Mover(device)
-        self._tally = _Tally(images, self._decoder.name, warn)
+        self._tally = _Tally(images, self._decoder.name, warn, IN_A_ROW)
         self._centre_tallies: dict[int, _Tally] = {}
         self.num_samples = batches.num_samples
         self.global_batch_size = batches.global_batch_size
@@ -668,6 +689,12 @@ class _Job:
                 if odd := crop(self.source, self.decoder, samples[i], i, out[i]):
                     self.odd[i] = odd
             except (OSError, Unreadable) as error:
+                if isinstance(error, OSError) and error.errno in MACHINES:
+                    name = self.source.name(samples[i])
+                    raise MachineError(
+                        f"{self.source.place!r}: {name!r} cannot be read ({error.strerror}): "
+                        "look at this machine's memory and ulimit -n"
+                    ) from None
                 out[i] = 0
                 self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
 
@@ -680,14 +707,14 @@ def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
             yield job
         return
     pool = ThreadPoolExecutor(workers, "images")
-    waiting: deque[tuple[_Job, list[Future[None]]]] = deque()
+    waiting: deque[tuple[_Job, dict[int, Future[None]]]] = deque()
     hung = False
     try:
         for job in jobs:
             count = len(job.samples)
             chunk = max(1, min(CHUNK, -(-count // workers)))
             chunks = range(0, count, chunk)
-            waiting.append((job, [pool.submit(job.run, begin, min(begin + chunk, count)) for begin in chunks]))
+            waiting.append((job, {begin: pool.submit(job.run, begin, min(begin + chunk, count)) for begin in chunks}))
             if len(waiting) > max(AHEAD, 2 * workers // max(1, count)):
                 yield _finished(*waiting.popleft())
         while waiting:
@@ -699,12 +726,13 @@ def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
         pool.shutdown(wait=not hung, cancel_futures=True)
 
 
-def _finished(job: _Job, chunks: list["Future[None]"]) -> _Job:
-    for chunk in chunks:
+def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
+    """chunks: by where they begin."""
+    for begin, chunk in chunks.items():
         try:
             chunk.result(STALL_S)
         except FutureTimeout:
-            name = job.source.name(job.samples[next(reversed(job.at.values()), 0)])
+            name = job.source.name(job.samples[job.at.get(begin, begin)])
             raise MachineError(
                 f"{job.source.place!r}: reading has not come back in {STALL_S:g} s, near {name!r}: look at its file system"
             ) from None
@@ -712,10 +740,13 @@ def _finished(job: _Job, chunks: list["Future[None]"]) -> _Job:
 
 
 class _Tally:
-    """Counts what of a set cannot be read, or not by the decoder, and says so; labels of a batch are made beside it."""
+    """Counts what of a set cannot be read, or not by the decoder, and says so; labels of a batch are made beside it.
 
-    def __init__(self, images: Images, decoder: str, warn: Callable[[str], None]) -> None:
-        self._images, self._decoder, self._warn = images, decoder, warn
+    in_a_row: so many that cannot be read end the run; None where neighbours in the set are read one after the other.
+    """
+
+    def __init__(self, images: Images, decoder: str, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
+        self._images, self._decoder, self._warn, self._most_in_a_row = images, decoder, warn, in_a_row
         self._seen = self._bad = self._in_a_row = 0
         self.skipped: set[int] = set()
         self.by_pillow = 0
@@ -755,7 +786,7 @@ class _Tally:
                 last = "; further ones are counted only" if len(self.skipped) == TOLD else ""
                 self._warn(f"{name!r} cannot be read ({reason}) and is left out{last}")
         too_many = self._seen >= SAMPLES and self._bad > SHARE * self._seen
-        if self._in_a_row >= IN_A_ROW or too_many:
+        if too_many or self._in_a_row == self._most_in_a_row:
             many = f"{self._bad} of {self._seen} images" if too_many else f"{self._in_a_row} images in a row"
             raise InputError(
                 f"data_dir: {many} of {self._images.place!r} cannot be read (the last: {name!r}: {reason}): "

@@ -1,4 +1,4 @@
-"""Packs a folder of images, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, into few large files. Pillow, in the workers alone.
+"""Packs a folder of images, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, into few large files.
 
 What may not happen: a half file under its final name, a finished shard done twice, a worker that outlives its parent.
 Workers are processes of this module, one shard at a time each; tasks and answers are lines of JSON on their pipes.
@@ -79,7 +79,7 @@ def allowed(samples: int, options: PackOptions) -> int:
 
 
 def is_finished(folder: Path) -> bool:
-    return (folder / "index.json").is_file()
+    return datafiles.kind(folder / "index.json") == "file"
 
 
 def pack(
@@ -96,10 +96,10 @@ def pack(
     and MachineError (room, locks, a worker that is killed), one line each.
     """
     source, target = Path(source).resolve(), Path(target).resolve()
-    _check_places(source, target)
-    listings = _listings(source)
     need = 0
     try:
+        _check_places(source, target)
+        listings = _listings(source)
         target.mkdir(parents=True, exist_ok=True)
         with exclusive(target / "packing.lock", say):
             sweep(target)
@@ -178,9 +178,10 @@ def _check_places(source: Path, target: Path) -> None:
     taken = {source, *(source / split for split in SPLITS)}
     if target in taken or taken & set(target.parents) - {source}:
         raise InputError(f"data_dir={str(target)!r}: is where the images of source= are; give a folder of its own")
-    if target.exists() and not target.is_dir():
+    there = datafiles.kind(target)
+    if there == "file":
         raise InputError(f"data_dir={str(target)!r}: is no folder; choose another data_dir=")
-    if target.is_dir() and not (target / "packing.json").exists():
+    if there and not datafiles.kind(target / "packing.json"):
         ours = ("packing.lock", "lost+found")
         others = [name for name in os.listdir(target) if name not in ours and not name.startswith(".")]
         if others:
@@ -191,9 +192,9 @@ def _check_places(source: Path, target: Path) -> None:
 
 def _listings(source: Path) -> dict[str, Listing]:
     wants = "wants train/<class>/*.JPEG and val/<class>/*.JPEG in it"
-    if not source.is_dir():
+    if datafiles.kind(source, "source") != "folder":
         raise InputError(f"source={str(source)!r}: is no folder; {wants}")
-    there = [split for split in SPLITS if (source / split).is_dir()]
+    there = [split for split in SPLITS if datafiles.kind(source / split, "source") == "folder"]
     if not there:
         raise InputError(f"source={str(source)!r}: has neither train/ nor val/; {wants}")
     listings: dict[str, Listing] = {}
@@ -372,8 +373,8 @@ def _run(
     with selectors.DefaultSelector() as selector:
         try:
             for _ in range(min(options.workers or _cpus(), shards)):
-                worker = _Worker(setup)
-                workers.append(worker)
+                workers.append(_Worker(setup))
+            for worker in workers:  # all are started by now: a task is more than a pipe holds, and waits for its reader
                 worker.give(next(tasks))
                 selector.register(worker.answers, selectors.EVENT_READ, worker)
             while selector.get_map():
@@ -411,12 +412,11 @@ class _Worker:
 
     def __init__(self, setup: Mapping[str, Any]):
         try:
-            # A session of its own: Ctrl-C is the parent's to handle. What image libraries print is about no user's setting.
+            # A session of its own: Ctrl-C is the parent's to handle.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "recipes.core.packing", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 cwd=Path(__file__).resolve().parents[2],
                 start_new_session=True,
             )
@@ -496,7 +496,8 @@ def work(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(rundir.EXIT_CRASH)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    for opened in (1, 2):  # what a library prints is no answer, nor about a user's setting
+        os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
     warnings.simplefilter("ignore")
 
     def tell(**answer: Any) -> None:
@@ -614,7 +615,7 @@ def _decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
     plain = image.format == "JPEG" and image.mode == "RGB"
     kinds += _mode_kinds(image)
     way = TRANSPOSED.get(_orientation(image))
-    image = _to_rgb(image)
+    image = to_rgb(image)
     if way:
         image = image.transpose(Image.Transpose[way])
         kinds.append("rotated")
@@ -659,7 +660,8 @@ def _mode_kinds(image: "Image.Image") -> list[str]:
     return kinds
 
 
-def _to_rgb(image: "Image.Image") -> "Image.Image":
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """Its pixels in RGB; of 16 bits the upper 8."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.core import datafiles
 from recipes.core.rundir import InputError, MachineError
 
 FORMAT, VERSION = "packed images", 1  # of index.json
@@ -74,8 +75,8 @@ class PackedCopy:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` is a packed copy, or one whose packing was not finished."""
-    return (folder / "index.json").exists() or (folder / "packing.json").exists()
+    """Whether ``folder`` is a packed copy, or one whose packing was not finished. Raises InputError where one may not look."""
+    return bool(datafiles.kind(folder / "index.json") or datafiles.kind(folder / "packing.json"))
 
 
 def read_index(folder: Path) -> PackedCopy:
@@ -84,7 +85,7 @@ def read_index(folder: Path) -> PackedCopy:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        if (folder / "packing.json").exists():
+        if datafiles.kind(folder / "packing.json"):
             raise InputError(
                 f"{str(folder)!r}: packing was not finished: run the same prepare command again ({again})"
             ) from None
@@ -132,12 +133,15 @@ def stage(folder: Path, stage_dir: Path, beat: Beat) -> Path:
         copy = read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir=: wants a packed copy as data_dir: {error}") from None
-    target = stage_dir.resolve() / f"{folder.resolve().name}-{copy.sha256[:12]}"
+    target = stage_dir.resolve() / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
     _own_folder(target)
     if not _is_finished(target, copy):
-        with _locked(target, copy, beat):
-            if not _is_finished(target, copy):
-                _copy_all(folder, target, copy, beat)
+        try:
+            with _locked(target, copy, beat):
+                if not _is_finished(target, copy):
+                    _copy_all(folder, target, copy, beat)
+        except OSError as error:
+            raise _disk_error(error, target) from None
     return target
 
 
@@ -158,7 +162,7 @@ def _own_folder(target: Path) -> None:
 
 
 def _is_finished(target: Path, copy: PackedCopy) -> bool:
-    """index.json, which comes last, is there, and so are all files in their size."""
+    """index.json, which comes last, is there, and so are all files as far as `_is_whole` looks."""
     try:
         return (target / "index.json").read_bytes() == copy.content and not _missing(target, copy)
     except OSError:
@@ -166,7 +170,19 @@ def _is_finished(target: Path, copy: PackedCopy) -> bool:
 
 
 def _missing(target: Path, copy: PackedCopy) -> list[PackedFile]:
-    return [file for file in copy.files if _size(target / file.name) != file.size]
+    return [file for file in copy.files if not _is_whole(target / file.name, file)]
+
+
+def _is_whole(path: Path, file: PackedFile) -> bool:
+    """A shard has its size; an index, by which every sample is found, is read too: a wrong one would end every start."""
+    if _size(path) != file.size:
+        return False
+    if not file.name.endswith(".index"):
+        return True
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
+    except OSError:
+        return False
 
 
 def _size(path: Path) -> int:
@@ -182,10 +198,7 @@ def _size(path: Path) -> int:
 def _locked(target: Path, copy: PackedCopy, beat: Beat) -> Iterator[None]:
     """Holds the folder's lock, which the kernel lets go of with its process, whatever ends that."""
     total = sum(file.size for file in copy.files)
-    try:
-        lock = os.open(target / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _disk_error(error, target) from None
+    lock = os.open(target / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         while True:
             try:
@@ -209,7 +222,7 @@ def _bytes_there(target: Path) -> int:
 
 
 def _copy_all(folder: Path, target: Path, copy: PackedCopy, beat: Beat) -> None:
-    """Copies what is missing, index.json last. The lock is held."""
+    """Copies what is missing, index.json last. The lock is held. Raises OSError too."""
     for left in target.glob(f"{TEMPORARY}*"):
         left.unlink()
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,6 @@
+import contextlib
 import os
+import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,12 +124,36 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
         classfolder.scan(tmp_path / "file")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
-def test_an_unreadable_class(tmp_path: Path) -> None:
-    make(tmp_path, "a/1.jpg")
-    (tmp_path / "a").chmod(0)
-    with pytest.raises(InputError, match="cannot be read"):
-        classfolder.scan(tmp_path)
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that others than root can reach, as they cannot pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def not_root() -> Iterator[None]:
+    """Root may read everywhere: it is somebody else for a while."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_an_unreadable_class(reachable: Path) -> None:
+    make(reachable, "a/1.jpg")
+    (reachable / "a").chmod(0)
+    with not_root(), pytest.raises(InputError, match="/a' cannot be read"):
+        classfolder.scan(reachable)
+
+
+def test_it_tells_that_it_gets_on(tmp_path: Path) -> None:
+    told: list[object] = []
+    classfolder.scan(make(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg"), None, told.append)
+    assert told == [0, 1, 2]
 
 
 def test_memory_stays_below_60_bytes_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

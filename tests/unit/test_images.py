@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import itertools
 import json
+import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +31,7 @@ from torchvision.transforms import functional as TF
 from recipes.core import images, packing
 from recipes.core.data import GlobalBatches
 from recipes.core.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
+from recipes.core.preempt import StopFlag
 from recipes.core.rundir import InputError, MachineError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,12 +293,13 @@ def test_an_error_of_our_own_reaches_the_caller(folder: Path, monkeypatch: pytes
 
 def test_a_read_that_does_not_come_back_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_images(folder, "train")
-    hang = threading.Event()
-    monkeypatch.setattr(images, "STALL_S", 0.2)
-    monkeypatch.setattr(source, "read", lambda i: hang.wait(20))
-    try:
-        with pytest.raises(MachineError, match=r"not come back in 0\.2 s, near '(ant|bee|cat)/\d.JPEG'"):
-            next(loader(source, workers=2).epoch(0))
+    read, hang, hung = source.read, threading.Event(), 13
+    monkeypatch.setattr(images, "STALL_S", 0.5)
+    monkeypatch.setattr(images, "CHUNK", 3)
+    monkeypatch.setattr(source, "read", lambda i: hang.wait(20) and b"" if i == hung else read(i))
+    try:  # by three threads in all 24, whose chunks that come later are done meanwhile
+        with pytest.raises(MachineError, match=rf"not come back in 0\.5 s, near '{source.name(hung)}'"):
+            next(loader(source, workers=3, batch=24).epoch(0))
     finally:
         hang.set()
 
@@ -469,6 +477,31 @@ def test_a_set_that_vanishes_ends_the_run(folder: Path, tmp_path: Path) -> None:
     assert image_threads() == []
 
 
+def test_bad_files_side_by_side_do_not_end_an_evaluation(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "val")
+    for i in range(2, 2 + images.IN_A_ROW):
+        (tmp_path / "copy" / "val" / source.name(i)).write_bytes(b"")
+    one = loader(source)
+    labels = torch.cat([labels for _, labels in one.centres(source, slice(0, len(source)), 32, 36, 5)])
+    assert (labels == IGNORE).sum() == one.skipped == images.IN_A_ROW
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_the_machine_lacks_is_no_images_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, number: int
+) -> None:
+    source = open_images(folder, "train")
+
+    def lacking(i: int) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(source, "read", lacking)
+    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): look at this machine's"):
+        next(loader(source, workers=workers).epoch(0))
+
+
 def test_more_than_one_in_a_hundred_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, ends in ((50, True), (200, False)):
         source = images.Fake(3000)
@@ -564,14 +597,15 @@ def test_a_shard_that_is_cut_meanwhile_costs_its_samples_alone(packed: dict[str,
     assert one.skipped == len(bad)
 
 
-def test_more_shards_than_files_that_may_be_open(packed: dict[str, Path]) -> None:
+def test_more_shards_than_files_that_may_be_open(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sets are open at once, and leave half of what the process may open to others."""
     source = open_images(packed["raw"], "train")
     alone = content(loader(source).epoch(0))
-    source._most_open = 1  # type: ignore[attr-defined]
+    assert len(source._open) == 3  # type: ignore[attr-defined]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 4096))
     again = open_images(packed["raw"], "train")
-    again._most_open = 1  # type: ignore[attr-defined]
     assert content(loader(again, workers=2).epoch(0)) == alone
-    assert len(again._open) == 1  # type: ignore[attr-defined]
+    assert len(again._open) == 2  # type: ignore[attr-defined]
 
 
 def test_folders_that_hold_no_images_say_what_is_wanted(tmp_path: Path, folder: Path) -> None:
@@ -592,15 +626,54 @@ def test_folders_that_hold_no_images_say_what_is_wanted(tmp_path: Path, folder: 
     assert images.find_folder(str(tmp_path / "set")) == tmp_path / "set" / "imagenet"
 
 
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that others than root can reach, as they cannot pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def not_root() -> Iterator[None]:
+    """Root may read everywhere: it is somebody else for a while."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_what_may_not_be_read_is_one_line(packed: dict[str, Path], folder: Path, reachable: Path) -> None:
+    copy = shutil.copytree(packed["raw"], reachable / "copy")
+    (copy / "train.index").chmod(0)
+    with not_root(), pytest.raises(InputError, match=r"train\.index' cannot be read \(Permission denied\)"):
+        open_images(copy, "train")
+    copy.chmod(0)
+    files = shutil.copytree(folder, reachable / "files")
+    files.chmod(0)
+    for place, find in itertools.product((copy, files), (lambda place: open_images(place, "val"), images.find_folder)):
+        with not_root(), pytest.raises(InputError, match=r"^data_dir: '.*' cannot be read \(Permission denied\)"):
+            find(str(place))
+
+
 def fake_run(told: list[str], first: str | None = None) -> Any:
     """What `open_sets` asks of a run; first: rank 0's digests, where they are others."""
+
+    def together(name: str, work: Callable[[Callable[[object], None]], Any]) -> Any:
+        try:
+            return work(lambda progress: None)
+        except (InputError, MachineError) as error:
+            raise type(error)(f"node1: {error}") from None
+
     world = SimpleNamespace(
         host="node1",
         hosts=("node0", "node1"),
-        together=lambda name, work: work(lambda progress: None),
+        together=together,
         broadcast_text=lambda name, text: text if first is None else first,
     )
-    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None)
+    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
 
 
 def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> Any:
@@ -615,10 +688,11 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
     train, val = images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
-    assert told == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
-    with pytest.raises(InputError, match=r"^stage_dir=\$NO_SUCH_DISK/x: such a variable is not set on node1"):
+    assert told[0] == "the packed copy is brought to stage_dir=$NODE_DISK where it is not there yet"
+    assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
+    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: such a variable is not set"):
         images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
-    with pytest.raises(InputError, match=r"^stage_dir=: wants a packed copy"):
+    with pytest.raises(InputError, match=r"^node1: stage_dir=: wants a packed copy"):
         images.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert images.open_sets(keys(), fake_run(told))[1].kind == "files"
@@ -628,7 +702,18 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
 @pytest.mark.parametrize("kind", ["files", "raw"])
 def test_a_rank_that_finds_other_samples_says_so(folder: Path, packed: dict[str, Path], kind: str) -> None:
     with pytest.raises(InputError, match=r"^node1: .* holds other samples here than on node0"):
-        images.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another"))
+        images.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
+
+
+def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path) -> None:
+    run = fake_run([])
+    run.stop.reason = signal.SIGTERM.name
+    with pytest.raises(MachineError, match=r"^node1: stopped by SIGTERM while copying to stage_dir; the copy goes on"):
+        images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    run.stop.reason = ""
+    images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
+    images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
 
 
 def test_without_its_libraries_the_fast_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

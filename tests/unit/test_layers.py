@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The layers, lowest first: a module may import its own layer and those below.
-STDLIB = {"hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "classfolder", "staging"}
-LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing"}
+STDLIB = {"hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "classfolder"}
+LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}
 
 

@@ -279,9 +279,11 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/index.json").read_bytes()) == index
 
 
-def test_val_alone_and_a_class_that_train_lacks(tmp_path: Path) -> None:
+def test_val_alone_and_a_class_that_train_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, "in/val/b/1.jpg", GOOD)
     assert list(packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)["splits"]) == ["val"]
+    assert prepare.main(["imagenet", f"source={tmp_path}/in", f"data_dir={tmp_path}/val-alone"]) == 0
+    assert "next:" not in capsys.readouterr().out
     put(tmp_path, "in/train/a/1.jpg", GOOD)
     with pytest.raises(InputError, match="class 'b', which the training set lacks"):
         packing.pack(tmp_path / "in", tmp_path / "out2", OPTIONS, say=quiet)
@@ -472,6 +474,16 @@ def test_a_worker_that_is_killed_ends_it_in_one_line(
     assert not any(map(lives, workers))
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
     assert prepare.main(argv) == 0
+
+
+def test_a_worker_that_cannot_begin_says_why(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, "broken/ctypes.py", b"raise ImportError('no such library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    with pytest.raises(RuntimeError, match="a worker ended with status 1"):
+        packing.pack(source, tmp_path / "out", OPTIONS, say=quiet)
+    assert "ImportError: no such library" in capfd.readouterr().err
 
 
 def test_ctrl_c(source: Path, tmp_path: Path) -> None:
@@ -671,7 +683,9 @@ def test_the_need_is_what_is_written_and_less_when_some_is_there(source: Path, t
 
 
 def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
-    put(tmp_path, "one.jpg", encoded(picture(0, 16, 16)))
+    noise = Image.frombytes("RGB", (140, 140), random.Random(0).randbytes(140 * 140 * 3))
+    put(tmp_path, "one.jpg", encoded(noise, quality=95))
+    assert (tmp_path / "one.jpg").stat().st_size > 20_000  # what is kept of each would show
 
     def peaks(count: int) -> list[int]:
         """Of the parent and of the largest worker, in KiB."""
@@ -680,7 +694,7 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
         for i in range(count):
             os.link(tmp_path / "one.jpg", folder / f"{i}.jpg")
         measure = (
-            f"{RUNNER.replace('samples_per_shard=4', 'samples_per_shard=100')}\nimport json, resource as r\n"
+            f"{RUNNER.replace('size=24, samples_per_shard=4', 'size=140, samples_per_shard=100')}\nimport json, resource as r\n"
             "print(json.dumps([r.getrusage(who).ru_maxrss for who in (r.RUSAGE_SELF, r.RUSAGE_CHILDREN)]))"
         )
         command = [sys.executable, "-c", measure, str(tmp_path / str(count)), str(tmp_path / f"{count}-out")]

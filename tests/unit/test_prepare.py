@@ -17,6 +17,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,9 @@ from typing import Any
 import pytest
 
 from recipes import prepare
-from recipes.core import datafiles
+from recipes.core import datafiles, staging
 from recipes.core.datafiles import DataFile, Dataset
+from recipes.core.rundir import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
@@ -199,6 +201,7 @@ RUNNER = """
 import functools, json, sys
 from recipes import prepare
 from recipes.core.datafiles import DataFile, Dataset
+from recipes.core.rundir import InputError
 spec = json.loads(sys.argv[1])
 spec["files"] = tuple(DataFile(**file) for file in spec["files"])
 prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_files, Dataset(**spec))
@@ -649,12 +652,63 @@ def test_a_data_dir_that_is_a_file(run: Run, server: Server, tmp_path: Path) -> 
     assert "cannot be written (Not a directory)" in err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_data_dir(run: Run, server: Server, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir(mode=0o500)
-    code, _, err = run(server.url)
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that others than root can reach, as they cannot pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def not_root() -> Iterator[None]:
+    """Root may read everywhere: it is somebody else for a while."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_an_unwritable_data_dir(run: Run, server: Server, reachable: Path) -> None:
+    (reachable / "data").mkdir(mode=0o555)
+    with not_root():
+        code, _, err = run(server.url, data_dir=reachable / "data")
     assert code == 3
     assert "cannot be written (Permission denied)" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        ("mnist source={}/locked/in data_dir={}/out", "source"),
+        ("mnist source={}/locked data_dir={}/out", "source"),
+        ("cifar10 source={}/locked/in data_dir={}/out", "source"),
+        ("cifar10 data_dir={}/locked/out", "data_dir"),
+        ("imagenet source={}/locked/in data_dir={}/out", "source"),
+        ("imagenet source={} data_dir={}/locked/out", "data_dir"),
+    ],
+)
+def test_where_one_may_not_look_is_said_of_its_key(
+    argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (reachable / "locked").mkdir(mode=0)
+    (reachable / "out").mkdir(mode=0o777)
+    (reachable / "out").chmod(0o777)
+    with not_root():
+        assert prepare.main(argv.replace("{}", str(reachable)).split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {key}: '{reachable}/locked/")
+    assert "cannot be read (Permission denied): make it readable" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("find", [datafiles.find_mnist, datafiles.find_cifar10, staging.is_packed, staging.read_index])
+def test_where_one_may_not_look_for_data_is_one_line(find: Callable[[Path], Any], reachable: Path) -> None:
+    (reachable / "locked").mkdir(mode=0)
+    with not_root(), pytest.raises(InputError, match=r"'/.*/locked/.*' cannot be read \(Permission denied\)"):
+        find(reachable / "locked")
 
 
 # ---------------------------------------------------------------- the command line

@@ -64,7 +64,7 @@ def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, mon
     told: list[tuple[int, int]] = []
     staged = stage(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
     digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
-    assert staged == tmp_path / "node" / f"packed-256-{digest[:12]}"
+    assert staged == tmp_path / "node" / f"packed-256-{digest[:12]}-{os.geteuid()}"
     assert same(packed, staged)
     assert staged.stat().st_mode & 0o777 == 0o700
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
@@ -81,6 +81,23 @@ def test_a_copy_that_has_lost_or_cut_a_file_gets_that_again(packed: Path, tmp_pa
     kept = (staged / "train-00003.bin").stat().st_ino
     assert same(packed, stage(packed, tmp_path / "node", ignore))
     assert (staged / "train-00003.bin").stat().st_ino == kept
+
+
+def test_an_index_that_has_rotten_is_brought_again(packed: Path, tmp_path: Path) -> None:
+    staged = stage(packed, tmp_path / "node", ignore)
+    content = bytearray((staged / "train.index").read_bytes())
+    content[50] ^= 1
+    (staged / "train.index").write_bytes(content)
+    assert same(packed, stage(packed, tmp_path / "node", ignore))
+
+
+def test_a_disk_that_fails_is_said(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "statvfs", broken)
+    with pytest.raises(MachineError, match=r"^stage_dir='.*node': cannot be written \(Input/output error\)"):
+        stage(packed, tmp_path / "node", ignore)
 
 
 def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
@@ -183,7 +200,8 @@ def test_a_name_that_leads_outside_is_refused(packed: Path, tmp_path: Path, name
 
 
 def target(packed: Path, node: Path) -> Path:
-    return node / f"{packed.name}-{hashlib.sha256((packed / 'index.json').read_bytes()).hexdigest()[:12]}"
+    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
+    return node / f"{packed.name}-{digest[:12]}-{os.geteuid()}"
 
 
 @pytest.mark.parametrize("kind", ["link", "others may write", "file", "link for a lock"])
