@@ -127,8 +127,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
     if cfg.evaluate:
-        return train.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
-    results = train.fit(run, cfg, model, loader, loss_sum, evaluate)
+        results = train.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
+    else:
+        results = train.fit(run, cfg, model, loader, loss_sum, evaluate)
     return {**results, "skipped_samples": loader.skipped_on_all()} if results else results
 
 

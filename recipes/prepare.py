@@ -657,7 +657,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
     path = models.cached(chosen)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file():
+        if models.fault_of(path):
             torch.hub.download_url_to_file(chosen.url, str(path), path.stem.rpartition("-")[2], sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as err:
         raise MachineError(

@@ -123,6 +123,10 @@ def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
     images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
     if len(images) != len(labels):
         raise datafiles.DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
+    if len(labels) and int(labels.max()) > 9:
+        raise datafiles.DataFileError(
+            f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)"
+        )
     return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
 

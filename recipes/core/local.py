@@ -115,8 +115,15 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
     return _outcome(ranks, first, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
 
 
+STOPS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR2,
+)  # USR2: that the time limit is near, where a batch script asks for it
+
+
 class _Stop:
-    """Turns SIGINT and SIGTERM into a flag while it is entered; ``asked`` counts them."""
+    """Turns SIGINT, SIGTERM and SIGUSR2 into a flag while it is entered; ``asked`` counts them."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -126,7 +133,7 @@ class _Stop:
         self.asked += 1
 
     def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._note) for number in STOPS}
         return self
 
     def __exit__(self, *error: object) -> None:

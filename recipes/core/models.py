@@ -1,6 +1,7 @@
 """torchvision's classifiers by name, with weights that are on this machine already."""
 
 import difflib
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,9 +38,9 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
             f"pretrained={weights}: the weights are for {there} classes, the data has {classes}; leave pretrained= out"
         )
     path = cached(chosen)
-    if not path.is_file():
+    if fault := fault_of(path):
         raise MachineError(
-            f"pretrained={weights}: {path} is not there: on a machine with internet, python -m recipes.prepare weights arch={arch} "
+            f"pretrained={weights}: {path} {fault}: on a machine with internet, python -m recipes.prepare weights arch={arch} "
             f"weights={chosen.name} ($TORCH_HOME says where)"
         )
     return torchvision.models.get_model(arch, weights=chosen, **options)  # from that file
@@ -68,7 +69,7 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
         return there.DEFAULT
     if name not in there.__members__:
         raise InputError(
-            f"pretrained={name}: {arch} has {', '.join(found.name for found in there) or 'no weights'}; or give pretrained=true"
+            f"weights {name}: {arch} has {', '.join(found.name for found in there) or 'no weights'}; or give true"
         )
     return there[name]
 
@@ -79,6 +80,21 @@ def _check_arch(arch: str) -> None:
         close = difflib.get_close_matches(arch, known, n=3, cutoff=0.5)
         near = f"; near it: {', '.join(close)}" if close else ""
         raise InputError(f"arch={arch}: torchvision has no such classifier{near}")
+
+
+def fault_of(path: Path) -> str:
+    """What is wrong with a file of weights, "" for nothing: it has the hash that its name ends in, and nothing in it is run."""
+    if not path.is_file():
+        return "is not there"
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    if not digest.startswith(path.stem.rpartition("-")[2]):
+        return "is damaged (its SHA-256 is not the one in its name)"
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would run what is pickled in it
+    except Exception as error:
+        return f"is no file of weights ({rundir.one_line(error, 80)})"
+    return ""
 
 
 def cached(weights: WeightsEnum) -> Path:

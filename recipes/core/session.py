@@ -126,6 +126,8 @@ class Run:
         changed = checkpoint.differences(
             meta["config"], now, may_change | (set(meta["config"]) - set(now) if evaluate else set())
         )
+        if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | MAY_CHANGE | paths)):
+            self.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
         if not evaluate:
             changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
         if changed:
@@ -175,11 +177,16 @@ class Run:
 
     def check_mine(self) -> None:
         """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
-        newest = rundir.read_json(self.dir / "attempt.json") or {}
-        if (newest.get("attempt"), newest.get("launch")) != (self.attempt, rundir.launch_id(os.environ)):
+        if not self.is_mine():
+            newest = rundir.read_json(self.dir / "attempt.json") or {}
             raise MachineError(
                 f"{self.dir}: a later attempt writes here ({newest.get('launch') or 'unknown'}); this one ends"
             )
+
+    def is_mine(self) -> bool:
+        """Whether the run directory's newest attempt is this one."""
+        newest = rundir.read_json(self.dir / "attempt.json") or {}
+        return (newest.get("attempt"), newest.get("launch")) == (self.attempt, rundir.launch_id(os.environ))
 
     def save(self, sampler: Mapping[str, Any]) -> None:
         """Writes a checkpoint of ``state``. Called by all ranks."""
@@ -187,7 +194,13 @@ class Run:
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.world.rank == 0:
             self.check_mine()
-            path = checkpoint.save(self.dir / "checkpoints", self.state, sampler, rng)
+            try:
+                path = checkpoint.save(self.dir / "checkpoints", self.state, sampler, rng)
+            except OSError as error:
+                raise MachineError(
+                    f"run_dir={self.dir}: a checkpoint cannot be written ({error.strerror}): make room there; started again, "
+                    "the run goes on from the last one"
+                ) from None
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.state.step)
             self.progress("")
             print(f"checkpoint {path}", flush=True)
@@ -219,8 +232,9 @@ class Run:
                 "git_commit": metrics.git_commit(),
                 "versions": metrics.versions(),
             }
-            # An evaluation alone leaves what was said of the training.
-            trained = {} if self.samples else rundir.read_json(self.dir / "summary.json") or {}
+            # Where nothing was trained in this attempt, what was said of the training stays.
+            only_now = self.samples or self.settings.config.evaluate
+            trained = {} if only_now else rundir.read_json(self.dir / "summary.json") or {}
             rundir.write_json(self.dir / "summary.json", {**summary, **trained, **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
 
@@ -308,6 +322,8 @@ def _fail(run: Run, error: BaseException) -> int:
         traceback.print_exc()
     with contextlib.suppress(OSError):
         reason, first = rundir.verdict(run.dir)
+        if not run.is_mine():  # the status is a later attempt's
+            return code
         if run.begun or rundir.read_status(run.dir) is None:
             rundir.write_status(run.dir, "failed", attempt=run.attempt, step=step, reason=reason, first=first)
         elif code != rundir.EXIT_CRASH:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.conf.mnist import Config
-from recipes.core import dist, entry, local, metrics, preempt, train
+from recipes.core import dist, entry, local, metrics, preempt, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.local import Layout
@@ -117,6 +117,9 @@ def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> 
     (tmp_path / "attempt.json").write_text('{"attempt": 1, "launch": "other", "hosts": ["x"]}')
     with pytest.raises(RuntimeError, match="a later attempt writes here"):
         run.check_mine()
+    before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
+    assert session._fail(run, RuntimeError("late")) == 1
+    assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
 
 
 def test_a_signal_ahead_of_the_handlers_is_not_lost() -> None:

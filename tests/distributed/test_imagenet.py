@@ -96,6 +96,7 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
         assert ended.status == 0, ended.out
         result = helpers.read(tmp_path / str(ranks), "summary")
         counts.add((result["val_samples"], result["val_top1"], result["val_top5"]))
+        assert (result["skipped_samples"], result["steps"]) == (2, 4)
     trained = helpers.read(tmp_path / "run", "summary")
     assert counts == {(37, trained["val_top1"], trained["val_top5"])}
 

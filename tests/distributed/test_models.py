@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,33 @@ def test_weights_that_cannot_be_fetched_are_one_line(
     assert not list(hub.glob("*"))
 
 
-def test_weights_that_are_here_are_loaded(hub: Path) -> None:
+class Canary:
+    """A pickle that makes a folder when it is loaded without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_file_of_weights_has_the_hash_in_its_name_and_runs_nothing(tmp_path: Path) -> None:
+    def named_by_hash(content: object) -> Path:
+        torch.save(content, tmp_path / "new")
+        digest = hashlib.sha256((tmp_path / "new").read_bytes()).hexdigest()
+        return (tmp_path / "new").rename(tmp_path / f"net-{digest[:8]}.pth")
+
+    good = named_by_hash({"a": torch.ones(2)})
+    assert models.fault_of(good) == ""
+    good.write_bytes(good.read_bytes() + b"x")
+    assert "its SHA-256 is not the one in its name" in models.fault_of(good)
+    assert "is no file of weights" in models.fault_of(named_by_hash({"a": Canary(tmp_path / "canary")}))
+    assert not (tmp_path / "canary").exists()
+    assert models.fault_of(tmp_path / "none-12345678.pth") == "is not there"
+
+
+def test_weights_that_are_here_are_loaded(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "fault_of", lambda path: "")  # the test's own have another hash
     torch.manual_seed(1)
     theirs = torchvision.models.resnet18()
     hub.mkdir(parents=True)
@@ -68,7 +96,7 @@ def test_weights_that_are_here_are_loaded(hub: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "classes", "words"),
     [
-        ("IMAGENET1K_V9", 1000, "resnet18 has IMAGENET1K_V1; or give pretrained=true"),
+        ("IMAGENET1K_V9", 1000, "resnet18 has IMAGENET1K_V1; or give true"),
         ("true", 10, "the weights are for 1000 classes, the data has 10"),
     ],
 )
