@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import resource
-import shlex
 import struct
 import threading
 from collections import deque
@@ -131,7 +130,7 @@ class Packed:
     _FIELDS = np.dtype("<u8, <u4, <u4, <u4, <u2, <u2")
 
     def __init__(self, folder: Path, copy: staging.PackedCopy, split: str) -> None:
-        again = staging.PREPARE.format(shlex.quote(str(folder)))
+        again = staging.prepare_command(folder)
         if split not in copy.splits:
             raise datafiles.DataFileError(f"{str(folder)!r} has no {split}/ in it: pack one that has: {again}")
         found = copy.splits[split]
@@ -292,7 +291,7 @@ def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None]
         return Packed(folder, staging.read_index(folder), split)
     if datafiles.kind(folder / split) != "folder":
         wants = f"{split}/<class>/*.JPEG or a packed copy's index.json"
-        mend = "give the folder that holds them, or pack a copy: " + staging.PREPARE.format("…")
+        mend = "give the folder that holds them, or pack a copy: " + staging.prepare_command(Path("…"))
         raise InputError(f"data_dir={str(data_dir)!r} has no {wants}: {mend}")
     classes = None
     if split != "train" and datafiles.kind(folder / "train") == "folder":

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "packed images", 1
 RECORD = struct.Struct("<QIIIHH")  # a sample: offset in its shard, length, shard, label, height, width
 SPLITS = ("train", "val")
+SAME = ("encoding", "size", "quality", "samples_per_shard")  # options of which a packed copy has one value
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 LONGEST = 65500  # pixels of a side: libjpeg's limit
 UPRIGHT = 1
@@ -103,10 +104,12 @@ def pack(
         target.mkdir(parents=True, exist_ok=True)
         with exclusive(target / "packing.lock", say):
             sweep(target)
-            _begin(target, _plan(listings, options))
+            plan = _plan(listings, options)
+            _compare(target, plan)
             if is_finished(target):
-                return _verified(target, say)
+                return _verified(target, options, say)
             need = _check_room(target, listings, options, say)
+            rundir.write_json(target / "packing.json", plan)
             try:
                 _run(source, target, listings, options, progress)
             finally:
@@ -219,18 +222,19 @@ def _plan(listings: Mapping[str, Listing], options: PackOptions) -> dict[str, An
     }
 
 
-def _begin(target: Path, plan: Mapping[str, Any]) -> None:
-    """Writes packing.json, or compares with the one that is there."""
+def _compare(target: Path, plan: Mapping[str, Any]) -> None:
+    """Raises InputError where the copy was begun otherwise than ``plan``."""
     path = target / "packing.json"
     if not path.exists():
-        rundir.write_json(path, plan)
         return
     before = rundir.read_json(path) or {}
-    mend = f"give that again, or another data_dir=, or remove {shlex.quote(str(target))} to begin anew"
-    for name in ("format", "version", "encoding", "size", "quality", "samples_per_shard"):
-        if before.get(name) != plan[name]:
-            then = before.get(name)
-            raise InputError(f"data_dir={str(target)!r}: was begun with {name}={then}, not {name}={plan[name]}; {mend}")
+    mend = f"another data_dir=, or remove {shlex.quote(str(target))} to begin anew"
+    if (before.get("format"), before.get("version")) != (FORMAT, VERSION):
+        raise InputError(f"{str(path)!r}: is not of the format {FORMAT!r}, version {VERSION}; give {mend}")
+    if differs := [name for name in SAME if before.get(name) != plan[name]]:
+        sides = ([f"{name}={side[name]}" for name in differs if side.get(name) is not None] for side in (before, plan))
+        then, now = (" ".join(words) for words in sides)
+        raise InputError(f"data_dir={str(target)!r}: was begun with {then}, not {now}; give {then}, or {mend}")
     old, new = before.get("splits"), plan["splits"]
     if old != new:
         differs = [split for split in SPLITS if not isinstance(old, dict) or old.get(split) != new.get(split)]
@@ -240,11 +244,12 @@ def _begin(target: Path, plan: Mapping[str, Any]) -> None:
             for s, t in [(new.get(split), old.get(split) if isinstance(old, dict) else None)]
         ]
         raise InputError(
-            f"data_dir={str(target)!r}: was begun with another source=, whose file names differ in {', '.join(counts)}; {mend}"
+            f"data_dir={str(target)!r}: was begun with another source=, whose file names differ in {', '.join(counts)}; "
+            f"give that again, or {mend}"
         )
 
 
-def _verified(target: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def _verified(target: Path, options: PackOptions, say: Callable[[str], None]) -> dict[str, Any]:
     for split in SPLITS:
         for note in target.glob(f"{split}-*.json"):
             note.unlink()
@@ -256,6 +261,12 @@ def _verified(target: Path, say: Callable[[str], None]) -> dict[str, Any]:
             f"remove {shlex.quote(str(target / 'index.json'))} and run the same command to pack it anew"
         )
     index: dict[str, Any] = json.loads((target / "index.json").read_bytes())
+    for split, content in index["splits"].items():
+        if options.max_skipped is not None and len(content["skipped"]) > options.max_skipped:
+            raise InputError(
+                f"max_skipped={options.max_skipped}: the finished copy {str(target)!r} lacks {len(content['skipped'])} images of "
+                f"{split}/: mend them in source= and remove {shlex.quote(str(target))} to begin anew, or give a larger one"
+            )
     return index
 
 

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.core import datafiles
+from recipes.core import datafiles, packing, rundir
+from recipes.core.packing import FORMAT, VERSION, PackOptions
 from recipes.core.rundir import InputError, MachineError
 
-FORMAT, VERSION = "packed images", 1  # of index.json
 RECORD_BYTES = 24  # of a sample in SPLIT.index
-PREPARE = "python -m recipes.prepare imagenet source=… data_dir={}"
 CHUNK_BYTES = 4 << 20
 COPIERS = 4  # files at once: one stream fills neither a parallel file system nor an NVMe disk
 BEAT_S = 0.5
@@ -74,6 +73,14 @@ class PackedCopy:
         return [file for split in self.splits.values() for file in split.files]
 
 
+def prepare_command(folder: Path) -> str:
+    """The command that packs into ``folder``, with the options that were given when it was begun, where it was."""
+    begun, usual = rundir.read_json(folder / "packing.json") or {}, PackOptions()
+    given = [f"{name}={begun[name]}" for name in packing.SAME if begun.get(name) not in (None, getattr(usual, name))]
+    words = ["python -m recipes.prepare imagenet source=…", f"data_dir={shlex.quote(str(folder))}", *given]
+    return " ".join(words)
+
+
 def is_packed(folder: Path) -> bool:
     """Whether ``folder`` is a packed copy, or one whose packing was not finished. Raises InputError where one may not look."""
     return bool(datafiles.kind(folder / "index.json") or datafiles.kind(folder / "packing.json"))
@@ -81,7 +88,7 @@ def is_packed(folder: Path) -> bool:
 
 def read_index(folder: Path) -> PackedCopy:
     """``folder``'s index.json. Raises InputError (one line: file, fault, mend) where there is none or it is damaged."""
-    path, again = folder / "index.json", PREPARE.format(shlex.quote(str(folder)))
+    path, again = folder / "index.json", prepare_command(folder)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -268,7 +275,7 @@ class _Copying:
 
     def _fill(self, out: int, file: PackedFile) -> None:
         path, digest, size = self.folder / file.name, hashlib.sha256(), 0
-        again = PREPARE.format(shlex.quote(str(self.folder)))
+        again = prepare_command(self.folder)
         chunk = memoryview(bytearray(CHUNK_BYTES))
         with _reading(path):
             source = open(path, "rb", buffering=0)  # noqa: SIM115

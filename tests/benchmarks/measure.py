@@ -29,7 +29,7 @@ class Size:
     least_s: float
 
 
-FULL = Size(rounds=7, images=60_000, steps=40, photos=240, small_files=1000, least_s=0.5)
+FULL = Size(rounds=7, images=60_000, steps=40, photos=240, small_files=5000, least_s=0.5)
 # To see that a benchmark works; its figures mean nothing.
 TINY = Size(rounds=1, images=2000, steps=2, photos=20, small_files=40, least_s=0)
 

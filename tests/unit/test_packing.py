@@ -314,6 +314,9 @@ def test_more_unreadable_images_than_allowed_end_it_and_keep_the_work(tmp_path: 
     more = PackOptions(size=24, samples_per_shard=4, max_skipped=13)
     index = packing.pack(tmp_path / "in", tmp_path / "out", more, say=quiet)
     assert len(index["splits"]["train"]["skipped"]) == 13
+    few = PackOptions(size=24, samples_per_shard=4, max_skipped=12)
+    with pytest.raises(InputError, match=r"max_skipped=12: the finished copy .* lacks 13 images of train/"):
+        packing.pack(tmp_path / "in", tmp_path / "out", few, say=quiet)
     assert shards == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
 
 
@@ -543,8 +546,12 @@ def test_no_locks_on_a_file_system_is_told(
     [
         ({"size": 25}, "begun with size=24, not size=25"),
         ({"quality": 80}, "begun with quality=90, not quality=80"),
-        ({"encoding": "raw"}, "begun with encoding=jpeg, not encoding=raw"),
+        ({"encoding": "raw"}, "begun with encoding=jpeg quality=90, not encoding=raw"),
         ({"samples_per_shard": 5}, "begun with samples_per_shard=4, not samples_per_shard=5"),
+        (
+            {"size": 25, "quality": 80},
+            "begun with size=24 quality=90, not size=25 quality=80; give size=24 quality=90, or",
+        ),
     ],
 )
 def test_other_parameters_are_refused(source: Path, unbroken: Path, change: dict[str, Any], words: str) -> None:
