@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else rundir.EXIT_CONFIG
     try:
         settings = config.parse(argv)
+        os.umask(int(settings.run.umask, 8))
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
         return run(settings)
     except config.ConfigError as error:

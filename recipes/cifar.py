@@ -96,7 +96,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     sets = data.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else data.fake(50_000, 10_000, (3, 32, 32), 10)
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     train.want_full_batches(cfg, batches, world.size)
     net = make_net(cfg, run)
     model = world.parallel(net, compile=cfg.compile)

@@ -89,7 +89,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     net = Net().to(world.device)
     model = world.parallel(net, compile=cfg.compile)
     optimizer = make_optimizer(cfg, net)
-    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     steps = train.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)

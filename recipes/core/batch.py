@@ -23,6 +23,7 @@ def check(recipe: str, words: list[str]) -> int:
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
+    os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(os.environ), os.environ.get("RECIPES_SCRIPT")
     if job and script:
         run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
@@ -36,6 +37,7 @@ def check(recipe: str, words: list[str]) -> int:
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
     """The job's exit status, after its step has ended with ``srun_status``."""
     settings = config.parse(words, recipe=recipe)
+    os.umask(int(settings.run.umask, 8))
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
     launch = rundir.launch_id(environ)
     status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
@@ -51,9 +53,12 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if status["state"] == "done":
         print(f"{recipe}: done; run directory {run_dir}")
     elif status["state"] == "preempted":
-        print(
-            f"{recipe}: saved at step {status['step']}; {requeue(settings.run.max_requeues, environ)}; run directory {run_dir}"
+        again = (
+            "not queued again, since no step was gained since it was queued the last time"
+            if rundir.gained_nothing(rundir.of_launch(run_dir, launch))
+            else requeue(settings.run.max_requeues, environ)
         )
+        print(f"{recipe}: saved at step {status['step']}; {again}; run directory {run_dir}")
     else:
         print(f"{recipe}: {status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
     return code

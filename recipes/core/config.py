@@ -201,13 +201,28 @@ class RunKeys:
     resume: str = key("auto", "auto: go on from the run directory's newest checkpoint; never; or a checkpoint's path")
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: none by steps", low=0)
     checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: none by time", low=0)
+    keep_checkpoints: int = key(3, "the newest so many stay; 0: all", low=0)
+    keep_every_steps: int = key(0, "checkpoints of every so many steps stay for ever; 0: none", low=0)
+    keep_best: bool = key(
+        True, "the one of the best evaluation (val_top1) is saved and stays; checkpoints/best names it"
+    )
     max_requeues: int = key(20, "how often a preempted job is put back into the queue", low=0, high=10000)
+    stop_before_s: float = key(
+        60.0, "seconds before a job's time limit at which the ranks save and stop unasked, a quarter of its time at most; 0: never",
+        low=0,
+    )  # fmt: skip
     timeout_s: float = key(600.0, "seconds after which a collective that does not end is an error", low=1, high=86400)
+    debug: bool = key(False, "TORCH_DISTRIBUTED_DEBUG=DETAIL: collectives that do not match are named; slower")
+    umask: str = key("077", "of all files that are made, in octal: 077 is for you alone, 027 for your group to read")
 
     def __post_init__(self) -> None:
         check(self)
         if not self.resume:
             raise ConfigError("resume=: wants auto, never or a checkpoint's path")
+        if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] not in "01":
+            raise ConfigError(
+                f"umask={shown(self.umask)}: wants three octal digits that leave you your own files, such as 077 or 027"
+            )
 
 
 @dataclass(frozen=True)

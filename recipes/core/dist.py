@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -19,18 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.config import Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
-from recipes.core import local, rundir
-from recipes.core.rundir import InputError, MachineError
+from recipes.core import local, rundir, watchdog
+from recipes.core.rundir import InputError, MachineError, Stopped
+from recipes.core.watchdog import Pulse
 
 T = TypeVar("T")
 
 POLL_S = 0.2
+STOPPED = "stopped by "
+PULSE_S = 1.0  # between two words of a rank on how far it is
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks. hosts: each rank's host name, by rank. store: what the ranks met through."""
+    """This rank among all ranks. hosts: each rank's host name, by rank. store: what the ranks met through. pulse: this rank's."""
 
     ranks: RankInfo
     device: torch.device
@@ -38,6 +41,7 @@ class World:
     hosts: tuple[str, ...]
     store: torch.distributed.Store
     timeout_s: float = 600.0
+    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -75,6 +79,7 @@ class World:
         keys = [mine, news] if self.rank == 0 else [mine]
 
         def tell(progress: object) -> None:
+            self.pulse.beat(watchdog.START)
             for key in keys:
                 self.store.set(key, f"at {progress}")
 
@@ -84,6 +89,8 @@ class World:
         except Exception as error:
             known = isinstance(error, (InputError, MachineError))
             text = f"{self.host}: {error if known else rundir.one_line(error)}"
+            if isinstance(error, Stopped):
+                text = f"{STOPPED}{error}"
             for key in keys:
                 self.store.set(key, f"failed {text}")
             self._let_others_read()
@@ -112,6 +119,7 @@ class World:
             if states != seen:
                 seen, since, changes = states, time.monotonic(), changes + 1
                 self.store.set(f"{name}/news", f"waiting {changes}")
+                self.pulse.beat(watchdog.START)
             elif time.monotonic() - since > self.timeout_s:
                 rank = next(rank for rank, state in enumerate(states) if state != b"done")
                 return f"failed {self.hosts[rank]}: rank {rank} got no further with {name} in {self.timeout_s:g} s (timeout_s)"
@@ -125,14 +133,74 @@ class World:
             news = self.store.get(f"{name}/news").decode()
             if news.startswith("failed "):
                 self._let_others_read()
-                raise MachineError(news.removeprefix("failed "))
+                text = news.removeprefix("failed ")
+                raise Stopped(text.removeprefix(STOPPED)) if text.startswith(STOPPED) else MachineError(text)
             if news != seen:
                 seen, since = news, time.monotonic()
+                self.pulse.beat(watchdog.START)
             elif time.monotonic() - since > self.timeout_s + 5:  # rank 0 notices first, and knows who it is
                 raise MachineError(
                     f"{self.hosts[0]}: rank 0 got no further with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
             time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def telling_pulses(self) -> Iterator[None]:
+        """Tells the other ranks now and again how far this one is, from a thread, while it is entered; for `behind`."""
+        over = threading.Event()
+
+        def tell() -> None:
+            words = 0
+            while not over.is_set():
+                _, step, phase = self.pulse.read()
+                try:
+                    self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
+                except torch.distributed.DistError:
+                    return  # rank 0 is gone, and the store with it
+                words += 1
+                over.wait(PULSE_S)
+
+        teller = threading.Thread(target=tell, name="pulse", daemon=True)
+        if self.size > 1:
+            teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if teller.ident:
+                teller.join(TEARDOWN_S)
+
+    def behind(self) -> dict[str, Any] | None:
+        """Of the other ranks one that says nothing any more, else the one that is furthest behind: its rank, host and place.
+
+        None where no rank is. Takes up to some five seconds; for who has waited for the others in vain.
+        """
+        answers: list[list[list[int]]] = []
+
+        def ask() -> None:
+            names = [f"pulse/{rank}" for rank in range(self.size)]
+            with contextlib.suppress(torch.distributed.DistError):
+                for wait_s in (0.0, 2.5 * PULSE_S):
+                    time.sleep(wait_s)
+                    answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
+
+        asking = threading.Thread(
+            target=ask, name="behind", daemon=True
+        )  # the store goes with rank 0, and may not answer
+        asking.start()
+        asking.join(4 * PULSE_S)
+        if len(answers) < 2:
+            return (
+                {"rank": 0, "host": self.hosts[0], "at": "a step that it does not tell any more"} if self.rank else None
+            )
+        before, now = answers
+        _, step, phase = self.pulse.read()
+        silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]
+        slow = [rank for rank in range(self.size) if tuple(now[rank][1:]) < (step, phase)]
+        if not silent and not slow:
+            return None
+        rank = min(silent or slow, key=lambda rank: now[rank][1:])
+        return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Rank 0's buffers of ``model`` on every rank, such as the averages of batch normalisation; every rank has to call it."""
@@ -215,7 +283,9 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
             f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1} ({peer_words(error)})"
         ) from None
     try:
-        yield World(info, device, backend, hosts, store, run.timeout_s)
+        world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
+        with world.telling_pulses():
+            yield world
     finally:
         leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
         leaving.start()
@@ -250,6 +320,11 @@ def is_peer_error(error: BaseException) -> bool:
         "remote process exited",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a peer error is that of a wait in vain: the other rank may live."""
+    return any(sign in str(error).lower() for sign in ("timed out", "timeout"))
 
 
 def peer_words(error: BaseException) -> str:

@@ -10,25 +10,28 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from recipes.core import config, envfile, network, ranks, rundir
 from recipes.core.config import ConfigError, Settings
 from recipes.core.ranks import RankInfo
+from recipes.core.watchdog import Pulse
 
 
 @dataclass(frozen=True)
 class Start:
     """What a recipe knows before torch is there.
 
-    from_files: variables set from the env files. interface: the one proven by route, None where nothing could be.
+    from_files: variables set from the env files. interface: the one proven by route, None where nothing could be. pulse: how
+    far this rank has come, which a process beside it watches.
     """
 
     settings: Settings
     ranks: RankInfo
     from_files: dict[str, str]
     interface: network.Choice | None
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
@@ -36,7 +39,8 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
     job = rundir.job_id(os.environ)
     if job:
         run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, config.ROOT)
-        rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
+        with rundir.umask(int(settings.run.umask, 8)):
+            rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
 
 
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
@@ -70,6 +74,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
+    if settings.run.debug:
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
     return Start(settings, info, from_files, interface)
 
 

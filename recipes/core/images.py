@@ -32,7 +32,7 @@ from torch.nn import functional
 from recipes.core import classfolder, datafiles, packing, staging
 from recipes.core.data import GlobalBatches, Shard, generator, share
 from recipes.core.packing import Unreadable
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.rundir import InputError, MachineError, Stopped
 from recipes.core.session import Run
 
 IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
@@ -316,9 +316,7 @@ def open_sets(cfg: "SetKeys", run: Run) -> tuple[Images, Images]:
 
         def beat(done: int, total: int) -> None:
             if run.stop:
-                raise MachineError(
-                    f"stopped by {run.stop.reason} while copying to stage_dir; the copy goes on where it is when the run starts again"
-                )
+                raise Stopped(run.stop.reason)
             tell(done)
             run.progress(f"to {stage_dir}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
@@ -584,7 +582,7 @@ class Loader:
         self._centre_tallies: dict[int, _Tally] = {}
         self.num_samples = batches.num_samples
         self.global_batch_size = batches.global_batch_size
-        self.seed = batches.seed
+        self.seed, self.data = batches.seed, batches.data
         self.per_epoch = batches.per_epoch
 
     @property

@@ -17,7 +17,7 @@ from types import FrameType
 from recipes.core import rundir
 from recipes.core.rundir import MachineError
 
-PEERS_GRACE_S = 15.0  # after a first failure the others have this long to end by themselves
+PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
 TERM_GRACE_S = 5.0  # and this long after SIGTERM
 SAVE_GRACE_S = 60.0  # after a stop that was asked for: a checkpoint is being written
 PR_SET_PDEATHSIG = 1

@@ -1,15 +1,33 @@
-"""Stopping: a signal sets a flag, and the step loop acts on it when all ranks have agreed."""
+"""Stopping: a signal, or the near end of the job, sets a flag, and the step loop acts on it when all ranks have agreed.
+
+A Python handler does not run while the main thread waits in a collective; a thread that reads the interpreter's wake-up pipe
+sees the signal at once.
+"""
 
 import contextlib
+import math
+import os
+import re
+import select
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
+from recipes.core import rundir
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
+SHARE = 0.25  # of a job's time, the most that may be left at its end
+ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
+INTERRUPTED = 130
 
 
 class StopFlag:
-    """Whether this rank has been told to stop, and by which signal."""
+    """Whether this rank is to stop, and why: a signal's name, or words. The first reason stays."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -17,21 +35,121 @@ class StopFlag:
     def __bool__(self) -> bool:
         return bool(self.reason)
 
+    def note(self, reason: str) -> bool:
+        """Whether this is the first reason."""
+        first, self.reason = not self.reason, self.reason or reason
+        return first
+
 
 @contextlib.contextmanager
-def stop_flag() -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT interrupts as usual."""
-    flag = StopFlag()
+def stop_flag(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopFlag]:
+    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT interrupts as usual.
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and flag:
-            raise KeyboardInterrupt
-        flag.reason = signal.Signals(number).name
+    tell: called once, from another thread, with the first signal's name.
+    """
+    flag, interrupts = StopFlag(), []
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    def handle(number: int, frame: FrameType | None) -> None:
+        flag.note(signal.Signals(number).name)  # where the thread has not come to it yet
+        if number == signal.SIGINT:
+            interrupts.append(number)
+            if len(interrupts) > 1:
+                raise KeyboardInterrupt
+
+    def listen() -> None:
+        told = end = False
+        presses = 0
+        while not end:
+            # Waits without the interpreter's lock; INTERRUPT_S only once there is something to wait for.
+            ready, _, _ = select.select([read_end], [], [], INTERRUPT_S if presses > 1 else None)
+            if not ready:
+                print("interrupted while waiting for other ranks", file=sys.stderr, flush=True)
+                os._exit(INTERRUPTED)
+            for number in os.read(read_end, 64):
+                if number == 0:  # no signal: the flag is not needed any more
+                    end = True
+                elif number in SIGNALS:
+                    presses += number == signal.SIGINT
+                    flag.note(signal.Signals(number).name)
+                    if not told:
+                        told = True
+                        tell(signal.Signals(number).name)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    listener.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # blocked by entry.begin
     try:
         yield flag
     finally:
+        signal.set_wakeup_fd(old_pipe)
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.write(write_end, b"\0")
+        listener.join()
+        os.close(write_end)
+        os.close(read_end)
+
+
+def seconds_left(environ: Mapping[str, str]) -> float | None:
+    """Until Slurm ends this job, as its controller says, else as the job was told when it began; inf: no limit; None: unknown.
+
+    Raises nothing: a controller that does not answer is no reason to end.
+    """
+    job = rundir.job_id(environ)
+    if not job:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%L"], capture_output=True, text=True, timeout=60
+        )
+        if asked.returncode == 0 and (words := asked.stdout.split()):
+            return parse_time_left(words[0])
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return int(end) - time.time() if end.isdecimal() else None
+
+
+def parse_time_left(text: str) -> float | None:
+    """squeue's ``[days-][[hours:]minutes:]seconds`` in seconds; UNLIMITED is inf, and what is no time (NOT_SET) None."""
+    if text == "UNLIMITED":
+        return math.inf
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def watch_the_end(
+    flag: StopFlag,
+    stop_before_s: float,
+    left: Callable[[], float | None],
+    tell: Callable[[str], None] = lambda name: None,
+) -> threading.Event:
+    """Sets ``flag`` when the job has ``stop_before_s`` left, at most a quarter of what it has now, from a thread of its own.
+
+    left: `seconds_left`, asked now and again near the end. For the sites that send no signal.
+    Setting the event that this gives ends the thread.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        known = left()
+        if known is None:
+            return
+        margin = min(stop_before_s, SHARE * known)
+        while known > margin:
+            early = known - margin
+            wait = early - ASK_AGAIN_S if early > 2 * ASK_AGAIN_S else max(0.5, early)
+            if math.isinf(early) or over.wait(wait):
+                return
+            now = left()  # the limit may have been moved since
+            known = known - wait if now is None else now
+        if flag.note("the time limit"):
+            tell("the time limit")
+
+    threading.Thread(target=watch, name="time limit", daemon=True).start()
+    return over

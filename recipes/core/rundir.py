@@ -29,6 +29,14 @@ class MachineError(RuntimeError):
     """This machine or allocation cannot run the recipe. The message is one line; exit status 3."""
 
 
+class RunError(RuntimeError):
+    """The run cannot go on, by what it computes (its loss, its memory). The message is one line; exit status 1."""
+
+
+class Stopped(Exception):
+    """Told to stop before there was a step to save. The message is the reason."""
+
+
 class InputError(ValueError):
     """Input other than keys (data, a checkpoint, the surroundings) is bad. The message is one line; exit status 2."""
 
@@ -53,12 +61,14 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     return base / "runs" / recipe / (run_id or stamp)
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(
+    path: Path, write: Callable[[IO[bytes]], object], before_rename: Callable[[], None] = lambda: None
+) -> None:
     """Lets ``write`` fill a file that comes under its name when all of it is on the disk: a reader finds the old file or the
-    new one, never a part. Raises OSError."""
+    new one, never a part. before_rename: may raise, and leave the old one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "x+b") as file:
             try:
                 write(file)
             except RuntimeError as error:  # torch's archive writer hides the disk's own word
@@ -67,6 +77,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
                 raise
             file.flush()
             os.fsync(file.fileno())
+        before_rename()
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -126,6 +137,19 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "") -> int:
     return attempt
 
 
+def begin_attempt_at(run_dir: Path, step: int) -> None:
+    """Called by rank 0 alone: notes the step that this attempt begins at."""
+    write_json(run_dir / "attempt.json", {**(read_json(run_dir / "attempt.json") or {}), "from_step": step})
+
+
+def gained_nothing(run_dir: Path) -> bool:
+    """Whether the newest attempt, and it is not the first, has ended at the step that it began at."""
+    attempt, status = read_json(run_dir / "attempt.json"), read_status(run_dir)
+    if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
+        return False
+    return bool(status["step"] <= attempt.get("from_step", 0))
+
+
 def for_evaluation(run_dir: Path) -> Path:
     """Where an evaluation of a run's checkpoint is kept: beside the run, which may be training; a new folder is its own."""
     return run_dir / EVALUATION if (run_dir / "attempt.json").exists() else run_dir
@@ -151,15 +175,25 @@ def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
 
 
 def record_failure(
-    run_dir: Path, *, attempt: int, rank: int, host: str, kind: str, error: str, exit_status: int = EXIT_CRASH
+    run_dir: Path,
+    *,
+    attempt: int,
+    rank: int,
+    host: str,
+    kind: str,
+    error: str,
+    exit_status: int = EXIT_CRASH,
+    behind: Mapping[str, Any] | None = None,
 ) -> None:
-    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank."""
+    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank. behind: the rank that did not come,
+    with its host and how far it was (``at``), as this one sees it."""
     content = {
         "rank": rank,
         "host": host,
         "kind": kind,
         "error": error,
         "exit_status": exit_status,
+        "behind": behind,
         "time": time.time(),
     }
     write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
@@ -191,11 +225,14 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
             alike = [r for r in records if r["kind"] != "peer" and r["error"] == record["error"]]
             record = min(alike, key=lambda r: r["rank"])  # what all ranks say alike is rank 0's to say
             return f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record
-    silent = [
-        {"rank": rank, "host": host}
-        for rank, host in enumerate(attempt["hosts"])
-        if rank not in {r["rank"] for r in records}
-    ]
+    own_word = {r["rank"] for r in records}
+    for late in [r["behind"] for r in records if r.get("behind")]:
+        if late["rank"] not in own_word:
+            return (
+                f"rank {late['rank']} on {late['host']} got no further than {late['at']}, and the others waited in vain",
+                late,
+            )
+    silent = [{"rank": rank, "host": host} for rank, host in enumerate(attempt["hosts"]) if rank not in own_word]
     if records and silent:
         named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""

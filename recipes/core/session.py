@@ -4,10 +4,12 @@ import contextlib
 import faulthandler
 import json
 import os
+import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -16,19 +18,27 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
-from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir
+from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir, watchdog
 from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
 from recipes.core.entry import Start
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.rundir import InputError, MachineError, RunError, Stopped
 
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
+FENCE_S = 5.0  # between two looks at whose the run directory is
+LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
+SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
 # On resume; and paths.
 MAY_CHANGE = {
     "epochs", "max_steps", "num_workers", "accumulate", "compile", "val_batch_size", "log_every_steps", "evaluate",
 }  # fmt: skip
-OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training  # on resume; and paths
+OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
+OF_THE_BITS = (
+    "torch",
+    "world_size",
+    "cpu_threads",
+)  # where one differs, a resumed run is not the unbroken one to the last bit
 
 
 @dataclass
@@ -46,6 +56,7 @@ class Run:
     resumed_from_step: int | None = None
     was_done: bool = False
     checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
+    saver: checkpoint.Saver | None = field(init=False, default=None)  # rank 0's
     begun: bool = False
     stopping: str = ""
     samples: int = 0  # trained on, in this attempt
@@ -55,6 +66,9 @@ class Run:
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
+        if self.world.rank == 0:
+            keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", keep, self.check_mine, self._saved)
 
     @property
     def keys(self) -> RunKeys:
@@ -87,8 +101,10 @@ class Run:
             "recipe": self.settings.recipe,
             "config": _plain(self.settings.config),
             "world_size": self.world.size,
+            "torch": str(torch.__version__),
+            "cpu_threads": torch.get_num_threads(),
+            "best": None,  # of the evaluations so far: val_top1 and its step
         }
-        state.meta["torch"] = str(torch.__version__)
         self._compare_keys(state.meta["config"])
         chosen = self._choose_checkpoint()
         if chosen:
@@ -99,6 +115,7 @@ class Run:
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
+            rundir.begin_attempt_at(self.dir, state.step)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
         self.begun = True
 
@@ -117,6 +134,7 @@ class Run:
 
     def _load(self, chosen: str, sampler: Mapping[str, Any]) -> None:
         state = self.state
+        self._await_file(Path(chosen))
         content = checkpoint.read(Path(chosen))
         meta, paths = content["meta"], {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
         if meta.get("recipe") != self.settings.recipe:
@@ -137,8 +155,24 @@ class Run:
         checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
             checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
+        state.meta["best"] = meta.get("best")
         self.resumed_from_step = state.step
         self.say(f"resumed from {chosen}, step {state.step}")
+        other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
+        if other and not evaluate:
+            words = "; ".join(f"{name}: {meta.get(name)} then, {state.meta[name]} now" for name in other)
+            self.say(f"the same samples in the same order, but not the same to the last bit ({words})")
+
+    def _await_file(self, path: Path) -> None:
+        """Until rank 0's choice is seen here: a network file system may show it to the nodes at different times."""
+        deadline = time.monotonic() + min(SEEN_S, self.keys.timeout_s / 2)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"{self.world.host}: does not see {path}, which rank 0 on {self.world.hosts[0]} has chosen"
+                )
+            os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS look again
+            time.sleep(0.1)
 
     def _choose_checkpoint(self) -> str:
         """The checkpoint to go on from, "" for none: rank 0 looks, all ranks learn the same."""
@@ -188,23 +222,39 @@ class Run:
         newest = rundir.read_json(self.dir / "attempt.json") or {}
         return (newest.get("attempt"), newest.get("launch")) == (self.attempt, rundir.launch_id(os.environ))
 
-    def save(self, sampler: Mapping[str, Any]) -> None:
-        """Writes a checkpoint of ``state``. Called by all ranks."""
+    def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
+        """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.
+
+        best: ``checkpoints/best`` is to name it. Raises MachineError on rank 0 where this one, or the last one, cannot be written.
+        """
+        self.world.pulse.beat(watchdog.SAVING)
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
-        if self.world.rank == 0:
+        if self.saver:
             self.check_mine()
-            try:
-                path = checkpoint.save(self.dir / "checkpoints", self.state, sampler, rng)
-            except OSError as error:
-                raise MachineError(
-                    f"run_dir={self.dir}: a checkpoint cannot be written ({error.strerror}): make room there; started again, "
-                    "the run goes on from the last one"
-                ) from None
-            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.state.step)
-            self.progress("")
-            print(f"checkpoint {path}", flush=True)
-        torch.distributed.barrier()
+            self.saver.save(checkpoint.content_of(self.state, sampler, rng), best)
+            if wait:
+                self.saver.wait()
+        if wait:
+            torch.distributed.barrier()
+
+    def check_saved(self) -> None:
+        """Raises MachineError, on rank 0, where a checkpoint could not be written in the meantime."""
+        if self.saver:
+            self.saver.check()
+
+    def _saved(self, path: Path, step: int) -> None:
+        rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)
+        self.progress("")
+        print(f"checkpoint {path}", flush=True)
+
+    def is_best(self, results: Mapping[str, Any]) -> bool:
+        """Whether these results are the best so far, which is noted then; the same on all ranks."""
+        found, best = results.get("val_top1"), self.state.meta.get("best")
+        if found is None or (best and best["val_top1"] >= found):
+            return False
+        self.state.meta["best"] = {"val_top1": float(found), "step": self.state.step}
+        return True
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
@@ -248,10 +298,27 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     code = rundir.EXIT_CRASH
     try:
         faulthandler.enable()
+        os.umask(int(start.settings.run.umask, 8))
+        start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
+        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, config.ROOT)
         _set_threads(start)
         device = dist.resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
         # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process.
-        with dist.process_group(start, device) as world, preempt.stop_flag() as stop:
+        info = start.ranks
+
+        def tell(name: str) -> None:
+            if info.local_rank == 0:
+                print(
+                    f"rank {info.rank} on {socket.gethostname()}: {name}: saves at the next step",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        with (
+            dist.process_group(start, device) as world,
+            preempt.stop_flag(tell) as stop,
+            _end_of_job(start, stop, tell),
+        ):
             code = _attempt(main, start, world, stop)
             if code not in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
                 # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
@@ -275,6 +342,19 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     _leave(code)
 
 
+@contextlib.contextmanager
+def _end_of_job(start: Start, stop: preempt.StopFlag, tell: Callable[[str], None]) -> Iterator[None]:
+    """Rank 0 looks to the end of its job, for the sites that send no signal."""
+    if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
+        yield
+        return
+    over = preempt.watch_the_end(stop, start.settings.run.stop_before_s, lambda: preempt.seconds_left(os.environ), tell)
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def _leave(code: int) -> NoReturn:
     """Ends the process at once; its connections end with it, and the peers notice."""
     sys.stdout.flush()
@@ -290,8 +370,15 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         if rows:
             stack.callback(rows.close)
         current = Run(start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done)
+        words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
+        world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
+        if world.rank == 0:
+            over = threading.Event()
+            threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
+            stack.callback(over.set)
         try:
             _introduce(current, start)
+            world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
             current.finish(main(start.settings.config, current))
             torch.distributed.barrier()
             return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
@@ -300,25 +387,58 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             return _fail(current, error)
 
 
+def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
+    """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next."""
+    while not over.wait(FENCE_S):
+        try:
+            run.check_mine()
+        except MachineError as error:
+            print(f"{run.settings.recipe}: {error}", file=sys.stderr)
+            _leave(rundir.EXIT_MACHINE)
+        except OSError:
+            continue  # the file system does not answer: nothing is written there either
+
+
+def _stopped_early(run: Run, reason: str) -> int:
+    """Stopped before there was a step to save: nothing is lost, and nothing else is to be written."""
+    if run.world.rank == 0 and run.is_mine():
+        before = rundir.read_status(run.dir)
+        step = before["step"] if before else 0
+        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason)
+        run.say(f"stopped by {reason} before its first step")
+    return rundir.EXIT_REQUEUE
+
+
 def _fail(run: Run, error: BaseException) -> int:
     """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
     world, recipe, step = run.world, run.settings.recipe, run.state.step if run.state else 0
-    code, kind, line = rundir.EXIT_CRASH, "error", rundir.one_line(error)
+    if isinstance(error, Stopped):
+        return _stopped_early(run, str(error))
+    code, kind, line, behind = rundir.EXIT_CRASH, "error", rundir.one_line(error), None
     if isinstance(error, (InputError, MachineError)):
         code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
+    elif isinstance(error, RunError):
+        line = str(error)
+    elif words := _memory_words(error):
+        line = words
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
+        print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
+        behind = world.behind() if dist.is_timeout(error) else None
+    if run.saver:
+        with contextlib.suppress(MachineError):
+            run.saver.wait(LAST_SAVE_S)
     with contextlib.suppress(OSError):
         rundir.record_failure(
-            run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line, exit_status=code
-        )
+            run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line, exit_status=code,
+            behind=behind,
+        )  # fmt: skip
     if code != rundir.EXIT_CRASH:
         if world.rank == 0 or not _rank0_says(run, line):
             print(f"{recipe}: {line}", file=sys.stderr)
     elif kind == "peer":
-        print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr)
-        time.sleep(PEERS_TELL_S)
-    else:
+        time.sleep(0 if behind else PEERS_TELL_S)
+    elif not isinstance(error, RunError) and not _memory_words(error):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         reason, first = rundir.verdict(run.dir)
@@ -332,6 +452,14 @@ def _fail(run: Run, error: BaseException) -> int:
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
     return code
+
+
+def _memory_words(error: BaseException) -> str:
+    """An out-of-memory error in a line, with torch's sizes; "" for any other."""
+    text = rundir.one_line(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
+    return ""
 
 
 def _rank0_says(run: Run, line: str) -> bool:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
-from recipes.core import metrics
+from recipes.core import metrics, watchdog
 from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
-from recipes.core.rundir import InputError
+from recipes.core.rundir import InputError, RunError
 from recipes.core.session import Run
+from recipes.core.watchdog import Pulse
 
 PROGRESS_EVERY_S = 0.5
 
@@ -30,6 +31,8 @@ class Batches(Protocol):
     def global_batch_size(self) -> int: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def data(self) -> str: ...
     @property
     def per_epoch(self) -> int: ...
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]: ...
@@ -96,7 +99,9 @@ def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
     """Top-1 and top-5 over all ranks: every rank counts its own samples, logits and labels, and the counts are added."""
     counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     for logits, labels in answers:
+        run.world.pulse.beat(watchdog.EVALUATION)
         counts += metrics.right(logits, labels)
+    run.world.pulse.beat(watchdog.COUNT)
     return metrics.accuracy(run.world.sum(counts))
 
 
@@ -146,7 +151,7 @@ class _Totals:
             self._work.wait()
         loss, stop, save = self._sums.tolist()
         if not math.isfinite(loss):
-            raise RuntimeError(f"the loss at step {self.step} is {loss}: a lower lr, or the data, is where to look")
+            raise RunError(f"the loss at step {self.step} is {loss}: a lower lr, or the data, is where to look")
         return loss / self._global_size, stop > 0, save > 0
 
 
@@ -165,7 +170,7 @@ def fit(
     after another. evaluate: called by all ranks at the end of each epoch and of the run.
 
     Gradients are averaged over ranks, so a rank's sum counts ``world_size / global_size``: the result is the mean over the
-    global batch, whatever share of it a rank had. Raises RuntimeError, on all ranks alike, when the loss is not finite.
+    global batch, whatever share of it a rank had. Raises RunError, on all ranks alike, when the loss is not finite.
     """
     state, world, total = run.state, run.world, total_steps(cfg, batches)
     if state.step >= total:
@@ -173,20 +178,23 @@ def fit(
         return {} if run.was_done else evaluate()
     results: Mapping[str, Any] = {}
     pending: _Totals | None = None
-    clock = _Clock()
+    clock, pulse = _Clock(), world.pulse
     first_step = state.step + 1
     while state.step < total and not run.stopping:
         epoch, first_batch = divmod(state.step, batches.per_epoch)
+        pulse.beat(watchdog.DATA, state.step)
         for shard in batches.epoch(epoch, first_batch):
             lr = float(state.scheduler.get_last_lr()[0])
             state.optimizer.zero_grad(set_to_none=True)
-            loss = _backward(model, loss_sum, shard.pieces(cfg.accumulate), world.size / shard.global_size)
+            loss = _backward(model, loss_sum, shard.pieces(cfg.accumulate), world.size / shard.global_size, pulse)
+            pulse.beat(watchdog.UPDATE)
             state.optimizer.step()
             state.scheduler.step()
             if isinstance(state.ema, swa_utils.AveragedModel):
                 state.ema.update_parameters(state.model)
             state.step += 1
             clock.add(shard.global_size)
+            pulse.beat(watchdog.SUM, state.step)
 
             due = world.rank == 0 and clock.save_due(run.keys.checkpoint_every_s)
             before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
@@ -199,36 +207,44 @@ def fit(
                 mean_loss, stop_now, _ = pending.read()
                 stop, speed = stop or stop_now, clock.lap()
                 results = evaluate() if (end_of_epoch or end) and not stop else {}
+                best = run.is_best(results) and run.keys.keep_best
+                run.check_saved()
                 _row(run, epoch, mean_loss, lr, speed, results)
                 if stop and not end:
                     reasons = [""] * world.size
                     torch.distributed.all_gather_object(reasons, run.stop.reason)
                     run.stopping = next(reason for reason in reasons if reason)
-                if save or stop or end:
-                    run.save(sampler_state(batches))
+                if save or stop or end or best:
+                    run.save(sampler_state(batches), best=best, wait=stop or end)
                     clock.saved()
                 clock.lap()
             elif clock.progress_due():
                 run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
             if run.stopping or end:
                 break
+            pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
-    return results if results or run.stopping else evaluate()
+    results = results if results or run.stopping else evaluate()
+    pulse.beat(watchdog.UNWATCHED)
+    return results
 
 
-def _backward(model: nn.Module, loss_sum: Callable[[Any], Tensor], pieces: list[Shard], scale: float) -> Tensor:
+def _backward(
+    model: nn.Module, loss_sum: Callable[[Any], Tensor], pieces: list[Shard], scale: float, pulse: Pulse
+) -> Tensor:
     """Gradients of ``scale`` times the pieces' losses, averaged over the ranks once, at the last piece; the sum of the losses."""
-    losses = []
+
+    def one(piece: Shard) -> Tensor:
+        pulse.beat(watchdog.FORWARD)
+        loss = loss_sum(piece)
+        pulse.beat(watchdog.BACKWARD)
+        (loss * scale).backward()
+        return loss.detach()
+
     with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-        for piece in pieces[:-1]:
-            losses.append(_one_backward(loss_sum(piece), scale))
-    losses.append(_one_backward(loss_sum(pieces[-1]), scale))
+        losses = [one(piece) for piece in pieces[:-1]]
+    losses.append(one(pieces[-1]))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-
-def _one_backward(loss: Tensor, scale: float) -> Tensor:
-    (loss * scale).backward()
-    return loss.detach()
 
 
 def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretrained: bool = False) -> Mapping[str, Any]:
@@ -241,6 +257,7 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
     results = evaluate()
+    run.world.pulse.beat(watchdog.UNWATCHED)
     run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
     return results
 
@@ -263,12 +280,18 @@ def want_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None
 
 def sampler_state(batches: Batches) -> dict[str, Any]:
     """What the order of samples depends on; the position in it is the step."""
-    return {"num_samples": batches.num_samples, "global_batch_size": batches.global_batch_size, "seed": batches.seed}
+    return {
+        "num_samples": batches.num_samples,
+        "global_batch_size": batches.global_batch_size,
+        "seed": batches.seed,
+        "data": batches.data,
+    }
 
 
 def _row(run: Run, epoch: int, loss: float, lr: float, speed: float, results: Mapping[str, Any]) -> None:
     if not run.rows:
         return
+    run.check_mine()
     row = {
         "attempt": run.attempt,
         "step": run.state.step,

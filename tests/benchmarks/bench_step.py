@@ -127,6 +127,7 @@ class Turns:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"fit": [], "bare": []})
     global_batch_size: int = BATCH_SIZE
     seed: int = 0
+    data: str = ""
 
     @property
     def num_samples(self) -> int:

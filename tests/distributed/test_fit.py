@@ -50,7 +50,7 @@ class Trained:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, **keys: Any) -> tuple[dict[str, Any], Run]:
-        of_run = [f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith("checkpoint_")]
+        of_run = [f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_"))]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", log_every_steps=100, **keys)
         with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
@@ -71,8 +71,12 @@ class Trained:
                 return {"val_top1": float(self.evaluations)}
 
             (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
-            results = train.fit(run, cfg, net, GlobalBatches(10, 5, 0, 0, 1), loss_sum, evaluate)
-            rows.close()
+            try:
+                results = train.fit(run, cfg, net, GlobalBatches(10, 5, 0, 0, 1), loss_sum, evaluate)
+            finally:
+                rows.close()
+                assert run.saver
+                run.saver.wait()
         return dict(results), run
 
 
@@ -100,7 +104,7 @@ def test_a_stop_saves_where_it_comes_and_gives_no_older_evaluation(
 
 
 def test_saves_by_time_come_one_by_one(tmp_path: Path) -> None:
-    Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.02)
+    Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.02, keep_checkpoints=0, keep_best="false")
     steps = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt"))
     assert len(steps) > 2
     assert not [step for step in steps if step + 1 in steps and step + 1 < 1200], steps
@@ -108,7 +112,7 @@ def test_saves_by_time_come_one_by_one(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
-        Trained(tmp_path, {4: float("nan")}).run(epochs=3)
+        Trained(tmp_path, {4: float("nan")}).run(epochs=3, keep_best="false")
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

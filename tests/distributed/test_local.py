@@ -53,7 +53,7 @@ def test_a_run_leaves_its_directory(run_dir: Path) -> None:
     assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 10, "")
     assert status["first_failing_rank"] is None
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
-        "latest", "step-00000004.pt", "step-00000008.pt", "step-00000010.pt",
+        "best", "latest", "step-00000004.pt", "step-00000008.pt", "step-00000010.pt",
     ]  # fmt: skip
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The layers, lowest first: a module may import its own layer and those below.
-STDLIB = {"hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "classfolder"}
+STDLIB = {"hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder"}
 LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}
 

@@ -1,0 +1,125 @@
+"""Ends a rank that makes no progress, from outside of its process: also one whose interpreter is stuck, or that was stopped.
+
+The rank writes its pulse into memory that it shares with a small process of its own, `python -m recipes.core.watchdog`, which
+looks at it. Standard library only.
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
+NOTE_AT, BYTES = 64, 4096  # behind the pulse: JSON, zero bytes at its end
+# In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
+PHASES = (
+    "nothing that is watched", "start", "loss over all ranks", "evaluation", "sum of the evaluation", "saving", "data", "forward",
+    "backward", "update",
+)  # fmt: skip
+UNWATCHED, START, SUM, EVALUATION, COUNT, SAVING, DATA, FORWARD, BACKWARD, UPDATE = range(len(PHASES))
+POLL_S = 0.5
+MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
+STACK_S = 3.0  # for faulthandler to write the stack
+PR_SET_PDEATHSIG = 1
+
+
+class Pulse:
+    """How far a rank has come: ``beat`` is called whenever it gets on. Seen by the watchdog, and by this rank's own threads."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("pulse")
+        os.ftruncate(self._descriptor, BYTES)
+        self._memory = mmap.mmap(self._descriptor, BYTES)
+        self._beats = 0
+
+    def beat(self, phase: int, step: int | None = None) -> None:
+        """phase: what begins now. step: completed optimiser steps; as before where it is left out."""
+        self._beats += 1
+        PULSE.pack_into(self._memory, 0, self._beats, self.step if step is None else step, phase)
+
+    @property
+    def step(self) -> int:
+        return int(PULSE.unpack_from(self._memory)[1])
+
+    def read(self) -> tuple[int, int, int]:
+        """Beats, step, phase."""
+        beats, step, phase = PULSE.unpack_from(self._memory)
+        return beats, step, phase
+
+    def tell(self, **note: Any) -> None:
+        """What the watchdog is to know for its last words: recipe, rank, host; run_dir and attempt, when there are such."""
+        text = json.dumps(note).encode()
+        assert len(text) < BYTES - NOTE_AT
+        self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
+
+    def watch(self, timeout_s: float, root: Path) -> None:
+        """Starts the watchdog, which ends with this process. It is told nothing but this memory."""
+        self.beat(START)
+        # A session of its own, so that what is typed at a terminal does not reach it; of Slurm's signals it heeds KILL alone.
+        subprocess.Popen(
+            [sys.executable, "-m", "recipes.core.watchdog", str(os.getpid()), str(self._descriptor), str(timeout_s)],
+            cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[self._descriptor], start_new_session=True,
+        )  # fmt: skip
+
+
+def place(step: int, phase: int) -> str:
+    """Where a pulse stands, for a line. step: completed ones."""
+    return f"step {step + (phase >= DATA)} ({PHASES[phase]})"
+
+
+def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+    """Looks at the pulse until the parent has ended, and ends it where there is none for ``timeout_s``."""
+    last, since = PULSE.unpack_from(memory), time.monotonic()
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+        now = PULSE.unpack_from(memory)
+        if now != last or now[2] == UNWATCHED:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            _end(parent, memory, timeout_s)
+            return
+
+
+def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+    from recipes.core import rundir
+
+    _, step, phase = PULSE.unpack_from(memory)
+    note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
+    rank, host = note.get("rank", 0), note.get("host", "this host")
+    line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
+    print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: it is ended", file=sys.stderr, flush=True)
+    if "run_dir" in note:
+        with contextlib.suppress(OSError):
+            rundir.record_failure(
+                Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind="error", error=line
+            )
+    for number, patience_s in (
+        (signal.SIGABRT, STACK_S),
+        (signal.SIGKILL, 0.0),
+    ):  # faulthandler writes the stack at the first
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, number)
+        deadline = time.monotonic() + patience_s
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def main(argv: list[str]) -> None:
+    parent, descriptor, timeout_s = int(argv[0]), int(argv[1]), float(argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch(parent, mmap.mmap(descriptor, BYTES), timeout_s)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
