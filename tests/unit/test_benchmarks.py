@@ -16,6 +16,7 @@ from tests.benchmarks.measure import FULL, TINY, Figure, interleaved
 
 WAYS = ("files, other pixels", "files, the same pixels", "packed jpeg", "packed raw")
 NAMES = [
+    "checkpoint, training stands still",
     "cifar, input",
     *(f"images, {way}{end}" for end in ("", ", as floats") for way in WAYS),
     *("login, a right command", "login, a misspelt key"),

@@ -1,0 +1,218 @@
+"""Checkpoints written beside the training: what is in them, which stay, and what is said when they cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recipes.core import checkpoint, rundir
+from recipes.core.checkpoint import HostCopy, Keep, Saver
+from recipes.core.rundir import MachineError
+
+CPU = torch.device("cpu")
+
+
+def content(step: int = 1, value: float = 0.0) -> dict[str, Any]:
+    parts: dict[str, Any] = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}
+    return {"model": {"weight": torch.full((1000,), value)}, **parts, "meta": {"step": step, "config": {}}}
+
+
+def make_saver(folder: Path, keep: Keep = Keep(), still_mine: Callable[[], None] = lambda: None) -> Saver:  # noqa: B008
+    return Saver(folder, keep, still_mine, lambda path, step: None)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
+    held, entered = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert held.wait(20)
+
+    saver, now = make_saver(tmp_path, still_mine=hold), content(step=4, value=1.0)
+    saver.save(now)
+    assert entered.wait(20)
+    now["model"]["weight"].fill_(2.0)  # the next step
+    now["meta"]["step"] = 5
+    assert names(tmp_path)[0].startswith(".step-00000004.pt.")  # it is being written, and has no name yet
+    held.set()
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step-00000004.pt"]
+    found = checkpoint.read(tmp_path / "step-00000004.pt")
+    assert torch.equal(found["model"]["weight"], torch.full((1000,), 1.0))
+
+
+def test_one_is_written_at_a_time_and_the_last_is_waited_for(tmp_path: Path) -> None:
+    saved: list[int] = []
+    saver = Saver(tmp_path, Keep(newest=0), lambda: None, lambda path, step: saved.append(step))
+    for step in range(1, 6):
+        saver.save(content(step))
+        assert saved == list(range(1, step))[: len(saved)]
+        assert len(saved) >= step - 1
+    saver.wait()
+    assert saved == [1, 2, 3, 4, 5]
+    assert [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 3, 2, 1]
+
+
+def test_a_write_that_fails_is_told_to_the_training(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver = make_saver(folder, still_mine=full)
+    saver.save(content())
+    words = rf"^run_dir={tmp_path}/run: a checkpoint cannot be written \(No space left on device, .* free\): make room there"
+    with pytest.raises(MachineError, match=words):
+        saver.wait()
+    saver.check()  # told once
+    assert names(folder) == []
+
+
+def test_room_is_looked_at_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=3999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(
+        MachineError, match=r"a checkpoint of 4\.0 kB cannot be written \(No space left on device, 4\.0 kB"
+    ):
+        make_saver(tmp_path).save(content())
+    assert names(tmp_path) == []
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0)
+    )  # some network file systems
+    saver = make_saver(tmp_path)
+    saver.save(content())
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step-00000001.pt"]
+
+
+def test_one_whose_run_directory_is_anothers_now_writes_nothing(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise MachineError("a later attempt writes here")
+
+    saver = make_saver(tmp_path, still_mine=lost)
+    saver.save(content())
+    with pytest.raises(MachineError, match="a later attempt"):
+        saver.wait()
+    assert names(tmp_path) == []
+
+
+def steps_left(folder: Path) -> list[int]:
+    return sorted(checkpoint.step_of(path) for path in folder.glob("step-*.pt"))
+
+
+def test_the_newest_the_best_and_those_of_an_interval_stay(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=2, every_steps=10))
+    for step in range(1, 26):
+        saver.save(content(step), best=step == 7)
+    saver.wait()
+    assert steps_left(tmp_path) == [7, 10, 20, 24, 25]
+    assert (checkpoint.named(tmp_path, "best"), checkpoint.named(tmp_path, "latest")) == (
+        "step-00000007.pt",
+        "step-00000025.pt",
+    )
+
+
+def test_a_run_that_was_sent_back_removes_none_of_later_steps(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=2))
+    for step in (1, 2, 30, 3, 4):
+        saver.save(content(step))
+    saver.wait()
+    assert steps_left(tmp_path) == [3, 4, 30]
+    assert [checkpoint.step_of(path) for path in checkpoint.candidates(tmp_path)] == [4, 3, 30]
+
+
+def test_all_stay_where_that_is_asked_for(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=0))
+    for step in range(1, 6):
+        saver.save(content(step))
+    saver.wait()
+    assert steps_left(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_copy_is_as_the_original_and_takes_its_memory_once() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 3)).to(memory_format=torch.channels_last)
+    net[1].bias = net[1].weight  # type: ignore[assignment]  # tied, under two names
+    state = {"model": net.state_dict(), "list": [torch.ones(2), (1, "text")], "none": None}
+    copy = HostCopy()
+    first = copy.take(state)
+    assert first["model"]["0.weight"].stride() == net[0].weight.stride()
+    assert first["model"]._metadata == state["model"]._metadata
+    assert first["model"]["1.bias"] is first["model"]["1.weight"]
+    assert (first["list"][1], first["none"]) == ((1, "text"), None)
+    assert checkpoint.size_of(state) == checkpoint.size_of(first)
+    place = first["model"]["0.weight"].data_ptr()
+    with torch.no_grad():
+        net[0].weight.fill_(7)
+    assert not torch.equal(first["model"]["0.weight"], net[0].weight)
+    second = copy.take(state)
+    assert second["model"]["0.weight"].data_ptr() == place
+    assert torch.equal(second["model"]["0.weight"], net[0].weight)
+
+
+def test_every_random_state_comes_back() -> None:
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+
+    random.gauss(0, 1)  # the second of a pair is kept
+    np.random.randn()
+    states = checkpoint.rng_state(CPU)
+    drawn = draw()
+    draw()
+    checkpoint.set_rng_state(states, CPU)
+    assert draw() == drawn
+
+
+def test_random_states_pass_through_a_file(tmp_path: Path) -> None:
+    now = {**content(), "rng": [checkpoint.rng_state(CPU)]}
+    drawn = (random.random(), np.random.rand())
+    found = checkpoint.read(checkpoint.write(tmp_path, now))
+    checkpoint.set_rng_state(found["rng"][0], CPU)
+    assert (random.random(), np.random.rand()) == drawn
+    assert checkpoint.digest(found) == checkpoint.digest(now)
+
+
+def test_the_digest_is_of_the_training_state_alone() -> None:
+    one = content(step=3, value=1.0)
+    assert checkpoint.digest(one) == checkpoint.digest({**one, "meta": {**one["meta"], "torch": "another"}})
+    assert checkpoint.digest(one) != checkpoint.digest(content(step=4, value=1.0))
+    other = content(step=3, value=1.0)
+    other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
+    assert checkpoint.digest(one) != checkpoint.digest(other)
+    for part in ("optimizer", "scheduler", "sampler"):
+        assert checkpoint.digest(one) != checkpoint.digest({**one, part: {"a": 1}}), part
+
+
+def test_the_file_is_an_archive_as_torch_writes_it(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, content(value=3.0))
+    assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
+    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "begun_at", "step", "gained"), [(0, 0, 0, True), (1, 5, 5, False), (1, 5, 6, True), (2, 7, 5, False)]
+)
+def test_an_attempt_that_gained_no_step_is_known(
+    tmp_path: Path, attempt: int, begun_at: int, step: int, gained: bool
+) -> None:
+    for _ in range(attempt + 1):
+        assert rundir.gained_nothing(tmp_path) is False  # nothing is said of it before it has ended
+        rundir.open_attempt(tmp_path, ["a"])
+    rundir.begin_attempt_at(tmp_path, begun_at)
+    rundir.write_status(tmp_path, "preempted", attempt=attempt, step=step)
+    assert rundir.gained_nothing(tmp_path) is not gained

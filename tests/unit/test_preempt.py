@@ -1,0 +1,136 @@
+"""What asks a run to stop: signals, seen at once, and the near end of its job."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.core import preempt
+from recipes.core.preempt import StopFlag
+from tests import helpers
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5", 5),
+        ("1:05", 65),
+        ("2:00:00", 7200),
+        ("1-00:00:10", 86410),
+        ("UNLIMITED", math.inf),
+        ("NOT_SET", None),
+        ("-1", None),
+    ],
+)
+def test_what_squeue_says_of_the_time_left(text: str, seconds: float | None) -> None:
+    assert preempt.parse_time_left(text) == seconds
+
+
+def squeue(folder: Path, text: str) -> None:
+    """A squeue that says ``text``: what is asked of it, and what becomes of the answer, is what is tested here."""
+    (folder / "squeue").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "squeue").chmod(0o755)
+
+
+def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+    squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
+    assert preempt.seconds_left(job) == 120
+    squeue(tmp_path, "exit 1")
+    assert preempt.seconds_left(job) == pytest.approx(1000, abs=5)
+    (tmp_path / "squeue").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert preempt.seconds_left({"SLURM_JOB_ID": "7"}) is None
+    assert preempt.seconds_left({}) is None
+
+
+def test_a_limit_that_is_put_off_is_waited_for_anew() -> None:
+    flag, answers, told = StopFlag(), [0.6, 1.2, 0.1], threading.Event()
+    begin = time.monotonic()
+    preempt.watch_the_end(flag, 0.15, lambda: answers.pop(0), lambda name: told.set())
+    assert told.wait(20)
+    assert flag.reason == "the time limit"
+    assert answers == []
+    assert time.monotonic() - begin > 1.2  # 0.45, in which the limit moved, and 1.05
+
+
+def test_at_most_a_quarter_of_a_short_job_is_left() -> None:
+    flag, told = StopFlag(), threading.Event()
+    begin, end = time.monotonic(), time.monotonic() + 2
+    preempt.watch_the_end(flag, 3600, lambda: end - time.monotonic(), lambda name: told.set())
+    assert told.wait(20)
+    assert time.monotonic() - begin > 1.3
+
+
+@pytest.mark.parametrize("left", [None, math.inf])
+def test_without_a_limit_nothing_is_asked_again(left: float | None) -> None:
+    asked: list[float | None] = []
+
+    def answer() -> float | None:
+        asked.append(left)
+        return left
+
+    flag = StopFlag()
+    over = preempt.watch_the_end(flag, 60, answer)
+    helpers.wait_until(lambda: asked, 10, "the first question")
+    over.set()
+    assert asked == [left]
+    assert not flag
+
+
+def test_the_first_reason_stays() -> None:
+    flag = StopFlag()
+    assert flag.note("SIGTERM")
+    assert not flag.note("the time limit")
+    assert flag.reason == "SIGTERM"
+
+
+BLOCKED = """
+import ctypes, os, signal, sys
+from recipes.core import preempt
+libc = ctypes.CDLL(None)
+with preempt.stop_flag(lambda name: print("noted", name, flush=True)) as stop:
+    print("ready", flush=True)
+    # Waits below Python, as in a collective: a handler of Python's cannot run before it is over.
+    while not stop:
+        read_end, write_end = os.pipe()
+        buffer = ctypes.create_string_buffer(1)
+        while libc.read(read_end, buffer, 1) < 0:
+            pass
+"""
+
+
+def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "noted SIGTERM\n"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_handlers_and_pipe_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in preempt.SIGNALS]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with preempt.stop_flag() as stop:
+        assert signal.set_wakeup_fd(-1) >= 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        helpers.wait_until(lambda: stop.reason == "SIGTERM", 10, "the flag")
+    assert [signal.getsignal(number) for number in preempt.SIGNALS] == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -1,0 +1,99 @@
+"""A rank that makes no progress is ended from outside, named, and its stack shown; one that does is left alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.core import watchdog
+from tests import helpers
+from tests.helpers import ROOT
+
+RANK = """
+import ctypes, faulthandler, os, signal, sys, time
+from pathlib import Path
+from recipes.core import watchdog
+from recipes.core.watchdog import Pulse
+faulthandler.enable()
+pulse = Pulse()
+pulse.tell(recipe="toy", rank=3, host="node7", run_dir=sys.argv[2], attempt=1)
+pulse.watch(float(sys.argv[1]), Path.cwd())
+pulse.beat(watchdog.BACKWARD, 11)
+print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+
+def sleep_without_letting_go():
+    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock: no thread of it runs, no handler either
+
+WAYS = {
+    "stuck": sleep_without_letting_go,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "waits": lambda: time.sleep(600),
+    "unwatched": lambda: (pulse.beat(watchdog.UNWATCHED), time.sleep(float(sys.argv[1]) * 3), print("alive")),
+    "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
+}
+WAYS[sys.argv[3]]()
+"""
+
+
+def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str]:
+    (folder / "failures").mkdir(exist_ok=True)
+    return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), way], cwd=ROOT)
+
+
+@pytest.mark.parametrize("way", ["stuck", "stopped", "waits"])
+def test_a_rank_without_progress_is_ended_and_named(way: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    ended = helpers.finish(rank(tmp_path, way), timeout_s=40)
+    assert time.monotonic() - begin < 30
+    assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
+    assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
+    record = json.loads((tmp_path / "failures" / "attempt-1-rank-3.json").read_text())
+    assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "error")
+    assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
+    if way == "stuck":
+        assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
+    watcher = int(ended.lines[0])
+    helpers.wait_until(lambda: not helpers.alive(watcher), 10, "the watchdog's own end")
+
+
+@pytest.mark.parametrize("way", ["works", "unwatched"])
+def test_a_rank_that_gets_on_is_left_alone(way: str, tmp_path: Path) -> None:
+    ended = helpers.finish(rank(tmp_path, way), timeout_s=60)
+    assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
+    assert list((tmp_path / "failures").iterdir()) == []
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = rank(tmp_path, "waits", timeout_s=600)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_it_heeds_no_signal_of_slurms_and_ends_with_its_rank(waiting: subprocess.Popen[str]) -> None:
+    assert waiting.stdout
+    watcher = int(waiting.stdout.readline())
+    status = Path(f"/proc/{watcher}/status")
+    helpers.wait_until(lambda: "recipes.core.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start")
+    wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+    def ignored() -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith("SigIgn")).split()[1], 16)
+
+    helpers.wait_until(lambda: all(ignored() >> (number - 1) & 1 for number in wanted), 10, "signals that are ignored")
+    waiting.kill()
+    helpers.wait_until(lambda: not helpers.alive(watcher), 10, "the watchdog's end")
+
+
+def test_a_place_is_told_by_the_step_that_is_worked_on() -> None:
+    assert watchdog.place(11, watchdog.FORWARD) == "step 12 (forward)"
+    assert watchdog.place(11, watchdog.EVALUATION) == "step 11 (evaluation)"
+    assert watchdog.place(0, watchdog.START) == "step 0 (start)"
