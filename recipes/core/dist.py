@@ -101,6 +101,7 @@ class World:
         if self.rank == 0:
             self.store.set(news, self._all_done(name))
         self._await_news(name)
+        self.pulse.beat(watchdog.UNWATCHED)
         return result
 
     def _let_others_read(self) -> None:

@@ -218,8 +218,10 @@ class Run:
             )
 
     def is_mine(self) -> bool:
-        """Whether the run directory's newest attempt is this one."""
-        newest = rundir.read_json(self.dir / "attempt.json") or {}
+        """Whether the run directory's newest attempt is this one, as far as the file system tells."""
+        newest = rundir.read_json(self.dir / "attempt.json")
+        if newest is None:  # it does not answer just now: no other attempt is seen
+            return True
         return (newest.get("attempt"), newest.get("launch")) == (self.attempt, rundir.launch_id(os.environ))
 
     def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
@@ -395,8 +397,6 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
         except MachineError as error:
             print(f"{run.settings.recipe}: {error}", file=sys.stderr)
             _leave(rundir.EXIT_MACHINE)
-        except OSError:
-            continue  # the file system does not answer: nothing is written there either
 
 
 def _stopped_early(run: Run, reason: str) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.conf.mnist import Config
-from recipes.core import dist, entry, local, metrics, preempt, session, train
+from recipes.core import checkpoint, dist, entry, local, metrics, preempt, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.local import Layout
@@ -46,6 +46,7 @@ class Trained:
 
     def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
         self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
+        self.values: list[float] = []
         for name in ("logs", "checkpoints", "failures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -68,7 +69,7 @@ class Trained:
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
-                return {"val_top1": float(self.evaluations)}
+                return {"val_top1": self.values[self.evaluations - 1] if self.values else float(self.evaluations)}
 
             (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
             try:
@@ -124,6 +125,24 @@ def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> 
     before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
     assert session._fail(run, RuntimeError("late")) == 1
     assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
+
+
+def test_a_file_system_that_does_not_answer_is_no_other_attempt(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    (tmp_path / "attempt.json").unlink()
+    run.check_mine()
+
+
+def test_the_best_evaluation_is_saved_and_named(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.5, 0.75, 0.25, 0.75, 0.125]
+    _, run = trained.run(epochs=5, keep_checkpoints=1)
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-00000004.pt",
+        "step-00000010.pt",
+    ]
+    assert run.state.meta["best"] == {"val_top1": 0.75, "step": 4}
 
 
 def test_a_signal_ahead_of_the_handlers_is_not_lost() -> None:
