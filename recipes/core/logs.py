@@ -6,7 +6,9 @@ is killed or crashes.
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from recipes.core import preempt
+from recipes.core.rundir import MachineError
 
 
 @contextlib.contextmanager
@@ -21,10 +24,19 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
     """Copies this process's stdout and stderr, children's included, to the end of ``path`` while it is entered.
 
     Gives the terminal that stderr was, where it was one, for a progress line that does not belong into a file; else None.
-    Raises OSError when ``path`` cannot be written.
+    Raises MachineError when ``path`` cannot be written, or there is no ``tee``.
     """
-    with open(path, "ab"):
-        pass
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): give another run_dir"
+        ) from None
+    if shutil.which("tee") is None:
+        raise MachineError(
+            f"{socket.gethostname()}: there is no tee on the PATH, which writes logs/: it is of coreutils"
+        )
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

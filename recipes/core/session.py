@@ -419,7 +419,7 @@ def _fail(run: Run, error: BaseException) -> int:
         code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
     elif isinstance(error, RunError):
         line = str(error)
-    elif words := _memory_words(error):
+    elif words := _known_words(error):
         line = words
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
@@ -438,7 +438,7 @@ def _fail(run: Run, error: BaseException) -> int:
             print(f"{recipe}: {line}", file=sys.stderr)
     elif kind == "peer":
         time.sleep(0 if behind else PEERS_TELL_S)
-    elif not isinstance(error, RunError) and not _memory_words(error):
+    elif not isinstance(error, RunError) and not _known_words(error):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         reason, first = rundir.verdict(run.dir)
@@ -454,11 +454,13 @@ def _fail(run: Run, error: BaseException) -> int:
     return code
 
 
-def _memory_words(error: BaseException) -> str:
-    """An out-of-memory error in a line, with torch's sizes; "" for any other."""
+def _known_words(error: BaseException) -> str:
+    """What is wrong and the mend, in a line, for torch's errors that are the user's to mend; "" for any other."""
     text = rundir.one_line(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
+    if "InvalidCxxCompiler" in text or "C++ compiler" in text:
+        return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
     return ""
 
 
