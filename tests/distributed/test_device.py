@@ -427,7 +427,7 @@ def test_a_line_is_one_write_so_that_ranks_do_not_speak_into_each_other(tmp_path
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     from recipes.core import logs
 
-    with pytest.raises(OSError, match=r"rank0\.log"), logs.copied_to(tmp_path / "none" / "rank0.log"):
+    with pytest.raises(MachineError, match=r"rank0\.log"), logs.copied_to(tmp_path / "none" / "rank0.log"):
         pass
 
 
