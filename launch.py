@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ def show(settings: Settings) -> int:
     """launcher=print: the sbatch script on stdout; nothing is submitted."""
     from recipes.core import slurm
 
-    job = slurm.describe(settings, ROOT, Path.cwd())
+    job = slurm.describe(settings, ROOT, _here())
     print(
         slurm.script(job, header=["Made by launch.py; options of sbatch before the script's name win over these."]),
         end="",
@@ -56,14 +57,14 @@ def submit(settings: Settings) -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
     from recipes.core import slurm, submit
 
-    job = slurm.describe(settings, ROOT, Path.cwd())
+    job = slurm.describe(settings, ROOT, _here())
     if data := os.environ.get("RECIPES_DATA"):
         os.environ["RECIPES_DATA"] = os.path.abspath(data)  # a job starts in the repository
     expected = submit.ask_controller(job)
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     print(f"run directory: {submitted.run_dir}")
-    print(f"log: tail -F {submitted.log}")
+    print(f"log: tail -F {shlex.quote(str(submitted.log))}")
     sys.stdout.flush()
     if not settings.job.wait:
         return 0
@@ -80,7 +81,7 @@ def run_here(settings: Settings) -> int:
 
     layout = local_layout(settings)
     recipe_class, _ = config.recipe_conf(settings.recipe)
-    words = config.absolute(settings.typed, (config.RunKeys, recipe_class), Path.cwd())
+    words = config.absolute(settings.typed, (config.RunKeys, recipe_class), _here())
     run_dir = None
     if layout.node_rank == 0:
         run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
@@ -131,11 +132,21 @@ def local_layout(settings: Settings) -> Layout:
     return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
 
 
+def _here() -> Path:
+    """The folder that this was typed in. Raises MachineError where that is gone."""
+    from recipes.core.rundir import MachineError
+
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise MachineError("the folder that you are in is not there any more: cd to one that is") from None
+
+
 def _run_dir(settings: Settings) -> str:
     """The run directory that was typed, resolved and absolute; empty for the default."""
     from recipes.core import config
 
-    return config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), Path.cwd())["run_dir"]
+    return config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), _here())["run_dir"]
 
 
 def _use_project_python(argv: list[str]) -> None:

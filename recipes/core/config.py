@@ -10,7 +10,9 @@ import importlib
 import math
 import os
 import re
+import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,7 +31,9 @@ from recipes.core import envfile, hostlist
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SHOWN = 60  # characters of a bad value that are shown
-MAX_YAML = 1 << 20  # bytes of a file of keys
+MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
+LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, and not be read back
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some reader, or speaks to a terminal
 
 
 class ConfigError(ValueError):
@@ -82,10 +86,11 @@ def check(keys: Any) -> None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if meta.get("low") is not None and value < meta["low"]:
                 raise ConfigError(f"{given}: the least is {meta['low']:g}")
-            if meta.get("high") is not None and value > meta["high"]:
-                raise ConfigError(f"{given}: the most is {meta['high']:g}")
+            high = LARGEST if meta.get("high") is None and isinstance(value, int) else meta.get("high")
+            if high is not None and value > high:
+                raise ConfigError(f"{given}: the most is {high:g}")
         if isinstance(value, str):
-            if any(ord(c) < 32 or ord(c) == 127 for c in value):
+            if CONTROL.search(value):
                 raise ConfigError(f"{given}: has a control character (a newline, say); write it in one plain line")
             if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: wants {meta['form']}")
@@ -374,7 +379,8 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     for name, value in words.items():
         if name not in known:
             raise ConfigError(
-                f"{name}={shown(value)}: there is no key '{name}', only {', '.join(sorted(known))}{nearest(name, known)}"
+                f"{shown(name)}={shown(value)}: there is no key '{shown(name)}', only {', '.join(sorted(known))}"
+                f"{nearest(name, known)}"
             )
     return _build(cls, words)[0]
 
@@ -413,6 +419,8 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files'))}"
             )
+        elif not isinstance(value, str):
+            raise ConfigError(f"{path}: '{name}' wants one plain value")
     for module in profile.get("modules", ()):
         if f"- {module}" not in lines:
             raise ConfigError(
@@ -439,7 +447,7 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
             or (name == "network" and ("/" in value or value.endswith(".env")))
         )
         return (
-            str((base / Path(value).expanduser()).resolve())
+            os.path.realpath(base / Path(value).expanduser())  # Path.resolve() raises where links lead in a circle
             if is_path and value and "${" not in value and value[0] != "$"
             else value
         )
@@ -511,14 +519,22 @@ def _load_yaml(path: Path, given: str) -> dict[str, Any]:
     import yaml  # OmegaConf's own parser; imported where a file is read, since it costs as much as all else here
 
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # asked first: open() on a named pipe would wait for a writer
+            raise ValueError("no ordinary file")
         with open(path, "rb") as file:
             text = file.read(MAX_YAML + 1)
         if len(text) > MAX_YAML:
             raise ValueError(f"larger than {MAX_YAML} bytes")
-        content = yaml.load(text.decode("utf-8"), Loader=yaml.BaseLoader)
+        loader = yaml.BaseLoader(text.decode("utf-8"))
+        node = loader.get_single_node()
+        content = loader.construct_document(node) if node else None
+        keys = node.value if isinstance(node, yaml.MappingNode) else []
+        names = Counter(str(name.value) for name, _ in keys)
+        if names and max(names.values()) > 1:
+            raise ValueError(f"'{shown(names.most_common(1)[0][0])}' stands there twice")
     except OSError as error:
         raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); write 'key: value' lines"
         ) from None
@@ -554,20 +570,47 @@ def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
             raise ConfigError(
                 f"{name}={shown(value)}: {_wanted(field)}"
             )  # Python takes other scripts' digits, and 1_0 as 10
+        _check_interpolations(name, str(value))
         try:
             OmegaConf.update(merged, name, None if value == "null" and field.default is None else value)
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, RecursionError):
             raise ConfigError(f"{name}={shown(value)}: {_wanted(field)}") from None
     resolved = {}
     for field in dataclasses.fields(cls):
         try:
             resolved[field.name] = merged[field.name]
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             # A value that does not fit is not shown: it can be a variable that nobody else is to read.
             why = str(error).split("\n")[0].rpartition("interpolation: ")[2].strip('"')
             why = _wanted(field) if isinstance(error, ValidationError) else shown(why, 200)
             raise ConfigError(f"{field.name}={shown(values.get(field.name, ''))}: {why}") from None
-    return cls(**resolved), merged
+    try:
+        return cls(**resolved), merged
+    except ConfigError as error:
+        name, _, rest = str(error).partition("=")
+        given = str(values.get(name, ""))
+        if "${" not in given:
+            raise
+        value = shown(resolved[name])
+        rule = rest.removeprefix(f"{value}: ")
+        why = "does not fit" if rule == rest or value[:12] in rule else rule
+        raise ConfigError(f"{name}={shown(given)}: what this stands for, which is not shown: {why}") from None
+
+
+# A key's value, or a variable's with or without a default. OmegaConf has more: its oc.coerce (2.4) imports what it is told to.
+INTERPOLATION = re.compile(r"\$\{(?:[A-Za-z_]\w*\}|oc\.env:([A-Za-z_]\w*)[,}])", re.ASCII)
+
+
+def _check_interpolations(name: str, value: str) -> None:
+    """Raises ConfigError for any that is not one of ours, or of a variable that is a secret by its name."""
+    for start in re.finditer(r"\$\{", value):
+        found = INTERPOLATION.match(value, start.start())
+        if not found:
+            raise ConfigError(f"{name}={shown(value)}: behind '${{' wants KEY}} or oc.env:VARIABLE}}, in plain letters")
+        if found[1] and envfile.is_secret(found[1]):
+            raise ConfigError(
+                f"{name}={shown(value)}: {shown(found[1])} looks like a secret; what keys hold ends up in logs and names of files"
+            )
 
 
 def _wanted(field: "dataclasses.Field[Any]") -> str:

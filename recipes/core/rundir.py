@@ -56,7 +56,7 @@ def launch_id(environ: Mapping[str, str]) -> str:
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     """The run directory: as given, else ``runs/<recipe>/<run_id>`` under ``base``, with a time stamp where there is no id."""
     if run_dir:
-        return Path(run_dir).expanduser().resolve()
+        return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises where links lead in a circle
     stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return base / "runs" / recipe / (run_id or stamp)
 

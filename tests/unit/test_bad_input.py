@@ -33,6 +33,9 @@ FILES: dict[str, bytes] = {
     "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
     "strange.yaml": b"? [a, b]\n: 1\n",
     "spaces.yaml": b"a key: 1\n",
+    "twice.yaml": b"epochs: 1\nlr: 1\nepochs: 2\n",
+    "escape.yaml": b'epochs: "\\UFFFFFFFF"\n',
+    "large.yaml": b"# " + b"x" * 70_000,
     "shell.env": b"NCCL_DEBUG=$(touch canary)\n",
     "path.env": b"PATH=/evil\n",
     "preload.env": b"LD_PRELOAD=/evil.so\n",
@@ -63,7 +66,10 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("config=nosuch.yaml",), ("config=",), ("config=.",), ("config=a\nb.yaml",), ("config=~nosuchuser/x.yaml",), ("config=/dev/zero",),
     ("config=list.yaml",), ("config=nested.yaml",), ("config=text.yaml",), ("config=broken.yaml",), ("config=tabs.yaml",),
     ("config=binary.yaml",), ("config=deep.yaml",), ("config=unknown.yaml",), ("config=value.yaml",), ("config=again.yaml",),
-    ("config=python.yaml",), ("config=strange.yaml",), ("config=spaces.yaml",),
+    ("config=python.yaml",), ("config=strange.yaml",), ("config=spaces.yaml",), ("config=twice.yaml",), ("config=escape.yaml",),
+    ("config=large.yaml",), ("max_steps=" + "9" * 19,), ("data_dir=a\u2028b",), ("data_dir=a\x85b",), ("run_dir=a\x9bb",),
+    ("epochs=${oc.coerce:int,3}",), ("epochs=${oc.decode:3}",), ("epochs=${oc.env:${oc.env:HOME}}",), ("epochs=${${epochs}}",),
+    ("data_dir=${oc.env:HF_TOKEN}",), ("data_dir=${oc.env:NOSUCH,${oc.env:my_password}}",), ("epochs=" + "${a:[" * 300,), ("epochs=" + "${" * 900,),
 )  # fmt: skip
 
 # Keys of a job, for launch.py whatever the launcher.
@@ -313,6 +319,17 @@ def test_a_slurm_that_refuses_the_job(here: Path, capsys: pytest.CaptureFixture[
     sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
     line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, rundir.EXIT_MACHINE)
     assert line == "launch.py: Slurm refuses this job: no never"
+
+
+def test_a_folder_that_is_not_there_any_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = here / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    for launcher in ("print", "slurm", "local"):
+        argv = ["recipe=mnist", f"launcher={launcher}", "device=cpu"]
+        line = refused(lambda argv=argv: launch.main(argv), here, capsys, rundir.EXIT_MACHINE)  # type: ignore[misc]
+        assert "cd to one" in line
 
 
 def test_a_machine_with_too_few_gpus(

@@ -205,21 +205,21 @@ def test_a_job_key_behind_a_recipe_names_sbatchs_option() -> None:
 
 
 def test_interpolation_is_resolved_in_values_and_left_in_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("T_SECRET", "hunter2")
+    monkeypatch.setenv("T_PLACE", "hunter2")
     monkeypatch.setenv("T_EPOCHS", "5")
-    settings = parse("data_dir=/d/${oc.env:T_SECRET}", "epochs=${oc.env:T_EPOCHS}", "seed=${epochs}")
+    settings = parse("data_dir=/d/${oc.env:T_PLACE}", "epochs=${oc.env:T_EPOCHS}", "seed=${epochs}")
     assert (settings.config.data_dir, settings.config.epochs, settings.config.seed) == ("/d/hunter2", 5, 5)
     saved = OmegaConf.to_yaml(settings.saved)
-    assert "data_dir: /d/${oc.env:T_SECRET}" in saved
+    assert "data_dir: /d/${oc.env:T_PLACE}" in saved
     assert "hunter2" not in saved
-    assert settings.typed["data_dir"] == "/d/${oc.env:T_SECRET}"
+    assert settings.typed["data_dir"] == "/d/${oc.env:T_PLACE}"
 
 
 def test_an_interpolation_that_cannot_be_is_refused_without_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("T_SECRET", "hunter2")
+    monkeypatch.setenv("T_PLACE", "hunter2")
     monkeypatch.delenv("T_NONE", raising=False)
     assert "T_NONE" in refusal("data_dir=${oc.env:T_NONE}")
-    message = refusal("epochs=${oc.env:T_SECRET}")
+    message = refusal("epochs=${oc.env:T_PLACE}")
     assert "wants a whole number" in message
     assert "hunter2" not in message
     for word in ("data_dir=${a", "data_dir=${nosuch}", "lr=${lr}", "epochs=???", "epochs=${oc.decode:'['}"):
@@ -229,8 +229,15 @@ def test_an_interpolation_that_cannot_be_is_refused_without_its_content(monkeypa
 def test_what_an_interpolation_gives_is_checked_as_if_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T_NAME", "a;touch x")
     monkeypatch.setenv("T_LINES", "a\nb")
-    assert "partition" in refusal("partition=${oc.env:T_NAME}")
-    assert "control character" in refusal("run_dir=${oc.env:T_LINES}")
+    for word, wanted in (
+        ("partition=${oc.env:T_NAME}", "wants letters"),
+        ("run_dir=${oc.env:T_LINES}", "control character"),
+        ("exclude=${oc.env:T_NAME}", "does not fit"),  # the reason would show it
+    ):
+        message = refusal(word)
+        assert message.startswith(f"{word}: ")
+        assert wanted in message
+        assert "touch" not in message
 
 
 # --- paths
@@ -256,6 +263,11 @@ def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
         for field in dataclasses.fields(cls):
             if field.name.endswith(("_dir", "_file", "_path")):
                 assert field.metadata["path"], field.name
+
+
+def test_links_that_lead_round_in_a_circle_are_somebody_elses_to_tell(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    assert config.absolute({"data_dir": "round/x"}, (mnist.Config,), tmp_path) == {"data_dir": f"{tmp_path}/round/x"}
 
 
 def test_a_variable_of_the_nodes_is_left_for_them() -> None:
@@ -317,7 +329,7 @@ def test_times_that_are_none(time: str) -> None:
         ("a: [\n", ["here.yaml", "not YAML"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: a;b\n", ["partition=a;b"]),
-        ("partition: [a, b]\n", ["partition="]),
+        ("partition: [a, b]\n", ["here.yaml", "'partition' wants one plain value"]),
         ("time: never\n", ["time=never"]),
         ("network: nosuch\n", ["network=nosuch"]),
     ],
@@ -336,6 +348,17 @@ def test_a_profile_may_leave_things_empty(site: Path) -> None:
     assert parse("cluster=here").job.gpus_per_node is None
     site.write_text("# nothing yet\n")
     assert parse("cluster=here").job.gpus_per_node is None
+
+
+def test_a_profile_that_would_unfold_is_refused_at_once(site: Path) -> None:
+    nested = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True))
+    site.write_text(f"partition: [&a [x], {nested}]\n")
+    assert "'partition' wants one plain value" in refusal("cluster=here")
+
+
+def test_a_pipe_for_a_file_of_keys_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "no ordinary file" in refusal(f"config={tmp_path}/pipe.yaml")
 
 
 @pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd", "exampl", "a b", "$(x)"])

@@ -61,6 +61,8 @@ def test_choose_takes_what_is_given_then_the_id_then_a_time_stamp(
     assert rundir.choose("/x/y", "mnist", "7", tmp_path) == Path("/x/y")
     assert rundir.choose("~/y", "mnist", "7", tmp_path) == Path("/home/me/y")
     assert rundir.choose("", "mnist", "12_0", tmp_path) == tmp_path / "runs" / "mnist" / "12_0"
+    (tmp_path / "round").symlink_to("round")
+    assert rundir.choose("round", "mnist", "7", tmp_path) == tmp_path / "round"  # what makes it says what is wrong
     stamped = rundir.choose("", "mnist", None, tmp_path)
     assert stamped.parent == tmp_path / "runs" / "mnist"
     assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}", stamped.name)
