@@ -6,6 +6,7 @@ import re
 from itertools import chain, product
 
 MAX_ITEMS = 65_536  # Slurm's own MAX_SLURM_NODES; also keeps a hostile list from filling the memory
+MAX_NAME = 255  # characters of a name; DNS has none that is longer
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9._-]*")
@@ -74,7 +75,10 @@ def _parse_item(item: str) -> list[_Part]:
         raise HostListError("an empty name")
     # split() with one group alternates: text, inside of brackets, text, …
     pieces = re.split(r"\[([^]]*)\]", item)
-    return [_parse_ranges(piece) if i % 2 else _parse_name(piece) for i, piece in enumerate(pieces)]
+    parts = [_parse_ranges(piece) if i % 2 else _parse_name(piece) for i, piece in enumerate(pieces)]
+    if sum(map(_width, parts)) > MAX_NAME:
+        raise HostListError(f"a name of more than {MAX_NAME} characters")
+    return parts
 
 
 def _parse_name(name: str) -> str:
@@ -113,6 +117,11 @@ def _size(item: list[_Part]) -> int:
         if not isinstance(part, str):
             size *= sum(high - low + 1 for low, high, _ in part)
     return size
+
+
+def _width(part: _Part) -> int:
+    """Characters of the longest text that a part stands for."""
+    return len(part) if isinstance(part, str) else max(max(width, len(str(high))) for _, high, width in part)
 
 
 def _values(part: _Part) -> list[str]:

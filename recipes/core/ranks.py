@@ -67,6 +67,9 @@ _MPI = {
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
 
+# As the resolver takes it: it raises for an empty or a longer label.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
 _MEND_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
 
 
@@ -252,13 +255,16 @@ def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) 
     if "SLURM_HET_SIZE" not in environ:
         return nodes, counts
     ordered: list[str] = []
+    step = set(nodes)
     for i in range(_number(environ, "SLURM_HET_SIZE", least=1, below=("the most components", 1024))):
         name = f"SLURM_JOB_NODELIST_HET_GROUP_{i}"
         try:
             component = expand(_text(environ, name, _MEND_SLURM))
         except HostListError as error:
             raise RankError(f"{name} is malformed: {error}: {_MEND_SLURM}") from None
-        ordered += [node for node in component if node in nodes]
+        ordered += [node for node in component if node in step]
+        if len(ordered) > len(nodes):
+            break
     if sorted(ordered) != sorted(nodes):
         raise RankError(
             f"SLURM_HET_SIZE={_show(environ['SLURM_HET_SIZE'])}: not each of the step's nodes {_show(','.join(nodes))} "
@@ -368,7 +374,7 @@ def _preset_addr(environ: Environ) -> str:
         return ""
     given = environ["MASTER_ADDR"]
     address = given[1:-1] if given.startswith("[") and given.endswith("]") else given
-    is_name = address == given and re.fullmatch(r"[A-Za-z0-9._-]+", address)
+    is_name = address == given and len(address) <= 253 and _HOST_NAME.fullmatch(address)
     if not is_name and not _is_ipv6(address):
         raise RankError(
             f"MASTER_ADDR={_show(given)} is neither a host name nor an address: "

@@ -69,6 +69,9 @@ def test_expand_counts(text: str, counts: list[int]) -> None:
         ("n[0-999999999999999999]", "more than 65,536"),
         ("r[1-300]n[1-300]", "more than 65,536"),
         (",".join(["n[1-40000]"] * 2), "more than 65,536"),
+        ("n" * 256, "more than 255 characters"),
+        ("n" * 100_000 + "[1-65536]", "more than 255 characters"),
+        ("n[" + "0" * 17 + "1]" + "x" * 237, "more than 255 characters"),
     ],
 )
 def test_expand_refuses(text: str, reason: str) -> None:

@@ -287,6 +287,8 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     # the master
     *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
     *((STEP | {"MASTER_ADDR": bad}, ["MASTER_ADDR="]) for bad in ("", " ", "a b", "a:1", "[a]", "[fd00::1", "f:::1")),
+    # The resolver does not refuse these, it raises; a dot twice is soon typed.
+    *((STEP | {"MASTER_ADDR": bad}, ["MASTER_ADDR="]) for bad in ("n1..site", ".n1", ".", "x" * 64, "x." * 127 + "x")),
     (STEP | {"MASTER_ADDR": "fe80::1%a\nb"}, [r"MASTER_ADDR='fe80::1%a\nb'"]),
     # RANK
     (env("RANK=0"), ["WORLD_SIZE is not set"]),
