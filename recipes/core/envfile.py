@@ -7,6 +7,7 @@ would expand, split or run is refused here with the file, the line and the mend.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import stat
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -23,7 +24,8 @@ _NOT_QUOTABLE = re.compile(r"[^ -~]|[$`\\]")
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
 _REFUSED = (
     (
-        r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+",
+        r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+|CC|CXX|CUDA_HOME"
+        r"|TORCHINDUCTOR_CACHE_DIR|TORCH_EXTENSIONS_DIR|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|TRITON_\w*(?:PATH|DIR)",
         "changes which code runs",
         "set it in your own shell or load a module",
     ),
@@ -47,7 +49,7 @@ _REFUSED = (
     ),
     (
         r"(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
-        r"|OMPI_COMM_\w+|PMI_\w+",
+        r"|OMPI_COMM_\w+|PMI_\w+|RECIPES_(?:BATCH|LAUNCH|LISTEN_FD|SCRIPT)",
         "says which rank a process is",
         "leave it to the launcher",
     ),
@@ -129,7 +131,7 @@ def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[
     """
     files = [root / "common.env"]
     if "/" in network or network.endswith(".env"):
-        files.append(Path(network).expanduser())
+        files.append(Path(os.path.expanduser(network)))  # Path's own raises where there is no such user
     elif network:
         files.append(_fabric_file(network, root))
     return files + [root / site_file for site_file in site_files]
@@ -195,11 +197,16 @@ def _refuse_unprintable(line: str, where: str) -> None:
         raise EnvFileError(f"{where}: has {what}; {mend}")
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable's value is a secret, by its name."""
+    return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))
+
+
 def _refuse_name(name: str, where: str) -> None:
     for pattern, reason, mend in _REFUSED_NAMES:
         if pattern.fullmatch(name):
             raise EnvFileError(f"{where}: {name} {reason}; {mend}")
-    if any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_")):
+    if is_secret(name):
         raise EnvFileError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")
 
 
@@ -243,6 +250,7 @@ def _mend(character: str, quoted: bool = False) -> str:
     return "put the whole value in double quotes"
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, limit: int = 300) -> str:
     """`text` as it may stand in a one-line message."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text if text.isprintable() and text else repr(text)

@@ -213,7 +213,9 @@ REFUSED_NAMES = words(
     " CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"
     " SLURM_NTASKS SLURM_CONF SBATCH_PARTITION SRUN_CPUS_PER_TASK"
     " RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-    " OMPI_COMM_WORLD_RANK PMI_RANK"
+    " OMPI_COMM_WORLD_RANK PMI_RANK RECIPES_LAUNCH RECIPES_LISTEN_FD RECIPES_BATCH RECIPES_SCRIPT"
+    " CC CXX CUDA_HOME TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR TRITON_PTXAS_PATH"
+    " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 )
 SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN WANDB_API_KEY api_key DB_PASS DB_PASSWORD KEY TOKEN_2 My_Secret")
 
@@ -353,6 +355,13 @@ def test_an_unknown_network_is_named_with_the_nearest(network: str, nearest: str
     with pytest.raises(EnvFileError, match=rf"^network={network}: .*did you mean {nearest}\?") as caught:
         envfile.files_for(network, ENV_DIR)
     assert all(name in str(caught.value) for name in SHIPPED - {"common"})
+
+
+@pytest.mark.parametrize("network", ["~nosuchuser/x.env", "~nosuchuser/x", "x" * 5000 + ".env", "/" + "x/" * 3000])
+def test_a_file_for_the_network_that_cannot_be_is_one_line(network: str) -> None:
+    with pytest.raises(EnvFileError) as caught:
+        envfile.read(envfile.files_for(network, ENV_DIR)[1])
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("network", ["zzz", "common", "..", "*", "a\nb"])
