@@ -32,6 +32,7 @@ for word in "$@"; do
 done
 set -- "${words[@]}"
 if [ -n "${RECIPES_CLUSTER:-}" ]; then
+    [ -z "${RECIPES_CLUSTER//[A-Za-z0-9_-]/}" ] || stop "cluster=: wants letters, digits, _ and - only"
     profile=env/clusters/$RECIPES_CLUSTER.yaml
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
     while read -r module || [ -n "$module" ]; do # the last line may lack its end
