@@ -7,11 +7,11 @@ into the queue, says how the run ended, and exits with what counts.
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from recipes.core import config, rundir
 
@@ -29,7 +29,10 @@ def check(recipe: str, words: list[str]) -> int:
         run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(script, run_dir / "job.sh")
+            text = Path(script).read_bytes()
+            rundir.write_whole(
+                run_dir / "job.sh", lambda file: file.write(text)
+            )  # never through a link that lay in wait
             rundir.write_json(run_dir / "job.yaml", {"job_id": job, "recipe": recipe, "arguments": words})
     return rundir.EXIT_DONE
 

@@ -96,7 +96,7 @@ def pack(
     called several times a second. Raises InputError (source, other parameters, a damaged copy, too many unreadable images)
     and MachineError (room, locks, a worker that is killed), one line each.
     """
-    source, target = Path(source).resolve(), Path(target).resolve()
+    source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     need = 0
     try:
         _check_places(source, target)
@@ -154,7 +154,9 @@ def check(folder: Path, progress: Callable[[int, int], None] = lambda done, tota
 @contextlib.contextmanager
 def exclusive(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock file, which stays. Raises MachineError, which names it, where another process holds it."""
-    with lock.open("ab") as file:
+    # Not through a link: its name is known, and a link would make a file wherever it leads.
+    opened = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(opened, "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

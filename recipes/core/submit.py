@@ -95,7 +95,7 @@ def job_folder(root: Path) -> Path:
         raise MachineError(f"{folder}: cannot be made ({error.strerror}); job files have to be written there") from None
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise MachineError(
-            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {folder}"
+            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
         )
     return folder
 
@@ -126,7 +126,8 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     job_id = str(submitted.job_id)
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     where.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(submitted.paths.submission_file, where / "job.sh")
+    script = Path(submitted.paths.submission_file).read_bytes()
+    rundir.write_whole(where / "job.sh", lambda file: file.write(script))  # never through a link that lay in wait
     rundir.write_json(
         where / "job.yaml", {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
     )
