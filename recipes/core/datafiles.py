@@ -555,7 +555,7 @@ def disk_words(err: OSError, folder: Path, need: int) -> str:
 
 
 def _mount_point(path: Path) -> Path:
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     while not path.is_mount():
         path = path.parent
     return path

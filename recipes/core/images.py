@@ -40,6 +40,9 @@ AUGMENTATION = 1  # the stream of `generator`
 RATIOS = (3 / 4, 4 / 3)  # of width to height, of a random crop; these and TRIES as in torchvision's RandomResizedCrop
 TRIES = 10
 JPEG_START = b"\xff\xd8"
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # of JPEG's markers, those that a size follows
+ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and what no length follows
+MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
 CHUNK = 16  # images that a thread decodes in one go
 AHEAD = 3  # batches that are worked on while one is used
 STALL_S = 300.0  # for the images of one chunk
@@ -173,7 +176,8 @@ class Packed:
             offset, length, shard, label, height, width = (part[name] for name in self._FIELDS.names or ())
             if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
                 return False
-            if (offset + length > np.asarray(sizes, np.uint64)[shard]).any():
+            size = np.asarray(sizes, np.uint64)[shard]
+            if (offset > size).any() or (length > size - offset).any():  # a sum could begin again at 0
                 return False
             if self.raw and (height.astype(np.int64) * width * 3 != length).any():
                 return False
@@ -515,6 +519,8 @@ class CentreCrop:
         else:
             pixels, odd = _decoded(decoder, images.read(sample))
         height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
+        if height * width > MOST_PIXELS:
+            raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
         if (height, width) != pixels.shape[:2]:
             whole = np.empty((height, width, 3), np.uint8)
             decoder.resize(pixels, whole)
@@ -530,10 +536,23 @@ def _decoded(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
     try:
         if data[:2] != JPEG_START:
             raise ValueError("no JPEG")
+        if _announced(data) > MOST_PIXELS:
+            raise Unreadable("has more than 178 million pixels")
         return decoder.decode(data), ""
     except (RuntimeError, ValueError) as error:
         pixels, kinds = _pillow(data)
         return pixels, kinds or f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+
+def _announced(data: bytes) -> int:
+    """The pixels that a JPEG's header announces, for which a decoder takes memory before it looks further; 0 where it has none."""
+    at = data.find(b"\xff", 2)
+    while 0 <= at <= len(data) - 9:
+        if data[at + 1] in FRAMES:
+            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(data[at + 7 : at + 9], "big")
+        at += 1 if data[at + 1] in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        at = data.find(b"\xff", at)
+    return 0
 
 
 Crop = Callable[[Images, Decoder, int, int, Pixels], str]

@@ -109,7 +109,7 @@ def read_index(folder: Path) -> PackedCopy:
             raise ValueError
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise InputError(f"{str(path)!r} is damaged: {again}") from None
     return copy
 
@@ -140,7 +140,7 @@ def stage(folder: Path, stage_dir: Path, beat: Beat) -> Path:
         copy = read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir=: wants a packed copy as data_dir: {error}") from None
-    target = stage_dir.resolve() / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
+    target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
     _own_folder(target)
     if not _is_finished(target, copy):
         try:
