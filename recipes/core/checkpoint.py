@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -330,6 +331,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         if fault := _fault_of(path):
             raise InputError(f"checkpoint {path}: {fault}")
+        with zipfile.ZipFile(path) as archive:  # torch.save packs nothing: what would unpack to more is not its work
+            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
+                raise InputError(f"checkpoint {path}: is no checkpoint (it would unpack to more than it is)")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except InputError:
         raise
