@@ -99,7 +99,7 @@ class Run:
         self.state = state
         state.meta = {
             "recipe": self.settings.recipe,
-            "config": _plain(self.settings.config),
+            "config": _plain(self.settings),
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
@@ -545,6 +545,9 @@ def _set_threads(start: Start) -> None:
         torch.set_num_threads(threads)
 
 
-def _plain(keys: Any) -> dict[str, Any]:
-    """A dataclass of keys as what a checkpoint can hold: texts, numbers, booleans."""
-    return {f.name: getattr(v, "name", v) for f in fields(keys) for v in [getattr(keys, f.name)]}
+def _plain(settings: Settings) -> dict[str, Any]:
+    """The recipe's keys as what a checkpoint can hold: texts, numbers, booleans. Paths, which may change, stay as they were typed."""
+    keys, typed = settings.config, OmegaConf.to_container(settings.saved, resolve=False)
+    assert isinstance(typed, dict)
+    values = {f.name: typed[f.name] if f.metadata.get("path") else getattr(keys, f.name) for f in fields(keys)}
+    return {name: getattr(value, "name", value) for name, value in values.items()}
