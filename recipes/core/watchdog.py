@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
-NOTE_AT, BYTES = 64, 4096  # behind the pulse: JSON, zero bytes at its end
+NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
 # In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
 PHASES = (
     "nothing that is watched", "start", "loss over all ranks", "evaluation", "sum of the evaluation", "saving", "data", "forward",

@@ -16,6 +16,11 @@ from recipes.core import watchdog
 from tests import helpers
 from tests.helpers import ROOT
 
+
+def test_a_pulse_has_room_for_a_run_directory_of_any_name() -> None:
+    watchdog.Pulse().tell(recipe="toy", rank=3, host="node7" * 50, run_dir="/" + "\U0001f984" * 1024, attempt=1)
+
+
 RANK = """
 import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
