@@ -133,10 +133,11 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
     """The dataset's name and the keys. Raises ConfigError."""
     names = [word for word in argv if "=" not in word]
     if len(names) != 1:
-        raise ConfigError(f"one dataset is wanted ({', '.join(DATASETS)}), got {' '.join(map(repr, names)) or 'none'}")
+        got = " ".join(repr(name[: config.MAX_SHOWN]) for name in names[:4]) or "none"
+        raise ConfigError(f"one dataset is wanted ({', '.join(DATASETS)}), got {got}")
     if names[0] not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0]!r}: wants one of {', '.join(DATASETS)}{config.nearest(names[0], DATASETS)}"
+            f"unknown dataset {names[0][: config.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{config.nearest(names[0], DATASETS)}"
         )
     return names[0], config.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
 
@@ -427,7 +428,7 @@ def _from_tar(path: Path, stack: contextlib.ExitStack) -> dict[str, Chunks]:
     def read(name: str) -> tuple[bytes, bytes]:
         try:
             member = tar.getmember(f"cifar-10-batches-bin/{name}.bin")
-            stream = tar.extractfile(member)
+            stream = tar.extractfile(member) if member.isreg() else None  # a link can lead round in a circle
         except (KeyError, tarfile.TarError) as err:
             raise DataFileError(f"{path} lacks {name}.bin ({rundir.one_line(err)})") from None
         if stream is None or member.size != BATCH_IMAGES * (1 + IMAGE_BYTES):
