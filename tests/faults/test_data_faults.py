@@ -1,0 +1,617 @@
+"""Damaged data and downloads that break off: the file is named, nothing is half there, and what is whole is taken.
+
+Bytes are changed at random, always the same for a case's number, in every kind of file that is read; downloads come
+from a real server that drops them, to several processes at once, some of which are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import prepare
+from recipes.core import datafiles, images, models, packing
+from recipes.core.datafiles import DataFileError
+from recipes.core.packing import PackOptions, Unreadable
+from recipes.core.rundir import InputError
+from tests.helpers import wait_until
+from tests.unit import test_prepare as tiny
+from tests.unit import test_prepare_cifar10 as small
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.fault(35, 36), pytest.mark.filterwarnings("ignore")]  # decoders warn of what they are given
+
+
+def damaged(chance: random.Random, content: bytes) -> bytes:
+    """``content`` with bits flipped, bytes put in, left out, doubled, zeroed or cut off: always another."""
+    changed = content
+    while changed == content:
+        at = chance.randrange(len(content)) if chance.random() < 0.5 else chance.randrange(min(64, len(content)))
+        count = chance.choice((1, 1, 2, 8, 100))
+        kind = chance.randrange(6)
+        if kind == 0:
+            changed = content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        elif kind == 1:
+            changed = content[:at] + chance.randbytes(count) + content[at:]
+        elif kind == 2:
+            changed = content[:at] + content[at + count :]
+        elif kind == 3:
+            changed = content[:at] + content[at : at + count] + content[at:]
+        elif kind == 4:
+            changed = content[:at] + bytes(len(content[at : at + count])) + content[at + count :]
+        else:
+            changed = content[:at]
+    return changed
+
+
+def one_line(text: str, *names: object) -> None:
+    assert text.isprintable(), ascii(text)
+    assert len(text) < 1500
+    assert all(str(name) in text for name in names), text
+
+
+@contextlib.contextmanager
+def bounded(more: int = 2 << 30) -> Iterator[None]:
+    """At most so much more memory than now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- IDX
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+def test_a_damaged_idx_file_is_named_or_read_as_its_header_says(packed: bool, tmp_path: Path) -> None:
+    plain = bytes([0, 0, 8, 3]) + struct.pack(">3I", 40, 9, 9) + random.Random(0).randbytes(40 * 81)
+    whole, path = gzip.compress(plain, mtime=0) if packed else plain, tmp_path / "t-images-idx3-ubyte"
+    seen: Counter[str] = Counter()
+    with bounded():
+        for number in range(900):
+            content = damaged(random.Random(number), whole)
+            path.write_bytes(content)
+            try:
+                shape, payload = datafiles.read_idx(path)
+            except DataFileError as error:
+                one_line(str(error), path, "recipes.prepare mnist")
+                seen["named"] += 1
+                continue
+            seen["read"] += 1
+            assert math.prod(shape) == len(payload)
+            if packed:  # what gzip does not check is around the content
+                assert (shape, bytes(payload)) == ((40, 9, 9), plain[16:]), number
+            elif content[:1] != b"\x1f":
+                assert bytes(payload) == content[4 + 4 * len(shape) :], number
+    assert min(seen["named"], seen["read"]) > 5, seen
+
+
+# --- what prepare is given
+
+
+def test_a_damaged_source_leaves_no_file_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = tiny.dataset()
+    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_files(dataset, keys))
+    monkeypatch.setitem(tiny.PACKED, tiny.LABELS, gzip.compress(tiny.PLAIN[tiny.LABELS], mtime=0))
+    source, data = tmp_path / "source", tmp_path / "data"
+    source.mkdir()
+    seen: Counter[int] = Counter()
+    for number in range(150):
+        chance = random.Random(number)
+        bad = chance.choice((tiny.IMAGES, tiny.LABELS))
+        for name, content in tiny.PACKED.items():
+            (source / f"{name}.gz").write_bytes(damaged(chance, content) if name == bad else content)
+        status = prepare.main(["tiny", f"data_dir={data}", f"source={source}"])
+        seen[status] += 1
+        found = {path.name: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+        err = capsys.readouterr().err
+        if status == 0:  # the damage is where gzip keeps a time or a name
+            assert found == tiny.PLAIN
+        else:
+            assert status == 2
+            one_line(err.removesuffix("\n"), bad)
+            assert found.items() <= tiny.PLAIN.items()
+            assert bad not in found
+        for path in data.rglob("*-ubyte"):
+            path.unlink()
+    assert seen[2] > 100
+    assert seen[0] > 0
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CIFAR-10 of few images, whose hashes are known."""
+    small.know(monkeypatch, small.ARCHIVE)
+    monkeypatch.setattr(prepare, "BATCH_IMAGES", small.N)
+    known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
+    monkeypatch.setattr(prepare, "PICKLE_MD5", known)
+    monkeypatch.setattr(datafiles, "RETRY_WAIT_S", 0.0)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("kind", ["tar", "py"])  # of the binary batches there are no sums
+def test_a_damaged_copy_of_cifar_is_named_and_what_was_there_before_is_not_taken(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents, data = small.SOURCES[kind], tmp_path / "data"
+    for number in range(40):
+        chance = random.Random(number)
+        bad = chance.choice(list(contents))
+        source = small.put(tmp_path / "source", {**contents, bad: damaged(chance, contents[bad])})
+        assert small.run(data, source) == 2
+        out, err = capsys.readouterr()
+        one_line(err.removesuffix("\n"), Path(bad).name)
+        assert "next:" not in out
+        with pytest.raises(DataFileError, match=r"index\.json"):
+            datafiles.find_cifar10(data)
+        assert {path.name for path in (data / "cifar10").iterdir()} <= {*datafiles.CIFAR10_IDX, "prepare.lock"}
+    small.put(tmp_path / "source", contents)
+    assert small.run(data, tmp_path / "source") == 0
+    small.assert_complete(data)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_cifar_that_has_rotten_is_made_anew_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any of its files, index.json too: prepare finds it, and what it leaves is whole or not there."""
+    source, data = small.put(tmp_path / "source", small.BINARIES), tmp_path / "data"
+    assert small.run(data, source) == 0
+    good = tree(data / "cifar10")
+    seen: Counter[int] = Counter()
+    for number in range(70):
+        chance = random.Random(number)
+        bad = chance.choice(("index.json", "index.json", *datafiles.CIFAR10_IDX))
+        small.put(data / "cifar10", good)
+        (data / "cifar10" / bad).write_bytes(damaged(chance, good[bad]))
+        status = small.run(data, source)
+        seen[status] += 1
+        err = capsys.readouterr().err
+        if status:
+            assert status == 2
+            one_line(err.removesuffix("\n"), "cifar10")
+        assert {name: content for name, content in tree(data / "cifar10").items() if name != "index.json"} == {
+            name: content for name, content in good.items() if name != "index.json"
+        }
+    assert seen[0] > 45
+
+
+# --- images
+
+
+def photo(seed: int, width: int = 90, height: int = 70, **options: object) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90, **options)
+    return buffer.getvalue()
+
+
+PHOTOS = (
+    photo(0),
+    photo(1, progressive=True),
+    photo(2, exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"),
+    photo(3, subsampling=0),
+)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+def test_a_damaged_photo_is_packed_or_unreadable(encoding: str) -> None:
+    seen: Counter[str] = Counter()
+    with bounded():
+        for number in range(250):
+            content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
+            try:
+                payload, height, width, _ = packing.encode(content, encoding, 48, 90)
+            except Unreadable as error:
+                one_line(str(error))
+                seen["unreadable"] += 1
+                continue
+            seen["packed"] += 1
+            if encoding == "raw":
+                assert len(payload) == height * width * 3
+            else:
+                assert Image.open(io.BytesIO(payload)).size == (width, height)
+    assert min(seen.values()) > 30, seen
+
+
+class Alone:
+    """A set of one image, given as its bytes."""
+
+    raw = False
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def read(self, i: int) -> bytes:
+        return self.content
+
+
+@pytest.fixture(params=["torchvision", "opencv"])
+def decoder(request: pytest.FixtureRequest) -> images.Decoder:
+    if request.param == "opencv":
+        pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
+        pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
+    return images.make_decoder(str(request.param))
+
+
+def cropped(content: bytes, decoder: images.Decoder, crop: images.Crop) -> str:
+    """What becomes of an image while it is trained on: ``read``, or why it is unreadable."""
+    try:
+        crop(Alone(content), decoder, 0, 0, np.zeros((32, 32, 3), np.uint8))  # type: ignore[arg-type]
+    except Unreadable as error:
+        one_line(str(error))
+        return str(error)
+    return "read"
+
+
+CROPS = (images.CentreCrop(40), images.RandomCrop(torch.rand(1, 2 * images.TRIES + 2), 0.08))
+
+
+def test_a_damaged_photo_is_trained_on_or_left_out(decoder: images.Decoder) -> None:
+    with bounded():
+        seen = Counter(
+            cropped(damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]), decoder, CROPS[number % 2]) == "read"
+            for number in range(300)
+        )
+    assert min(seen[True], seen[False]) > 30, seen
+
+
+def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
+    """A small photo whose header says that it is large. behind: what stands in front of that header."""
+    content = bytearray(photo(0, 16, 16))
+    at = content.index(b"\xff\xc0")
+    content[at + 5 : at + 9] = struct.pack(">2H", height, width)
+    return bytes(content[:at] + behind + content[at:])
+
+
+@pytest.mark.parametrize(
+    "behind", [b"", b"\xff\xff\xff", b"\xff\x01", b"\xff\xd0", b"\0\0junk", b"\xff\xfe\0\x09\xff\xc0\0\x10\0\x10x"]
+)
+def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, decoder: images.Decoder) -> None:
+    """A decoder takes 3 bytes for each pixel that the header has, before it looks any further."""
+    with bounded():
+        for crop in CROPS:
+            assert "178 million pixels" in cropped(announcing(65500, 65500, behind), decoder, crop)
+            assert "178 million pixels" in cropped(announcing(60000, 3000, behind), decoder, crop)
+            assert cropped(photo(0, 16, 16), decoder, crop) == "read"
+
+
+@pytest.mark.parametrize(("width", "height"), [(60000, 1), (1, 60000)])
+def test_an_image_much_longer_than_wide_takes_no_memory(width: int, height: int, decoder: images.Decoder) -> None:
+    """Its shorter side brought to 256, it would be 11 GiB."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "JPEG")
+    with bounded():
+        assert "too long for its width" in cropped(buffer.getvalue(), decoder, images.CentreCrop(256))
+        assert cropped(buffer.getvalue(), decoder, CROPS[1]) == "read"
+
+
+def test_damaged_photos_in_a_folder_of_classes_are_named_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a CIFAR-10 of one's own: what cannot be read is in index.json by its name, and the rest is all there."""
+    for split, count in (("train", 30), ("test", 10)):
+        for number in range(count):
+            content = photo(number, 32, 32)
+            path = tmp_path / "source" / split / f"class{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(damaged(random.Random(number), content) if number % 5 == 0 else content)
+        (path.parent / "gone.jpg").write_bytes(content[:50])
+    assert prepare.main(["cifar10", f"data_dir={tmp_path / 'data'}", f"source={tmp_path / 'source'}"]) == 0
+    out = capsys.readouterr().out
+    index = json.loads((tmp_path / "data" / "cifar10" / "index.json").read_bytes())
+    skipped = {skip["file"] for skip in index["skipped"]}
+    assert {"train/class1/gone.jpg", "test/class1/gone.jpg"} <= skipped
+    assert all(int(name.rpartition("/")[2].removesuffix(".jpg")) % 5 == 0 for name in skipped if "gone" not in name)
+    assert index["samples"]["train"] + index["samples"]["test"] + len(skipped) == 42
+    assert all(f"skipped {name}: " in out for name in list(skipped)[:10])
+    files = datafiles.find_cifar10(tmp_path / "data")
+    assert datafiles.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
+
+
+# --- packed copies
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("packed")
+    for split in packing.SPLITS:
+        for number in range(8):
+            path = root / "source" / split / f"class{number % 2}" / f"{number}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(PHOTOS[number % len(PHOTOS)])
+    packing.pack(root / "source", root / "copy", PackOptions(size=32, workers=1), say=lambda text: None)
+    return root / "copy"
+
+
+def look_through(folder: Path) -> None:
+    """Opens a split of a packed copy and reads all of it, as a loader does."""
+    found = images.open_images(folder, "train")
+    for i in range(min(len(found), 64)):
+        found.label(i)
+        found.name(i)
+        found.shape(i)
+        found.read(i)
+
+
+HUGE = (
+    b"Infinity",
+    b"-Infinity",
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b"9" * 30,
+    b"9" * 5000,
+    b"true",
+    b"null",
+    b'"x"',
+    b"[]",
+    b"{}",
+    b"[" * 3000,
+)
+
+
+def test_a_damaged_description_of_a_packed_copy_is_named(packed: Path, tmp_path: Path) -> None:
+    good, names = (packed / "index.json").read_bytes(), os.listdir(packed)
+    for name in names:
+        (tmp_path / name).symlink_to(packed / name)
+    (tmp_path / "index.json").unlink()
+    numbers = [b"8", b"32", b"1", b"0"]
+    seen: Counter[str] = Counter()
+    with bounded():
+        for number in range(600):
+            chance = random.Random(number)
+            content = damaged(chance, good)
+            if number % 3 == 0:
+                one = chance.choice([n for n in numbers if b": " + n in good])
+                content = good.replace(b": " + one, b": " + chance.choice(HUGE), 1)
+            (tmp_path / "index.json").write_bytes(content)
+            try:
+                look_through(tmp_path)
+                seen["read"] += 1
+            except InputError as error:
+                one_line(str(error), tmp_path)
+                seen["named"] += 1
+    assert min(seen["read"], seen["named"]) > 20, seen
+
+
+def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_path: Path) -> None:
+    """Its index is not damaged as far as sums go, and says what cannot be: offsets, lengths, shards, labels."""
+    names = os.listdir(packed)
+    for name in names:
+        (tmp_path / name).symlink_to(packed / name)
+    for name in ("index.json", "train.index"):
+        (tmp_path / name).unlink()
+    description, good = json.loads((packed / "index.json").read_bytes()), (packed / "train.index").read_bytes()
+    odd = (0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+    seen: Counter[str] = Counter()
+    with bounded():
+        for number in range(400):
+            chance = random.Random(number)
+            records = [list(packing.RECORD.unpack_from(good, at)) for at in range(0, len(good), packing.RECORD.size)]
+            place = chance.randrange(6)
+            limit = (2**64, 2**32, 2**32, 2**32, 2**16, 2**16)[place]
+            chance.choice(records)[place] = chance.choice(
+                [n for n in odd if n < limit] + [limit - chance.randint(1, 5000)]
+            )
+            content = b"".join(packing.RECORD.pack(*record) for record in records)
+            description["splits"]["train"]["index_sha256"] = hashlib.sha256(content).hexdigest()
+            (tmp_path / "train.index").write_bytes(content)
+            (tmp_path / "index.json").write_text(json.dumps(description))
+            try:
+                look_through(tmp_path)
+                seen["read"] += 1
+            except InputError as error:
+                one_line(str(error), tmp_path)
+                seen["named"] += 1
+    assert min(seen["read"], seen["named"]) > 20, seen
+
+
+# --- downloads
+
+
+def dropping(seed: int) -> tiny.Answer:
+    """Closes the connection at some place, each time another; goes on from there when it is asked to."""
+    chance, lock = random.Random(seed), threading.Lock()
+
+    def answer(handler: tiny.Handler) -> None:
+        start, size = handler.offset, len(handler.body)
+        with lock:
+            stop = size if size - start < 2000 or chance.random() < 0.2 else chance.randint(start + 1, size)
+        extra = {"Content_Range": f"bytes {start}-{size - 1}/{size}"} if start else {}
+        handler.head(206 if start else 200, Content_Length=size - start, **extra)
+        handler.wfile.write(handler.body[start:stop])
+
+    return answer
+
+
+def test_many_processes_at_once_from_a_server_that_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends well with the same whole files; those that are killed on the way leave nothing under a file's name."""
+    with tiny.serving() as server, contextlib.ExitStack() as stack:
+        drop = dropping(0)
+        server.answers = {f"{tiny.IMAGES}.gz": drop, f"{tiny.LABELS}.gz": drop}
+        children = [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(6)]
+        wait_until(lambda: len(server.requests) > 6, 60, "requests of all processes")
+        for child in children[:2]:
+            child.send_signal(signal.SIGKILL)
+        said = [child.communicate(timeout=100) for child in children]
+        statuses = [child.returncode for child in children]
+        assert set(statuses[:2]) <= {-signal.SIGKILL, 0}
+        for status, (_out, err) in zip(statuses[2:], said[2:], strict=True):
+            # A server that drops more often than it is asked again is given up, in a line; the next command goes on.
+            assert status in (0, 3), err
+            assert err.count("\n") == (status != 0)
+        assert any(wanted for _, wanted in server.requests), "no download was gone on with"
+        found = {path.name: path.read_bytes() for path in tiny.raw(tmp_path).iterdir() if path.suffix != ".part"}
+        assert found.items() <= tiny.PLAIN.items()
+        server.answers.clear()
+        with tiny.process(tmp_path, [server.url]) as again:
+            assert again.wait(60) == 0
+        tiny.assert_complete(tmp_path)  # and what the killed ones left is gone
+        # A plain download leaves its part under the file's name.
+        server.answers = {f"{tiny.IMAGES}.gz": tiny.dropping(parts=1000)}
+        with pytest.raises(urllib.error.ContentTooShortError):
+            urllib.request.urlretrieve(f"{server.url}{tiny.IMAGES}.gz", tmp_path / "plain.gz")
+        assert 0 < (tmp_path / "plain.gz").stat().st_size < len(tiny.PACKED[tiny.IMAGES])
+
+
+CIFAR_RUNNER = """
+import hashlib, sys
+from dataclasses import replace
+from recipes import prepare
+from recipes.core import datafiles
+from recipes.core.datafiles import CIFAR10, DataFile
+url, size, sha256, images, data_dir = sys.argv[1:]
+file = DataFile("cifar-10-binary.tar.gz", int(size), sha256, keep_packed=True)
+for module in (prepare, datafiles):
+    module.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
+prepare.BATCH_IMAGES = int(images)
+sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
+"""
+
+
+@pytest.mark.usefixtures("few")
+def test_of_many_processes_one_makes_cifar_and_the_others_say_who(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = small.ARCHIVE
+    sha256 = hashlib.sha256(archive).hexdigest()
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(handler: tiny.Handler) -> None:
+        handler.head(200, Content_Length=len(archive))
+        handler.wfile.write(archive[: len(archive) // 2])
+        asked.set()
+        go_on.wait(60)
+        handler.wfile.write(archive[len(archive) // 2 :])
+
+    def start(url: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", CIFAR_RUNNER, url, str(len(archive)), sha256, str(small.N), str(tmp_path)]
+        return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    with tiny.serving() as server:
+        server.answers = {"cifar-10-binary.tar.gz": slow}
+        first = start(server.url)
+        try:
+            assert asked.wait(60)
+            others = [start(server.url) for _ in range(3)]
+            for other in others:
+                _, err = other.communicate(timeout=60)
+                assert other.returncode == 3
+                one_line(err.removesuffix("\n"), "prepare.lock", "another process")
+            with pytest.raises(DataFileError):
+                datafiles.find_cifar10(tmp_path)
+            go_on.set()
+            assert first.wait(60) == 0
+        finally:
+            go_on.set()
+            first.kill()
+            first.communicate()
+        assert len(server.requests) == 1
+    small.assert_complete(tmp_path)
+
+
+# --- weights
+
+WEIGHTS = random.Random(5).randbytes(200_000)
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tiny.Server, Path]]:
+    """A server of resnet18's weights, which are a few numbers here; and the file that they become."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.frombuffer(bytearray(WEIGHTS), dtype=torch.uint8)}, buffer)
+    content = buffer.getvalue()
+    name = f"resnet18-{hashlib.sha256(content).hexdigest()[:8]}.pth"
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setitem(tiny.PACKED, name, content)
+    chosen = models.find_weights("resnet18", "true")
+    with tiny.serving() as server:
+        monkeypatch.setattr(chosen.value, "url", f"{server.url}{name}")
+        yield server, models.cached(chosen)
+
+
+@pytest.mark.parametrize("fault", ["drops", "another file", "nothing there", "an endless error"])
+def test_weights_that_do_not_arrive_whole_leave_nothing(
+    fault: str, weights: tuple[tiny.Server, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, path = weights
+    server.answers[path.name] = {
+        "drops": tiny.dropping(parts=2, ranges=False),
+        "another file": tiny.content(WEIGHTS),
+        "nothing there": tiny.status(404),
+        "an endless error": tiny.status(500),
+    }[fault]
+    assert prepare.main(["weights", "arch=resnet18"]) == 3
+    err = capsys.readouterr().err
+    one_line(err.splitlines()[-1], path, server.url)
+    assert "Traceback" not in err
+    assert os.listdir(path.parent) == []
+    server.answers.clear()
+    assert prepare.main(["weights", "arch=resnet18"]) == 0
+    assert os.listdir(path.parent) == [path.name]
+    assert models.fault_of(path) == ""
+
+
+def test_weights_that_have_rotten_are_fetched_again(weights: tuple[tiny.Server, Path]) -> None:
+    server, path = weights
+    assert prepare.main(["weights", "arch=resnet18"]) == 0
+    good = path.read_bytes()
+    for number in range(5):
+        path.write_bytes(damaged(random.Random(number), good))
+        assert models.fault_of(path)
+        assert prepare.main(["weights", "arch=resnet18"]) == 0
+        assert path.read_bytes() == good
+    assert len(server.requests) == 6
+
+
+def test_weights_fetched_by_several_at_once_are_whole(weights: tuple[tiny.Server, Path]) -> None:
+    server, path = weights
+    together = threading.Barrier(4)
+
+    def all_here(handler: tiny.Handler) -> None:
+        together.wait(30)
+        tiny.whole(handler)
+
+    server.answers[path.name] = all_here
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(prepare.main(["weights", "arch=resnet18"]))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert statuses == [0, 0, 0, 0]
+    assert os.listdir(path.parent) == [path.name]
+    assert models.fault_of(path) == ""
