@@ -49,13 +49,23 @@ def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
         assert summary["val_top1"] == helpers.rows(same_run[size])[-1]["val_top1"]
 
 
-def test_losses_agree_on_mnist(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"),
+    [
+        (("optimizer=sgd", "lr=0.05"), TOLERANCE),
+        # AdamW's first steps go by the sign of each gradient, rounding's where there is next to none: 2e-6 on one kind of CPU, and
+        # 2e-3 on another, whose kernels sum in another order for another size of batch.
+        (("optimizer=adamw",), 1e-2),
+    ],
+)
+def test_losses_agree_on_mnist(optimizer: tuple[str, ...], tolerance: float, tmp_path: Path) -> None:
     try:
         datafiles.find_mnist(helpers.DATA)
     except datafiles.DataFileError as error:
         pytest.skip(f"{error}, and set RECIPES_DATA to it")
     run_dirs = {size: tmp_path / f"ranks{size}" for size in (1, 3)}
     words = ["dataset=mnist", f"data_dir={helpers.DATA}", "global_batch_size=128", "max_steps=20", "log_every_steps=1"]
+    words += optimizer
     started = [
         helpers.start([*helpers.LOCAL, *words, "cpu_threads=1", f"ranks_per_node={size}", f"run_dir={run_dir}"])
         for size, run_dir in run_dirs.items()
@@ -64,4 +74,4 @@ def test_losses_agree_on_mnist(tmp_path: Path) -> None:
         assert ended.status == 0, ended.out
     for run_dir in run_dirs.values():
         assert helpers.read(run_dir, "summary")["val_samples"] == 10_000
-    assert losses(run_dirs[3]) == pytest.approx(losses(run_dirs[1]), rel=TOLERANCE)
+    assert losses(run_dirs[3]) == pytest.approx(losses(run_dirs[1]), rel=tolerance)

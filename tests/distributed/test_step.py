@@ -113,7 +113,7 @@ def test_what_is_evaluated_is_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, FIT, "checkpoint_every_steps=1", ranks=1, ema=0.75)
+    ended = run_ranks(tmp_path, FIT, "checkpoint_every_steps=1", "keep_checkpoints=0", ranks=1, ema=0.75)
     assert ended.status == 0, ended.out
     average = None
     for step in range(1, 7):
