@@ -147,7 +147,7 @@ def gained_nothing(run_dir: Path) -> bool:
     attempt, status = read_json(run_dir / "attempt.json"), read_status(run_dir)
     if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
         return False
-    return bool(status["step"] <= attempt.get("from_step", 0))
+    return "from_step" not in attempt or bool(status["step"] <= attempt["from_step"])
 
 
 def for_evaluation(run_dir: Path) -> Path:
@@ -225,13 +225,15 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
             alike = [r for r in records if r["kind"] != "peer" and r["error"] == record["error"]]
             record = min(alike, key=lambda r: r["rank"])  # what all ranks say alike is rank 0's to say
             return f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record
-    own_word = {r["rank"] for r in records}
-    for late in [r["behind"] for r in records if r.get("behind")]:
-        if late["rank"] not in own_word:
+    own_word: set[int] = set()
+    for record in records:
+        # A stopped rank that is woken to be ended says afterwards that it has lost its peers.
+        if (late := record.get("behind")) and late["rank"] not in own_word:
             return (
                 f"rank {late['rank']} on {late['host']} got no further than {late['at']}, and the others waited in vain",
                 late,
             )
+        own_word.add(record["rank"])
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(attempt["hosts"]) if rank not in own_word]
     if records and silent:
         named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import random
 import socket
 import sys
 import threading
@@ -380,6 +381,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stack.callback(over.set)
         try:
             _introduce(current, start)
+            _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
             current.finish(main(start.settings.config, current))
             torch.distributed.barrier()
@@ -537,6 +539,13 @@ def _say_network(run: Run, start: Start) -> None:
         host, _, other = text.decode().partition(" ")
         if other != used:
             run.say(f"network: {host} has {other or 'none proven'} instead")
+
+
+def _seed_others(seed: int, rank: int) -> None:
+    """Python's and NumPy's own generators, for recipes that draw from them; torch's is the recipe's to seed."""
+    random.seed(seed * 1_000_003 + rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
 
 
 def _set_threads(start: Start) -> None:

@@ -696,8 +696,8 @@ def _free_network() -> ipaddress.IPv4Network:
 
 
 def _free_port() -> int:
-    """A port below the ephemeral ones that nobody listens on at any address."""
-    for port in range(6817, 9000):
+    """A port below the ephemeral ones that nobody listens on at any address; hardly the one that another cluster draws now."""
+    for port in random.sample(range(6817, 9000), 500):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
