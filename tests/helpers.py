@@ -112,3 +112,13 @@ def write_images(folder: Path, classes: int, each: int, px: int, seed: int = 0) 
             pixels = random.normal(colour, 30, (height, width, 3)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(place / f"{number}.JPEG", quality=90)
     return folder
+
+
+def image_sets(folder: Path) -> Path:
+    """``folder`` as the data of cifar (packed) and imagenet (files): two classes, 200 images to train on, 8 to evaluate."""
+    write_images(folder / "train", 2, 100, 32)
+    write_images(folder / "val", 2, 4, 40, seed=1)
+    (folder / "test").symlink_to(folder / "val")
+    ended = run([sys.executable, "-m", "recipes.prepare", "cifar10", f"source={folder}", f"data_dir={folder}"])
+    assert ended.status == 0, ended.out
+    return folder

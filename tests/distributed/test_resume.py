@@ -23,13 +23,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    helpers.write_images(folder / "train", 2, 100, 32)
-    helpers.write_images(folder / "val", 2, 4, 40, seed=1)
-    (folder / "test").symlink_to(folder / "val")
-    ended = helpers.run([sys.executable, "-m", "recipes.prepare", "cifar10", f"source={folder}", f"data_dir={folder}"])
-    assert ended.status == 0, ended.out
-    return folder
+    return helpers.image_sets(tmp_path_factory.mktemp("images"))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -5,31 +5,41 @@ Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
 from tests import helpers
-from tests.slurm.cluster import Cluster, ClusterError, Process
+from tests.helpers import ROOT
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import (
+    ENDLESS,
+    PYTHON,
+    TWO_BY_ONE,
+    TWO_BY_TWO,
+    ended,
+    launch,
+    launched,
+    queue,
+    ranks,
+    read,
+    rows,
+    said,
+    sbatch,
+    until,
+    wait_for_training,
+)  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
-TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 MINI = ("device=cpu", "dataset=digits")
-ENDLESS = ("device=cpu", "dataset=fake", "epochs=100000", "global_batch_size=64", "log_every_steps=1")
 # What an outer allocation's shell may hand down; each would spoil the job (srun takes them for options).
 HOSTILE = {
     "SLURM_CPU_BIND": "map_cpu:99",
@@ -38,117 +48,17 @@ HOSTILE = {
     "SRUN_CPUS_PER_TASK": "64",
     "SRUN_EXPORT_ENV": "NONE",
 }
-Found = TypeVar("Found")
 
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone has: the files that jobs need, and an empty runs/."""
-    folder = tmp_path_factory.mktemp("clone")
-    for name in ("recipes", "env", "sbatch"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "launch.py", folder)
-    (folder / "runs").mkdir()
-    return folder
+    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
 @pytest.fixture(autouse=True)
 def _no_job_left(slurm: Cluster) -> Iterator[None]:
     yield
-    slurm.run("scancel", "--user=root")
-    slurm.wait_idle()
-
-
-# --- what the tests say ----------------------------------------------------------------------------------------------
-
-
-def sbatch(slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None) -> str:
-    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
-    return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
-
-
-def launch(slurm: Cluster, repo: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """launch.py, typed in the folder above the clone's."""
-    argv = [sys.executable, f"{repo.name}/launch.py", "recipe=mnist", *words]
-    return slurm.run(*argv, cwd=repo.parent, env=PYTHON, **kwargs)
-
-
-@contextlib.contextmanager
-def launched(slurm: Cluster, repo: Path, log: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A launch.py that waits, its output in ``log``, and its job."""
-    argv = [sys.executable, "launch.py", "recipe=mnist", "wait=true", *words]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, cwd=repo, env=clean | PYTHON | slurm.env, stdout=out, stderr=out)
-    try:
-        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 20, "the job's id")
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
-    """The first value of ``condition`` that is true."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} not within {timeout_s:g} s")
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl has so far; a line that is being written does not count."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0) -> None:
-    """Until some steps are done; fails with the job's state where it ends before that."""
-
-    def trains() -> bool:
-        state = slurm.jobs(job)[0]["JobState"]
-        assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
-        return any(row["attempt"] == attempt and row["step"] >= 3 for row in rows(run_dir))
-
-    until(trains, 60, f"job {job}'s third step")
-
-
-def ranks(slurm: Cluster, job: str) -> dict[int, tuple[Process, dict[str, str]]]:
-    """The processes of a job that are ranks of the recipe, with their environments, by rank."""
-    found = {}
-    for process in slurm.processes(job_id=job, command="-m recipes.mnist"):
-        with contextlib.suppress(OSError):
-            pairs = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            if "SLURM_STEP_ID" in environ:  # srun itself has none
-                found[int(environ["SLURM_PROCID"])] = (process, environ)
-    return found
-
-
-def queue(slurm: Cluster) -> set[str]:
-    """All jobs that Slurm remembers."""
-    return set(slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout.split())
-
-
-def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 60) -> tuple[str, str]:
-    """(state, exit status) of a job, waited for."""
-    try:
-        state = slurm.wait_job(job, timeout_s)
-    except ClusterError as error:
-        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
-    return state, slurm.jobs(job)[0]["ExitCode"]
-
-
-def said(log: Path) -> list[str]:
-    return [line for line in log.read_text().splitlines() if line.strip()]
+    jobs.leave_no_job(slurm)
 
 
 # --- runs that succeed -----------------------------------------------------------------------------------------------
@@ -465,8 +375,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     until(lambda: line in said(log), 10, line)
 
     until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
-    # It would wait there for two minutes; within a second, though, Slurm still has the first start's credential revoked.
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+    jobs.start_again(slurm, job)
     wait_for_training(slurm, job, run_dir, attempt=1)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
     assert read(run_dir / "status.json")["state"] == "done"

@@ -1,0 +1,25 @@
+"""What tests of several folders share: a Slurm cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A running Slurm of two nodes with eight GPUs each, where partition `high` preempts the others.
+
+    One for all tests; each leaves its nodes idle behind. Skips where there can be none, if it is not required.
+    """
+    reason = missing()
+    if reason and os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    with running_cluster(ClusterOptions(preempt=True)) as cluster:
+        yield cluster

@@ -1,0 +1,154 @@
+"""What tests of jobs say: submit a recipe in a copy of the repository, look at its ranks, its rows and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.helpers import ROOT
+from tests.slurm.cluster import Cluster, ClusterError, Process
+
+PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+ENDLESS = ("device=cpu", "dataset=fake", "epochs=100000", "global_batch_size=64", "log_every_steps=1")
+Found = TypeVar("Found")
+
+
+def copy_repository(folder: Path) -> Path:
+    """What a clone has, in ``folder``: the files that jobs need, and an empty runs/."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("recipes", "env", "sbatch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch.py", folder)
+    (folder / "runs").mkdir()
+    return folder
+
+
+def leave_no_job(slurm: Cluster) -> None:
+    """Cancels what there is and waits until the nodes are idle, so that the next test finds them so."""
+    slurm.run("scancel", "--user=root")
+    slurm.wait_idle()
+
+
+def sbatch(slurm: Cluster, repo: Path, log: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    """The id of a job from a ready script; words: sbatch's options, the script, the recipe's keys."""
+    return slurm.submit(f"--output={log}", *words, cwd=repo, env=PYTHON | (env or {}))
+
+
+def launch(slurm: Cluster, repo: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """launch.py, typed in the folder above the clone's."""
+    argv = [sys.executable, f"{repo.name}/launch.py", "recipe=mnist", *words]
+    return slurm.run(*argv, cwd=repo.parent, env=PYTHON, **kwargs)
+
+
+@contextlib.contextmanager
+def launched(
+    slurm: Cluster, repo: Path, log: Path, *words: str, recipe: str = "mnist", env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A launch.py that waits, its output in ``log``, and its job."""
+    argv = [sys.executable, "launch.py", f"recipe={recipe}", "wait=true", *words]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    environ = {**clean, **PYTHON, **slurm.env, **(env or {})}
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
+    try:
+        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 20, "the job's id")
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
+    """The first value of ``condition`` that is true."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what} not within {timeout_s:g} s")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl has so far; a line that is being written does not count."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0, step: int = 3) -> None:
+    """Until this attempt has done a step as high as ``step``; fails with the job's state where it ends before that."""
+
+    def trains() -> bool:
+        state = slurm.jobs(job)[0]["JobState"]
+        assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
+        return any(row["attempt"] == attempt and row["step"] >= step for row in rows(run_dir))
+
+    until(trains, 60, f"step {step} of job {job}")
+
+
+def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Process, dict[str, str]]]:
+    """The processes of a job that are ranks of the recipe, with their environments, by rank."""
+    found = {}
+    for process in slurm.processes(job_id=job, command=f"-m recipes.{recipe}"):
+        with contextlib.suppress(OSError):
+            pairs = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if "SLURM_STEP_ID" in environ:  # srun itself has none
+                found[int(environ["SLURM_PROCID"])] = (process, environ)
+    return found
+
+
+def queue(slurm: Cluster) -> set[str]:
+    """All jobs that Slurm remembers."""
+    return set(slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout.split())
+
+
+def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 60) -> tuple[str, str]:
+    """(state, exit status) of a job, waited for."""
+    try:
+        state = slurm.wait_job(job, timeout_s)
+    except ClusterError as error:
+        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
+    return state, slurm.jobs(job)[0]["ExitCode"]
+
+
+def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restarts: int = 1) -> None:
+    """Until the job is back in the queue, so many times."""
+
+    def queued() -> bool:
+        found = slurm.jobs(job)[0]
+        return found["Restarts"] == str(restarts) and found["JobState"] == "PENDING"
+
+    try:
+        until(queued, timeout_s, f"restart {restarts} of job {job}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{log.read_text()}") from None
+
+
+def start_again(slurm: Cluster, job: str) -> None:
+    """Starts a job that is back in the queue: it would wait there for two minutes.
+
+    Within a second, though, Slurm still has the first start's credential revoked.
+    """
+    done = slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+    assert done.returncode == 0, done.stderr
+
+
+def said(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.strip()]
