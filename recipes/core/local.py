@@ -111,8 +111,8 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
             )
         if listener:
             listener.close()
-        first = _watch(ranks, stop)
-    return _outcome(ranks, first, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
+        first, early = _watch(ranks, stop)
+    return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
 
 
 STOPS = (
@@ -153,15 +153,23 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> int | None:
-    """Waits until every rank has ended, helping where that takes too long. Gives the first that failed by itself, if any."""
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> tuple[int | None, int | None]:
+    """Waits until every rank has ended, helping where that takes too long.
+
+    Gives the first that failed by itself, if any; and one that had ended with status 0 before that, as a rank alone never should.
+    """
     first: int | None = None
+    early: int | None = None
     told, deadline = 0, float("inf")
-    while None in [rank.poll() for rank in ranks]:  # all of them, or one that has ended stays unseen
+    while [rank for rank in ranks if not _ended(rank)]:  # all are asked, or one that has ended stays unseen
         if first is None and not told:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
-            if first is not None:
+            if first is None:
+                early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
+            else:
                 deadline = time.monotonic() + PEERS_GRACE_S
+        if first is not None:
+            _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it will never end by itself
         if stop.asked > told:
             told = stop.asked
             _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
@@ -176,7 +184,26 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> int | None:
         time.sleep(0.02)
     if first is None and not told:
         first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
-    return first
+    return first, early
+
+
+def _ended(rank: subprocess.Popen[bytes]) -> bool:
+    """Whether a rank has ended. What one that failed has left, a loader process over a sample, is killed."""
+    if rank.returncode is None:
+        found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found and found.si_status != 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
+    return rank.poll() is not None
+
+
+def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
+    """Whether a rank was stopped (SIGSTOP)."""
+    if rank.returncode is not None:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
 
 
 def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
@@ -196,6 +223,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def _outcome(
     ranks: Sequence[subprocess.Popen[bytes]],
     first: int | None,
+    early: int | None,
     stop: _Stop,
     layout: Layout,
     run_dir: Path | None,
@@ -204,14 +232,19 @@ def _outcome(
     if first is None:
         code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
         status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
+        if status and status["state"] in ("failed", "incomplete"):
+            print(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
     if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
         return code  # the rank has said why
-    number = sum(layout.ranks[: layout.node_rank]) + first
-    who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     killed = ranks[first].returncode < 0
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
+    done = run_dir and (rundir.read_status(run_dir) or {}).get("state") == "done"
+    if early is not None and not killed and not done:  # what the others then lost
+        first, ended = early, "ended with status 0 before the run's end"
+    number = sum(layout.ranks[: layout.node_rank]) + first
+    who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     reason = f"rank {who['rank']} on {who['host']} {ended}"
     if run_dir:
         status = rundir.close(run_dir, launch, reason=reason, first=who)

@@ -324,6 +324,26 @@ def test_no_rank_outlives_a_killed_launcher() -> None:
         helpers.finish(process)
 
 
+def test_a_rank_that_ends_with_status_0_while_others_need_it_is_named() -> None:
+    code = STUBBORN + "if rank == 1:\n    sys.exit(0)\ntime.sleep(1)\nsys.exit(1)"
+    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
+    assert ended.status == 1, ended.out
+    assert ended.lines[-1].startswith("failed: rank 1 on "), ended.out
+    assert ended.lines[-1].endswith(" ended with status 0 before the run's end"), ended.out
+
+
+def test_what_a_killed_rank_has_started_ends_with_it() -> None:
+    fork = "parent = os.fork()\nif parent:\n    time.sleep(30)\n"  # the parent is what a rank is, the child its loader
+    process = helpers.start(launch(STUBBORN + fork + SLEEP, 1))
+    [pid] = ups(process, 1)
+    [rank] = helpers.children(process.pid)
+    assert helpers.children(rank) == [pid]
+    os.kill(rank, signal.SIGKILL)
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == 137, ended.out
+    helpers.wait_until(lambda: not helpers.alive(pid), 5, "its end")
+
+
 def test_asked_twice_the_launcher_does_not_wait() -> None:
     process = helpers.start(launch(STUBBORN + SLEEP, 2))
     pids = ups(process, 2)
