@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
 
-.PHONY: help install demo test check sbatch bench clean
+.PHONY: help install demo test faults check sbatch bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -21,8 +22,11 @@ demo: install ## train MNIST's recipe on two ranks here, on digits that need no 
 	@$(BIN)/python -c "import json; s = json.load(open('runs/demo/summary.json')); \
 	print(f\"test accuracy {s['val_top1']:.2%} on {s['val_samples']} digits; run directory runs/demo\")"
 
-test: install ## all tests; those on a real Slurm say what to install where it is not there
-	$(BIN)/python -m pytest
+test: install ## all tests but the long ones, WORKERS=2 files at a time; those on a real Slurm say what to install where it is not there
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
+
+faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
+	$(BIN)/python -m pytest tests/faults
 
 check: install ## ruff and mypy, and that the ready scripts are what would be made
 	$(BIN)/ruff check .

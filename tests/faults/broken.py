@@ -1,0 +1,276 @@
+"""A small recipe that misbehaves as $FAULT says: the fault tests put it beside the real ones as recipes/broken.py.
+
+    FAULT=raise FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
+
+$FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4); or start, before a
+checkpoint is looked for; or evaluate. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
+$FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, and ``go`` lets one that waits go on.
+The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
+"""
+
+from recipes.core import entry
+
+START = entry.begin("broken") if __name__ == "__main__" else None
+
+import ctypes
+import faulthandler
+import fnmatch
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.conf.broken import Config
+from recipes.core import data, session, train
+from recipes.core.checkpoint import State
+from recipes.core.data import GlobalBatches, Shard
+from recipes.core.session import Run
+
+WAIT_S = 120.0  # for what no test waits for so long
+
+
+# What can happen. Each gives what the step's loss is multiplied by, if it comes back.
+
+
+def fail(run: Run) -> float:
+    raise ValueError(f"broken on purpose, rank {run.world.rank}")
+
+
+def fail_later(run: Run) -> float:
+    """This rank fails at once, the others by themselves a little later."""
+    late = run.world.rank != int(os.environ["FAULT_RANK_FIRST"])
+    time.sleep(1.0 * late)
+    raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")
+
+
+def exit0(run: Run) -> float:
+    os._exit(0)
+
+
+def kill(run: Run) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def stop(run: Run) -> float:
+    reach(run)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def segv(run: Run) -> float:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler._sigsegv()  # type: ignore[attr-defined]
+    return 1.0
+
+
+def gil(run: Run) -> float:
+    """PyDLL, other than CDLL, keeps the interpreter's lock: no Python thread of this process runs, whatever signals come."""
+    reach(run)
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second waits for the first
+        libc.pthread_mutex_lock(mutex)
+    return 1.0
+
+
+def hang(run: Run) -> float:
+    reach(run)
+    time.sleep(WAIT_S)
+    return 1.0
+
+
+def stall(run: Run) -> float:
+    """For $FAULT_S seconds; then this rank goes on, if there is anybody left."""
+    reach(run)
+    time.sleep(float(os.environ["FAULT_S"]))
+    return 1.0
+
+
+def wait(run: Run) -> float:
+    reach(run)
+    deadline = time.monotonic() + WAIT_S
+    while not (marks() / "go").exists():
+        assert time.monotonic() < deadline, "nobody said go"
+        time.sleep(0.01)
+    return 1.0
+
+
+def memory(run: Run) -> float:
+    """A tensor larger than what this process may have."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return float(torch.ones(8 << 30, dtype=torch.uint8)[0])
+
+
+def gpu_memory(run: Run) -> float:
+    free, _ = torch.cuda.mem_get_info()
+    return float(torch.ones(free + (1 << 30), dtype=torch.uint8, device="cuda")[0])
+
+
+def nan(run: Run) -> float:
+    return float("nan")
+
+
+def shape(run: Run) -> float:
+    """Called by all ranks: one has a longer tensor than the others."""
+    torch.distributed.all_reduce(torch.ones(3 + run.world.rank))
+    return 1.0
+
+
+def operation(run: Run) -> float:
+    """Called by all ranks: one broadcasts where the others add up."""
+    values = torch.ones(3)
+    if run.world.rank:
+        torch.distributed.all_reduce(values)
+    else:
+        torch.distributed.broadcast(values, 0)
+    return 1.0
+
+
+def loader(run: Run) -> float:
+    """A loader process that sleeps over a sample; its process id is in worker.<rank>."""
+    mark = marks() / f"worker.{run.world.rank}"
+
+    class Sleepy(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> int:
+            write(mark, str(os.getpid()))
+            time.sleep(WAIT_S)
+            return i
+
+    next(iter(torch.utils.data.DataLoader(Sleepy(), num_workers=1)))
+    return 1.0
+
+
+def hold_save(run: Run) -> float:
+    """From now on a checkpoint's way to the disk takes until there is ``go``."""
+    flush = os.fsync
+
+    def held(file: Any) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{number}"):
+            wait(run)
+        flush(number)
+
+    os.fsync = held  # type: ignore[assignment]
+    return 1.0
+
+
+def blind(run: Run) -> float:
+    """This rank does not see what is named as $FAULT_HIDE, for $FAULT_S seconds, as where a network's file system is behind."""
+    until = time.monotonic() + float(os.environ["FAULT_S"])
+    hidden, stat, scandir, listdir = os.environ["FAULT_HIDE"], os.stat, os.scandir, os.listdir
+
+    def is_hidden(path: Any) -> bool:
+        if isinstance(path, int) or time.monotonic() > until:
+            return False
+        return fnmatch.fnmatch(os.path.basename(os.fsdecode(path)), hidden)
+
+    class Scanned:
+        def __init__(self, path: Any = ".") -> None:
+            self._entries = scandir(path)
+
+        def __iter__(self) -> Iterator[Any]:
+            return (entry for entry in self._entries if not is_hidden(entry.name))
+
+        def __enter__(self) -> "Scanned":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._entries.close()
+
+    def seen(path: Any, **options: Any) -> os.stat_result:
+        if is_hidden(path):
+            raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
+        return stat(path, **options)
+
+    os.stat, os.scandir = seen, Scanned  # type: ignore[assignment,misc]
+    os.listdir = lambda path=".": [name for name in listdir(path) if not is_hidden(name)]  # type: ignore[assignment,misc]
+    reach(run)
+    return 1.0
+
+
+def another_model(run: Run) -> float:
+    """Nothing at any step: the model is a unit wider, of the same keys."""
+    return 1.0
+
+
+# Where and when it happens.
+
+
+def marks() -> Path:
+    return Path(os.environ["FAULT_DIR"])
+
+
+def write(path: Path, text: str) -> None:
+    """Under its name when it is whole."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.rename(path)
+
+
+def reach(run: Run) -> None:
+    if "FAULT_DIR" in os.environ:
+        write(marks() / f"reached.{run.world.rank}", str(time.time()))
+
+
+def misbehave(run: Run, where: str) -> float:
+    """Does what $FAULT says, if this is the place, the rank and the attempt."""
+    name, rank = os.environ.get("FAULT", ""), os.environ.get("FAULT_RANK", "1")
+    here = name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
+    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt)) != str(run.attempt):
+        return 1.0
+    return float(globals()[name](run))
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    world = run.world
+    torch.manual_seed(cfg.seed)
+    random = data.generator(cfg.seed, 0, stream=2)
+    inputs = torch.randn(cfg.samples, 8, generator=random).to(world.device)
+    labels = torch.randint(0, 4, (cfg.samples,), generator=random).to(world.device)
+    width = cfg.width + 1 if os.environ.get("FAULT") == "another_model" else cfg.width
+    net = nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 4)
+    ).to(world.device)  # fmt: skip
+    model = world.parallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
+    batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
+    train.want_full_batches(cfg, batches, world.size)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    ema = train.averaged(run, net, 0.9, 0, batches)
+
+    def loss_sum(shard: Shard) -> Tensor:
+        time.sleep(cfg.pace_s)
+        factor = misbehave(run, str(run.state.step + 1))
+        indices = shard.indices.to(world.device)
+        return F.cross_entropy(model(inputs[indices]), labels[indices], reduction="sum") * factor
+
+    @torch.inference_mode()
+    def evaluate() -> dict[str, Any]:
+        misbehave(run, "evaluate")
+        part = data.share(len(inputs), world.rank, world.size)
+        with train.evaluated(run) as best:
+            return train.count_right(run, [(best(inputs[part]), labels[part])])
+
+    train.seed_ranks(run, cfg.seed)
+    misbehave(run, "start")
+    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
+    if cfg.evaluate:
+        return train.evaluate_only(run, evaluate)
+    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+
+
+if START:
+    session.run(main, START)

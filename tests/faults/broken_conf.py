@@ -1,0 +1,21 @@
+"""Keys of the recipe broken; the fault tests put it beside the real ones as recipes/conf/broken.py."""
+
+from dataclasses import dataclass
+
+from recipes.core.config import TrainKeys, key
+
+
+@dataclass(frozen=True)
+class Config(TrainKeys):
+    dataset: str = key("fake", "fake: random numbers")
+    epochs: int = key(1000, "passes over the training set", low=0)
+    global_batch_size: int = key(32, "samples of one optimiser step over all ranks", low=1)
+    lr: float = key(0.01, "learning rate", low=0)
+    log_every_steps: int = key(1, "steps between rows of metrics.jsonl", low=1)
+    samples: int = key(320, "samples of the training set", low=1)
+    width: int = key(16, "units of the hidden layer; a checkpoint has some 270 bytes of each", low=1)
+    pace_s: float = key(0.01, "seconds that a step takes at least", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose_dataset("fake")

@@ -1,0 +1,128 @@
+"""What the fault tests share: a copy of the repository with a recipe that misbehaves, and runs that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from recipes.core import checkpoint
+from tests import helpers
+
+HERE = Path(__file__).parent
+ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
+
+
+@pytest.fixture(scope="session")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone has, with the recipe broken (broken.py) beside the others."""
+    return copy_repo(tmp_path_factory.mktemp("repo") / "clone")
+
+
+def copy_repo(folder: Path) -> Path:
+    for name in ("recipes", "env", "sbatch"):
+        shutil.copytree(helpers.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(helpers.ROOT / "launch.py", folder)
+    shutil.copy(HERE / "broken.py", folder / "recipes")
+    shutil.copy(HERE / "broken_conf.py", folder / "recipes" / "conf" / "broken.py")
+    (folder / "runs").mkdir()
+    return folder
+
+
+class Start(Protocol):
+    """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end is killed.
+
+    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's.
+    environ: variables, $FAULT among them.
+    """
+
+    def __call__(
+        self, run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
+    ) -> subprocess.Popen[str]: ...
+
+
+@pytest.fixture
+def start(repo: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
+    ) -> subprocess.Popen[str]:
+        launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
+        command = [
+            sys.executable,
+            *(launcher if ranks else ["-m", "recipes.broken"]),
+            "device=cpu",
+            f"run_dir={run_dir}",
+        ]
+        variables = helpers.clean_environment(**environ)
+        process = helpers.start([*before, *command, *words], cwd=repo, environ=variables)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kills a process and its children, if they are still there."""
+    if process.poll() is None:
+        pids = helpers.children(process.pid)
+        process.kill()
+        process.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if process.stdout and not process.stdout.closed:
+        with contextlib.suppress(ValueError):
+            process.stdout.read()
+        process.stdout.close()
+
+
+def steps(run_dir: Path, attempt: int = 0) -> list[int]:
+    """The steps that have a row, of one attempt."""
+    return [row["step"] for row in helpers.rows(run_dir) if row["attempt"] == attempt]
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 3, attempt: int = 0) -> None:
+    """Until that step has its row. Raises AssertionError with what the process has said where it ends before that."""
+
+    def there() -> bool:
+        done = any(found >= step for found in steps(run_dir, attempt))
+        if not done and process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.stdout and process.stdout.read()}")
+        return done
+
+    helpers.wait_until(there, 90, f"step {step} of attempt {attempt}")
+
+
+def wait_for_file(path: Path, timeout_s: float = 90) -> str:
+    helpers.wait_until(path.exists, timeout_s, str(path))
+    return path.read_text()
+
+
+def log(run_dir: Path, rank: int) -> str:
+    path = run_dir / "logs" / f"rank{rank}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def noticed(run_dir: Path, rank: int, attempt: int = 0) -> float:
+    """When a rank has recorded that it failed or lost another one, as time.time()."""
+    return float(helpers.read(run_dir / "failures", f"attempt-{attempt}-rank-{rank}")["time"])
+
+
+def newest(run_dir: Path) -> Path:
+    """The newest checkpoint, which is whole."""
+    found = checkpoint.candidates(run_dir / "checkpoints")
+    assert found, "no checkpoint"
+    assert checkpoint.read(found[0])["meta"]["step"] == int(found[0].stem.partition("-")[2])
+    return found[0]

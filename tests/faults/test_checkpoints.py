@@ -1,0 +1,391 @@
+"""Checkpoints: cut, flipped, killed over, without room, unwritable, seen late, of another model. The last good one is never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.core import checkpoint
+from recipes.core.rundir import InputError
+from tests import helpers
+from tests.faults import conftest
+from tests.faults.conftest import Start
+
+LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
+LARGE_BYTES = 5_000_000
+KILLS = 25
+
+
+@pytest.fixture(scope="module")
+def made(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with the checkpoints of steps 4, 8 and 10."""
+    run_dir = tmp_path_factory.mktemp("made") / "run"
+    words = ("device=cpu", f"run_dir={run_dir}", "max_steps=10", "checkpoint_every_steps=4", "cpu_threads=1")
+    ended = helpers.run([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
+    assert ended.status == 0, ended.out
+    assert [path.name for path in checkpoint.candidates(run_dir / "checkpoints")] == [
+        "step-00000010.pt", "step-00000008.pt", "step-00000004.pt",
+    ]  # fmt: skip
+    return run_dir
+
+
+# Damage.
+
+
+def flipped(good: bytes, draw: random.Random) -> bytes:
+    wrong = bytearray(good)
+    wrong[draw.randrange(len(good))] ^= 1 << draw.randrange(8)
+    return bytes(wrong)
+
+
+def cut(good: bytes, draw: random.Random) -> bytes:
+    return good[: draw.randrange(len(good))]
+
+
+def zeroed(good: bytes, draw: random.Random) -> bytes:
+    """A block that was never written, as after a crash of the machine."""
+    size = draw.choice([1, 64, 512, 4096])
+    while True:
+        begin = draw.randrange(len(good) - size)
+        wrong = good[:begin] + bytes(size) + good[begin + size :]
+        if wrong != good:
+            return wrong
+
+
+def grown(good: bytes, draw: random.Random) -> bytes:
+    return good + bytes(draw.randrange(1, 4096))
+
+
+def refused(path: Path) -> str:
+    """What is said of a checkpoint that is not read; "" where it is."""
+    try:
+        checkpoint.read(path)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [
+        pytest.param(flipped, 1000, marks=[pytest.mark.fault(28), pytest.mark.long]),
+        pytest.param(zeroed, 200, marks=pytest.mark.fault(28)),
+        pytest.param(cut, 1000, marks=[pytest.mark.fault(27), pytest.mark.long]),
+        pytest.param(grown, 20, marks=pytest.mark.fault(27)),
+    ],
+)
+def test_every_damage_is_found(
+    made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes], count: int
+) -> None:
+    good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
+    path = tmp_path / "step-00000010.pt"
+    for number in range(count):
+        path.write_bytes(damage(good, draw))
+        said = refused(path)
+        assert str(path) in said, f"damage {number} was not found"
+        assert "\n" not in said
+    path.write_bytes(good)
+    assert checkpoint.read(path)["meta"]["step"] == 10
+
+
+@pytest.mark.fault(28)
+def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Path) -> None:
+    """Of the same flips, those of a weight: torch writes checksums into the archive and does not look at them."""
+    good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
+    path, silent = tmp_path / "flipped.pt", 0
+    for _ in range(200):
+        path.write_bytes(flipped(good, draw))
+        try:
+            torch.load(path, weights_only=True)
+        except Exception:  # it raises whatever a damaged archive makes it
+            continue
+        silent += 1
+    assert silent > 20, silent
+
+
+@pytest.mark.fault(27, 28)
+@pytest.mark.parametrize("damage", [cut, flipped, zeroed])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
+    start: Start, made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes]
+) -> None:
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    newest = run_dir / "checkpoints" / "step-00000010.pt"
+    newest.write_bytes(damage(newest.read_bytes(), random.Random(3)))
+    ended = helpers.finish(start(run_dir, "max_steps=12", "checkpoint_every_steps=4", "cpu_threads=1", ranks=0))
+    assert ended.status == 0, ended.out
+    assert any(line.startswith("warning: rank 0 on ") and str(newest) in line for line in ended.lines), ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-00000008.pt, step 8" in ended.lines
+    assert conftest.newest(run_dir).name == "step-00000012.pt"
+
+
+# Killed over a save.
+
+
+@pytest.fixture
+def saves(repo: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts saves.py, whose lines are to be read and answered."""
+    started = []
+
+    def start(what: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(conftest.HERE / "saves.py"), str(repo), str(tmp_path), what, str(KILLS)]
+        process = subprocess.Popen(
+            argv, cwd=repo, env=helpers.clean_environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        conftest.end(process)
+
+
+def told(line: str) -> dict[str, Any]:
+    found = json.loads(line)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.fault(29)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_kill_at_each_point_of_a_save_leaves_the_old_or_the_new_one(
+    saves: Callable[[str], subprocess.Popen[str]], start: Start, tmp_path: Path
+) -> None:
+    process = saves("points")
+    assert process.stdout
+    killed = []
+    for line in process.stdout:
+        found = told(line)
+        run_dir = Path(found["run_dir"])
+        if found["status"] != -signal.SIGKILL:
+            assert found["status"] == 0, run_dir.with_suffix(".out").read_text()
+            continue
+        killed.append(found)
+        there = checkpoint.candidates(run_dir / "checkpoints")
+        steps = [checkpoint.read(path)["meta"]["step"] for path in there]  # each that has its name is whole
+        assert steps, found
+        done = max(conftest.steps(run_dir, 1), default=1)
+        assert steps[0] >= done - 2, found  # one save at a time: that of the step before the last is there
+        named = (run_dir / "checkpoints" / "latest").read_text().strip()
+        assert named in [path.name for path in there], found
+    assert process.wait() == 0
+    assert {"open", "write", "half written", "fsync", "rename", "after rename", "unlink"} <= {
+        found["at"] for found in killed
+    }
+    # From one of each kind it goes on, and what was left over is gone.
+    for found in {found["at"]: found for found in killed}.values():
+        run_dir = Path(found["run_dir"])
+        ended = helpers.finish(start(run_dir, "max_steps=6", "pace_s=0", "cpu_threads=1", ranks=0))
+        assert ended.status == 0, ended.out
+        names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        assert not [name for name in names if name.startswith(".")], (found, names)
+        assert conftest.newest(run_dir).name == "step-00000006.pt"
+
+
+@pytest.mark.fault(29)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(saves: Callable[[str], subprocess.Popen[str]]) -> None:
+    process, last, parts = saves("moments"), 0, 0
+    assert process.stdout
+    assert process.stdin
+    for number in range(KILLS):
+        found = told(process.stdout.readline())
+        run_dir = Path(found["run_dir"])
+        assert found["status"] == -signal.SIGKILL, run_dir.with_suffix(".out").read_text()
+        step = checkpoint.read(conftest.newest(run_dir))["meta"]["step"]
+        assert step >= last, (number, step, last)  # what was saved once is never lost
+        last = step
+        parts += bool([path for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(".")])
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert process.wait() == 0
+    assert last > 20
+    assert parts, "no kill met a save that was half done"
+
+
+# Room and rights.
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 13 MB: two large checkpoints and not three."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=13m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(start: Start, disk: Path, ranks: int) -> None:
+    run_dir = disk / "run"
+    ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=ranks))
+    assert ended.status == 3, ended.out
+    said = [
+        line
+        for line in ended.lines
+        if " cannot be written (No space left on device" in line and line.startswith("broken: ")
+    ]
+    assert len(said) == 1, ended.out
+    assert str(run_dir) in said[0]
+    assert len(re.findall(r"\d[\d.,]* ?[KMG]i?B", said[0])) >= 2, said  # what it takes, and what there is
+    assert "Traceback" not in ended.out
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["exit_status"]) == ("failed", 3)
+    assert conftest.newest(run_dir).name == "step-00000010.pt"
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "latest", "step-00000005.pt", "step-00000010.pt",
+    ]  # fmt: skip
+    (run_dir / "checkpoints" / "step-00000005.pt").unlink()  # room
+    again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=ranks))
+    assert again.status == 0, again.out
+    assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in again.lines
+
+
+@pytest.mark.fault(30)
+def test_plain_torch_leaves_a_part_on_a_full_disk(disk: Path) -> None:
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        torch.save(torch.zeros(16 << 20, dtype=torch.uint8), disk / "model.pt")
+    assert (disk / "model.pt").stat().st_size > 0
+
+
+@pytest.mark.fault(30)
+def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = (*LARGE, "checkpoint_every_steps=2", "cpu_threads=1")
+    first = helpers.finish(start(run_dir, *words, "max_steps=2", ranks=0))
+    assert first.status == 0, first.out
+    before = ("prlimit", f"--fsize={LARGE_BYTES // 2}")
+    ended = helpers.finish(start(run_dir, *words, "max_steps=10", ranks=0, before=before))
+    assert ended.status == 3, ended.out
+    assert any(" cannot be written (File too large" in line for line in ended.lines), ended.out
+    assert "Traceback" not in ended.out
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step-00000002.pt"]
+    assert conftest.newest(run_dir).name == "step-00000002.pt"
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_directory_that_cannot_be_written_ends_it_before_training(
+    start: Start, made: Path, tmp_path: Path, there: bool
+) -> None:
+    """A new one in a folder that is closed, and one that is closed itself. root without its right to write everywhere is nobody."""
+    run_dir = tmp_path / "closed" / "run"
+    run_dir.parent.mkdir()
+    if there:
+        shutil.copytree(made, run_dir)
+    closed = [path for path in (run_dir.parent, *run_dir.parent.rglob("*")) if path.is_dir()]
+    for folder in closed:
+        folder.chmod(0o500)
+    root = os.geteuid() == 0
+    before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if root else ()
+    try:
+        ended = helpers.finish(start(run_dir, "max_steps=20", "cpu_threads=1", before=before))
+    finally:
+        for folder in closed:
+            folder.chmod(0o700)
+    assert ended.status == 3, ended.out
+    [line] = {line for line in ended.lines if line.startswith("broken: ")}  # the same from both ranks
+    assert f"run_dir={run_dir}: cannot be written (Permission denied)" in line
+    assert "give another run_dir" in line
+    assert "Traceback" not in ended.out
+    assert "step 1" not in ended.out
+    assert run_dir.exists() == there
+    if there:
+        assert conftest.newest(run_dir).name == "step-00000010.pt"
+
+
+# Who sees what.
+
+
+def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
+    """A rank that does not see some files for a while."""
+    return {
+        "FAULT": "blind", "FAULT_AT": "start", "FAULT_RANK": str(rank), "FAULT_DIR": str(marks),
+        "FAULT_HIDE": hidden, "FAULT_S": str(seconds),
+    }  # fmt: skip
+
+
+@pytest.mark.fault(32)
+@pytest.mark.parametrize(
+    ("rank", "hidden", "seconds", "step"),
+    [(1, "step-*.pt", 3, 10), (0, "step-00000010.pt", 3600, 8)],
+    ids=["rank 1 sees none yet", "rank 0 does not see the newest"],
+)
+def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
+    start: Start, made: Path, tmp_path: Path, rank: int, hidden: str, seconds: int, step: int
+) -> None:
+    """Rank 0 decides."""
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    environ = behind(tmp_path, rank, hidden, seconds)
+    ended = helpers.finish(start(run_dir, "max_steps=14", "checkpoint_every_steps=4", **environ))
+    assert (tmp_path / f"reached.{rank}").exists()
+    assert ended.status == 0, ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
+    assert conftest.steps(run_dir, 1) == list(range(step + 1, 15))
+
+
+@pytest.mark.fault(32)
+def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Start, made: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=8", **behind(tmp_path, 1, "step-*.pt", 3600)))
+    assert float((tmp_path / "reached.1").read_text()) > conftest.noticed(run_dir, 1, attempt=1) - 20
+    assert ended.status == 3, ended.out
+    host = socket.gethostname()
+    wanted = f"{host}: does not see {run_dir}/checkpoints/step-00000010.pt, which rank 0 on {host} has chosen"
+    assert any(line.endswith(wanted) for line in ended.lines), ended.out
+    assert conftest.newest(run_dir).name == "step-00000010.pt"
+    assert conftest.steps(run_dir, 1) == []
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("words", "environ", "shown"),
+    [
+        (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
+        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
+    ],
+    ids=["keys", "model"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
+    start: Start, made: Path, tmp_path: Path, words: list[str], environ: dict[str, str], shown: list[str]
+) -> None:
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
+    ended = helpers.finish(start(run_dir, "max_steps=20", *words, **environ))
+    assert ended.status == 2, ended.out
+    [line] = [line for line in ended.lines if line.startswith("broken: ") and "checkpoint" in line]
+    assert all(word in line for word in shown), line
+    assert "Traceback" not in ended.out
+    assert {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()} == before
+    assert len(helpers.rows(run_dir)) == len(helpers.rows(made))
+
+
+@pytest.mark.fault(33)
+def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
+    there = made / "checkpoints" / "step-00000010.pt"
+    words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")
+    ended = helpers.finish(start(tmp_path / "run", *words, ranks=1))
+    assert ended.status == 2, ended.out
+    [line] = [line for line in ended.lines if line.startswith("mnist: checkpoint")]
+    assert line == f"mnist: checkpoint {there}: is of recipe broken, not mnist"

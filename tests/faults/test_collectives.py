@@ -1,0 +1,205 @@
+"""Collectives that do not match, a rendezvous that is disturbed, and a loss that is not finite on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.faults import conftest
+from tests.faults.conftest import ENDLESS, Start
+from tests.helpers import Ended
+
+HOST = socket.gethostname()
+
+# Plain torch on two ranks: the same mistakes without debug=true.
+PLAIN = """
+import datetime, os, sys, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+rank, what = dist.get_rank(), sys.argv[1]
+values = torch.ones(3 + rank if what == "shape" else 3)
+if what == "operation" and rank == 0:
+    dist.broadcast(values, 0)
+else:
+    dist.all_reduce(values)
+print(f"rank {rank} went on with {values.tolist()}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
+)
+def test_collectives_that_do_not_match_are_named_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
+    begin = time.monotonic()
+    environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
+    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", **environ))
+    assert time.monotonic() - begin < 60
+    assert ended.status == 1, ended.out
+    status = helpers.read(tmp_path, "status")
+    assert status["state"] == "failed"
+    assert "mismatch between collectives" in status["reason"], status
+    assert re.search(r"rank \d on ", status["reason"])
+    names = {"shape": ["ALLREDUCE", "[3]", "[4]"], "operation": ["ALLREDUCE", "BROADCAST"]}[fault]
+    assert all(name in ended.out for name in names), ended.out
+    assert conftest.newest(tmp_path)
+
+
+def plain(tmp_path: Path, fault: str) -> list[Ended]:
+    """How two ranks of plain torch end that make the mistake."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    argv = [sys.executable, str(tmp_path / "plain.py"), fault]
+    both = [helpers.start(argv, environ=helpers.clean_environment(**place, RANK=rank)) for rank in ("0", "1")]
+    return [helpers.finish(process, 60) for process in both]
+
+
+@pytest.mark.fault(10)
+def test_plain_torch_takes_the_sum_of_other_shapes_for_right(tmp_path: Path) -> None:
+    ended = plain(tmp_path, "shape")
+    assert (ended[0].status, ended[0].lines) == (0, ["rank 0 went on with [2.0, 2.0, 2.0]"]), ended
+
+
+@pytest.mark.fault(11)
+@pytest.mark.long
+def test_plain_torch_waits_for_its_timeout_over_other_operations(tmp_path: Path) -> None:
+    """And then says of no rank what it did."""
+    ended = plain(tmp_path, "operation")
+    assert any("Timed out waiting 10000ms" in e.out for e in ended), ended
+    assert not any("mismatch" in e.out or "BROADCAST" in e.out for e in ended)
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_bad_master_address_is_named_in_bounded_time(start: Start, tmp_path: Path, rank: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    begin = time.monotonic()
+    process = start(
+        tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, MASTER_ADDR="no-such.invalid", MASTER_PORT=str(port), **place
+    )  # fmt: skip
+    ended = helpers.finish(process)
+    assert time.monotonic() - begin < 30
+    assert ended.status == 3, ended.out
+    [line] = [line for line in ended.lines if line.startswith("broken: ")]
+    assert line.startswith(f"broken: {HOST}: ")
+    assert "no-such.invalid" in line, line
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.fault(14)
+def test_a_port_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        process = start(
+            tmp_path / "run", "timeout_s=60", "max_steps=1", ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place
+        )  # fmt: skip
+        ended = helpers.finish(process, 40)
+    assert ended.status == 3, ended.out
+    [line] = [line for line in ended.lines if line.startswith("broken: ")]
+    assert line == f"broken: {HOST}: port {port} is in use; set MASTER_PORT to another for all ranks"
+
+
+@pytest.mark.fault(14)
+def test_runs_on_one_machine_never_draw_the_same_port(start: Start, tmp_path: Path) -> None:
+    """Without master=, the launcher has the port before any rank begins."""
+    runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000") for i in range(3)]
+    ports = set()
+    for run in runs:
+        helpers.wait_until(lambda: helpers.children(run.pid), 30, "ranks")  # noqa: B023
+        ports.add(port_of(run.pid))
+    for run in runs:
+        ended = helpers.finish(run)
+        assert ended.status == 0, ended.out
+    assert len(ports) == 3
+
+
+def port_of(launcher: int) -> int:
+    """The port at which a launcher's ranks meet, from the environment of the first."""
+    environ: dict[str, str] = {}
+
+    def there() -> bool:  # before a child has become the rank it has the launcher's environment
+        text = Path(f"/proc/{helpers.children(launcher)[0]}/environ").read_text()
+        environ.update(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+        return "MASTER_PORT" in environ
+
+    helpers.wait_until(there, 30, "the rank's environment")
+    return int(environ["MASTER_PORT"])
+
+
+@contextlib.contextmanager
+def garbage(port: int) -> Iterator[list[int]]:
+    """Sends what is no rendezvous to a port, again and again; gives how many bytes were taken, by connection."""
+    taken: list[int] = []
+    over = threading.Event()
+    texts = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01" + os.urandom(512),
+        os.urandom(4096),
+        b"\0" * 64,
+        b"",
+    ]
+
+    def send() -> None:
+        idle = []
+        while not over.is_set():
+            for text in texts:
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection(("127.0.0.1", port), timeout=2)
+                    connection.sendall(text)
+                    taken.append(len(text))
+                    idle.append(connection)  # kept open, so that it is not noticed by its end
+            over.wait(0.05)
+        for connection in idle:
+            connection.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.fault(15)
+def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
+    launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20")
+    helpers.wait_until(lambda: helpers.children(launcher.pid), 30, "ranks")
+    with garbage(port_of(launcher.pid)) as taken:
+        ended = helpers.finish(launcher)
+    assert ended.status == 0, ended.out
+    assert len(taken) > 10
+    assert conftest.steps(tmp_path) == list(range(1, 41))
+    assert helpers.read(tmp_path, "status")["state"] == "done"
+
+
+@pytest.mark.fault(16)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(start: Start, tmp_path: Path, rank: str) -> None:
+    ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_RANK=rank, FAULT_AT="8"))
+    assert ended.status == 1, ended.out
+    assert "Traceback" not in ended.out
+    status = helpers.read(tmp_path, "status")
+    assert status["state"] == "failed"
+    assert "the loss at step 8 is nan" in status["reason"], status
+    records = [helpers.read(tmp_path / "failures", f"attempt-0-rank-{r}") for r in (0, 1)]
+    assert [(r["kind"], "the loss at step 8" in r["error"]) for r in records] == [("error", True)] * 2
+    assert max(conftest.steps(tmp_path)) <= 8
+    assert all(row["loss"] == row["loss"] for row in helpers.rows(tmp_path))
+    assert conftest.newest(tmp_path).name == "step-00000005.pt"

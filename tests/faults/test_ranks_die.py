@@ -1,0 +1,342 @@
+"""A rank that is killed, stopped, stuck, out of memory, or gone: the others end in bounded time, and it is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import helpers
+from tests.faults import conftest
+from tests.faults.conftest import ENDLESS, Start
+from tests.helpers import Ended
+
+HOST = socket.gethostname()
+NOTICED_S = 5.0  # a rank that is gone, by its peers
+TIMEOUT_S = 4.0
+WATCHED_S = 15.0  # what a watchdog waits beyond timeout_s
+ROOM_S = 12.0  # for two slow cores
+LATER = "200"  # a step some seconds from the begin: a rank says about once a second how far it is
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> Ended:
+    ended = helpers.finish(process, timeout_s)
+    assert ended.status not in (0, 75), ended.out
+    return ended
+
+
+def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: int = 1) -> None:
+    """status.json and the last line name the rank, its host and its end; the last good checkpoint is there."""
+    found = helpers.read(run_dir, "status")
+    assert (found["state"], found["first_failing_rank"], found["first_failing_host"]) == ("failed", rank, HOST), found
+    assert (ended.status, found["exit_status"]) == (status, status), ended.out
+    assert ended.lines[-1].startswith(f"failed: rank {rank} on {HOST} "), ended.out
+    for word in words:
+        assert word in found["reason"], found
+        assert word in ended.lines[-1], ended.out
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_noticed_at_once_and_named(start: Start, tmp_path: Path, rank: int) -> None:
+    launcher = start(tmp_path, *ENDLESS)
+    conftest.wait_for_step(launcher, tmp_path, 6)
+    pids = helpers.children(launcher.pid)
+    killed = time.time()
+    os.kill(pids[rank], signal.SIGKILL)
+    ended = finish(launcher)
+    assert conftest.noticed(tmp_path, 1 - rank) - killed < NOTICED_S
+    assert time.time() - killed < NOTICED_S + ROOM_S
+    assert_named(tmp_path, ended, rank, "was killed by SIGKILL", status=137)
+    assert not any(helpers.alive(pid) for pid in pids)
+    assert conftest.newest(tmp_path)
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
+def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path, rank: int) -> None:
+    launcher = start(tmp_path, *ENDLESS, f"timeout_s={TIMEOUT_S:g}")
+    conftest.wait_for_step(launcher, tmp_path, 6)
+    pids = helpers.children(launcher.pid)
+    stopped = time.time()
+    os.kill(pids[rank], signal.SIGSTOP)
+    helpers.wait_until(
+        lambda: "lost its peers at step" in conftest.log(tmp_path, 1 - rank), TIMEOUT_S + 5, "its peer's notice"
+    )
+    ended = finish(launcher)
+    assert time.time() - stopped < TIMEOUT_S + 5 + ROOM_S
+    found = helpers.read(tmp_path, "status")
+    assert (found["state"], found["first_failing_rank"]) == ("failed", rank), found
+    assert re.search(rf"rank {rank} on {HOST} ", ended.lines[-1]), ended.out
+    assert not any(helpers.alive(pid) for pid in pids)
+    assert conftest.newest(tmp_path)
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("fault", ["hang", "stall"])
+@pytest.mark.long
+def test_the_ranks_that_waited_say_who_did_not_come_and_how_far_it_was(
+    start: Start, tmp_path: Path, fault: str
+) -> None:
+    """Also where that rank comes at last, and finds itself alone."""
+    environ = {"FAULT": fault, "FAULT_AT": LATER, "FAULT_S": f"{TIMEOUT_S + 5:g}", "FAULT_DIR": str(tmp_path)}
+    ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
+    assert (tmp_path / "reached.1").exists()
+    record = helpers.read(tmp_path / "run" / "failures", "attempt-0-rank-0")
+    assert record["behind"] == {"rank": 1, "host": HOST, "at": f"step {LATER} (forward)"}
+    status = helpers.read(tmp_path / "run", "status")
+    assert status["first_failing_rank"] == 1, status
+    # The rank's own watchdog may come before the launcher's patience is over; it says the same.
+    place = (
+        rf"rank 1 on {HOST} (got no further than|failed first: made no progress for \d+ s at) step {LATER} \(forward\)"
+    )
+    assert re.match(place, status["reason"]), status
+    assert re.search(place, ended.lines[-1]), ended.out
+
+
+@pytest.mark.fault(3)
+@pytest.mark.long
+def test_a_heartbeat_inside_a_stuck_interpreter_says_nothing() -> None:
+    """What the watchdog's own process is for: a thread of Python would have to wait for the lock."""
+    code = """
+import ctypes, os, threading, time
+threading.Timer(0.5, os._exit, [9]).start()
+begin = time.monotonic()
+ctypes.PyDLL(None).sleep(3)
+print(time.monotonic() - begin)
+"""
+    ended = helpers.run([sys.executable, "-c", code])
+    assert ended.status == 9 or float(ended.out) >= 3
+    control = helpers.run([sys.executable, "-c", code.replace("PyDLL", "CDLL")])
+    assert (control.status, control.out) == (9, "")
+
+
+@pytest.mark.fault(2, 3)
+@pytest.mark.parametrize("fault", ["gil", "stop", "hang"])
+@pytest.mark.long
+def test_a_rank_alone_that_makes_no_progress_is_ended_from_outside(start: Start, tmp_path: Path, fault: str) -> None:
+    (tmp_path / "marks").mkdir()
+    environ = {"FAULT": fault, "FAULT_RANK": "0", "FAULT_AT": "8", "FAULT_DIR": f"{tmp_path}/marks"}
+    rank = start(tmp_path / "run", *ENDLESS, "timeout_s=2", ranks=0, **environ)
+    stuck = float(conftest.wait_for_file(tmp_path / "marks" / "reached.0"))
+    ended = helpers.finish(rank, 2 + WATCHED_S + 30)
+    assert time.time() - stuck < 2 + WATCHED_S + ROOM_S
+    assert ended.status not in (0, 75), ended.out
+    said = re.search(rf"rank 0 on {HOST} made no progress for (\d+) s at step (\d+) \(\w+\)", ended.out)
+    assert said, ended.out
+    assert int(said[1]) >= 2
+    assert int(said[2]) in (7, 8)
+    record = helpers.read(tmp_path / "run" / "failures", "attempt-0-rank-0")
+    assert "made no progress" in record["error"]
+    if fault != "stop":  # a stopped process takes no signal but the last
+        assert "Fatal Python error: Aborted" in conftest.log(tmp_path / "run", 0)
+        assert f"in {fault}\n" in conftest.log(tmp_path / "run", 0)
+    assert conftest.newest(tmp_path / "run")
+
+
+@pytest.mark.fault(3)
+@pytest.mark.long
+def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "marks").mkdir()
+    environ = {"FAULT": "gil", "FAULT_AT": LATER, "FAULT_DIR": f"{tmp_path}/marks"}
+    launcher = start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ)
+    stuck = float(conftest.wait_for_file(tmp_path / "marks" / "reached.1"))
+    pids = helpers.children(launcher.pid)
+    helpers.wait_until(
+        lambda: "lost its peers at step" in conftest.log(tmp_path / "run", 0), TIMEOUT_S + 5, "its peer's notice"
+    )
+    ended = finish(launcher)
+    assert time.time() - stuck < TIMEOUT_S + WATCHED_S + ROOM_S
+    assert helpers.read(tmp_path / "run", "status")["first_failing_rank"] == 1, ended.out
+    assert f"rank 1 on {HOST} " in ended.lines[-1], ended.out
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_exception_is_the_one_that_is_shown(start: Start, tmp_path: Path, rank: int) -> None:
+    environ = {"FAULT": "fail_later", "FAULT_RANK": "all", "FAULT_RANK_FIRST": str(rank), "FAULT_AT": "8"}
+    ended = finish(start(tmp_path, *ENDLESS, **environ))
+    assert_named(tmp_path, ended, rank, f"failed first: ValueError: broken on purpose, first, rank {rank}")
+    assert "ValueError: broken on purpose, first" in conftest.log(tmp_path, rank)  # the traceback
+    assert f"{conftest.newest(tmp_path)}" in ended.out
+
+
+@pytest.mark.fault(4)
+def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -> None:
+    ended = finish(start(tmp_path, *ENDLESS, FAULT="fail", FAULT_AT="8"))
+    failed = conftest.noticed(tmp_path, 1)
+    assert conftest.noticed(tmp_path, 0) - failed < NOTICED_S
+    assert_named(tmp_path, ended, 1, "ValueError: broken on purpose, rank 1")
+
+
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("rank", ["0", "1", "all"])
+def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
+    ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
+    found = helpers.read(tmp_path, "status")
+    assert ended.status == 1
+    assert ended.lines[-1].startswith(f"{found['state']}: "), ended.out
+    if rank == "all":
+        assert found["state"] == "incomplete"
+        assert found["reason"] == "every rank ended with status 0 before the run's end"
+    else:
+        assert (found["state"], found["first_failing_rank"]) == ("failed", int(rank)), found
+        assert found["reason"] == f"rank {rank} on {HOST} ended with status 0 before the run's end"
+        assert found["reason"] in ended.lines[-1]
+    assert conftest.newest(tmp_path)
+
+
+@pytest.mark.fault(5)
+def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) -> None:
+    """Why a status file is needed: the same early end, without it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os\nfor step in range(10):\n    if step == 4:\n        os._exit(0)\nopen('{tmp_path}/model', 'w')"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    ended = helpers.run(torchrun)
+    assert ended.status == 0, ended.out
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.fault(6)
+def test_out_of_memory_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
+    ended = finish(start(tmp_path, *ENDLESS, FAULT="memory", FAULT_AT="8"))
+    assert_named(tmp_path, ended, 1, "out of memory")
+    reason = helpers.read(tmp_path, "status")["reason"]
+    assert re.search(r"\b(8(\.0*)? ?GiB|8589934592|8\.\d+ ?GB)", reason), reason
+    assert "Traceback" not in ended.out
+    assert conftest.newest(tmp_path)
+
+
+@pytest.mark.fault(6)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_out_of_memory_on_a_gpu_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
+    environ = {"FAULT": "gpu_memory", "FAULT_RANK": "0", "FAULT_AT": "8"}
+    ended = finish(start(tmp_path, *ENDLESS, "device=cuda", ranks=0, **environ))
+    reason = helpers.read(tmp_path, "status")["reason"]
+    assert re.search(r"out of memory.*\d GiB", reason), reason
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.fault(7)
+def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, tmp_path: Path) -> None:
+    ended = finish(start(tmp_path, *ENDLESS, FAULT="segv", FAULT_AT="8"))
+    assert_named(tmp_path, ended, 1, "was killed by SIGSEGV", status=139)
+    assert re.search(
+        r"Fatal Python error: Segmentation fault\n(.*\n)+?.*broken\.py.* in segv\n", conftest.log(tmp_path, 1)
+    )
+    assert "Fatal Python error" not in conftest.log(tmp_path, 0)
+    assert conftest.newest(tmp_path)
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Path:
+    """A repository whose loaders wait 2 s for an image, not 5 min."""
+    repo = conftest.copy_repo(tmp_path / "impatient")
+    source = repo / "recipes" / "core" / "images.py"
+    text = source.read_text()
+    assert text.count("\nSTALL_S = 300.0 ") == 1
+    source.write_text(text.replace("\nSTALL_S = 300.0 ", "\nSTALL_S = 2.0 "))
+    return repo
+
+
+@pytest.mark.fault(8)
+def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> None:
+    """A pipe that nobody writes to, among the images: as a file on a file system that has gone."""
+    folder = tmp_path / "images"
+    for split in ("train", "val"):
+        helpers.write_images(folder / split, 2, 24, 32)
+    os.mkfifo(tmp_path / "pipe")
+    (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
+    keys = ["arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=2", "lr=0"]
+    argv = [
+        sys.executable,
+        "-m",
+        "recipes.imagenet",
+        "device=cpu",
+        f"data_dir={folder}",
+        f"run_dir={tmp_path}/run",
+        *keys,
+    ]
+    ended = helpers.finish(helpers.start([*argv, "cpu_threads=1"], cwd=impatient), 60)
+    assert ended.status == 3, ended.out
+    [line] = [line for line in ended.lines if "has not come back in 2 s" in line]
+    assert "'class1/hanging.JPEG'" in line
+    assert "Traceback" not in ended.out
+    assert "hanging.JPEG" in helpers.read(tmp_path / "run", "status")["reason"]
+
+
+@pytest.mark.fault(8)
+def test_a_loader_process_that_is_killed_ends_the_run(start: Start, tmp_path: Path) -> None:
+    """Of a recipe of one's own that has such processes: these recipes read in threads."""
+    launcher = start(tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_AT="8", FAULT_DIR=str(tmp_path))
+    worker = int(conftest.wait_for_file(tmp_path / "worker.1"))
+    killed = time.time()
+    os.kill(worker, signal.SIGKILL)
+    ended = finish(launcher)
+    assert conftest.noticed(tmp_path / "run", 1) - killed < NOTICED_S + 5  # torch looks every 5 s
+    assert_named(tmp_path / "run", ended, 1, f"DataLoader worker (pid(s) {worker}) exited unexpectedly")
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("how", ["stopped twice", "ranks killed"])
+def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: str) -> None:
+    launcher = start(
+        tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_RANK="all", FAULT_AT="8", FAULT_DIR=str(tmp_path)
+    )
+    pids = [int(conftest.wait_for_file(tmp_path / f"worker.{rank}")) for rank in (0, 1)]
+    ranks = helpers.children(launcher.pid)
+    try:
+        assert all(helpers.alive(pid) for pid in [*pids, *ranks])
+        if how == "stopped twice":
+            launcher.terminate()
+            assert launcher.stdout
+            while "once more to stop at once" not in launcher.stdout.readline():
+                assert launcher.poll() is None
+            launcher.terminate()
+        else:
+            os.kill(ranks[1], signal.SIGKILL)
+            os.kill(ranks[0], signal.SIGKILL)
+        helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in [*pids, *ranks]), 15, "their end")
+    finally:
+        for pid in filter(helpers.alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        ("0", r"rank 1 of 2 did not come in time \(timeout_s\)"),
+        ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
+    ],
+)
+def test_a_rank_that_never_starts_is_named_at_the_timeout(
+    start: Start, tmp_path: Path, rank: str, expected: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    begin = time.monotonic()
+    words = ("timeout_s=3", "max_steps=1")
+    process = start(tmp_path / "run", *words, ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place)
+    ended = finish(process, 60)
+    assert time.monotonic() - begin < 3 + 2 * ROOM_S  # torch's import is in it
+    assert ended.status == 3, ended.out
+    said = [line for line in ended.lines if line.startswith("broken: ")]
+    assert len(said) == 1, ended.out
+    assert re.search(expected, said[0]), said
+    assert said[0].startswith(f"broken: {HOST}: ")
+    assert "Traceback" not in ended.out
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,303 @@
+"""Signals at bad moments: during a save, the start, an evaluation, while a rank waits for another; several of them; Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.core import checkpoint
+from tests import helpers
+from tests.faults import conftest
+from tests.faults.conftest import ENDLESS, Start
+from tests.helpers import Ended
+
+HOST = socket.gethostname()
+SAVED_S = 5.0  # from the signal to a checkpoint on the disk, for a model as small as this
+AT_ONCE_S = 5.0  # for what is only to be noted
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    return folder
+
+
+def go(marks: Path) -> None:
+    (marks / "go").touch()
+
+
+def noted(run_dir: Path, name: str) -> Callable[[], bool]:
+    """Whether rank 0 has said that it has got a signal; on each node the first rank speaks."""
+    return lambda: f"rank 0 on {HOST}: {name}: saves at the next step" in conftest.log(run_dir, 0)
+
+
+def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "SIGTERM") -> int:
+    """All ranks have stopped at one step, saved it once, and nothing is half done. Gives the step."""
+    assert ended.status == 75, ended.out
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["reason"]) == ("preempted", attempt, reason), status
+    newest = conftest.newest(run_dir)
+    assert newest.name == f"step-{status['step']:08d}.pt"
+    assert not [path.name for path in run_dir.rglob(".*")]
+    assert len([line for line in ended.lines if line == f"checkpoint {newest}"]) == 1, ended.out
+    assert "Traceback" not in ended.out
+    steps = conftest.steps(run_dir, attempt)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == status["step"]
+    return int(status["step"])
+
+
+def assert_goes_on(start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2) -> None:
+    """A run that was saved at ``step`` ends as it should."""
+    ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}", ranks=ranks))
+    assert ended.status == 0, ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
+    assert conftest.steps(run_dir, attempt) == [step + 1, step + 2, step + 3]
+
+
+@pytest.mark.fault(23)
+def test_a_signal_during_a_save_is_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
+    run_dir = tmp_path / "run"
+    environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
+    launcher = start(run_dir, *ENDLESS, **environ)
+    conftest.wait_for_file(marks / "reached.0")  # the checkpoint of step 5 is on its way
+    launcher.terminate()
+    helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    assert checkpoint.candidates(run_dir / "checkpoints") == []
+    go(marks)
+    ended = helpers.finish(launcher)
+    step = assert_saved(run_dir, ended)
+    assert (run_dir / "checkpoints" / "step-00000005.pt").exists()
+    assert_goes_on(start, run_dir, step)
+
+
+@pytest.mark.fault(23)
+def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path: Path, marks: Path) -> None:
+    """The run is over: it is done, whatever asks it to stop meanwhile."""
+    run_dir = tmp_path / "run"
+    environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
+    rank = start(run_dir, "max_steps=4", ranks=0, **environ)
+    conftest.wait_for_file(marks / "reached.0")
+    rank.terminate()
+    helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    go(marks)
+    ended = helpers.finish(rank)
+    assert ended.status in (0, 75), ended.out
+    assert helpers.read(run_dir, "status")["state"] == {0: "done", 75: "preempted"}[ended.status]
+    assert conftest.newest(run_dir).name == "step-00000004.pt"
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("where", ["start", "evaluate"])
+def test_a_signal_during_the_start_or_an_evaluation_saves_at_the_next_step(
+    start: Start, tmp_path: Path, marks: Path, where: str
+) -> None:
+    run_dir = tmp_path / "run"
+    environ = {"FAULT": "wait", "FAULT_AT": where, "FAULT_RANK": "1", "FAULT_DIR": str(marks)}
+    launcher = start(run_dir, *ENDLESS, **environ)
+    conftest.wait_for_file(marks / "reached.1")
+    launcher.terminate()
+    helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    go(marks)
+    step = assert_saved(run_dir, helpers.finish(launcher))
+    assert step <= (2 if where == "start" else 12)  # an epoch has ten steps
+    assert_goes_on(start, run_dir, step)
+
+
+@pytest.mark.fault(23)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Start, tmp_path: Path) -> None:
+    """To the ranks, as a batch system does it; the run directory has a checkpoint, which is gone on from in the end."""
+    run_dir, draw = tmp_path / "run", random.Random(23)
+    first = helpers.finish(start(run_dir, *ENDLESS, "max_steps=5"))
+    assert first.status == 0, first.out
+    for number in range(10):
+        launcher = start(run_dir, *ENDLESS)
+        helpers.wait_until(lambda: len(helpers.children(launcher.pid)) == 2, 30, "two ranks")  # noqa: B023
+        pids = helpers.children(launcher.pid)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.wait(draw.random() * 5)
+        name = draw.choice([signal.SIGTERM, signal.SIGUSR2])
+        for pid in pids:
+            os.kill(pid, name)
+        ended = helpers.finish(launcher, 60)
+        # Saved, or ended by the signal as any process is that has nothing to save yet.
+        assert ended.status in (75, 128 + name, 1), (number, name, ended.out)
+        assert "Traceback" not in ended.out, (number, ended.out)
+        assert not any(helpers.alive(pid) for pid in pids)
+        assert conftest.newest(run_dir)
+    step = checkpoint.read(conftest.newest(run_dir))["meta"]["step"]
+    ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}"))
+    assert ended.status == 0, ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
+
+
+@pytest.mark.fault(24)
+def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
+    """As a batch system may send them: USR2, then TERM, then TERM again, to all ranks, while they cannot act."""
+    run_dir = tmp_path / "run"
+    environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
+    launcher = start(run_dir, *ENDLESS, **environ)
+    conftest.wait_for_file(marks / "reached.1")
+    pids = helpers.children(launcher.pid)
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        for pid in pids:
+            os.kill(pid, number)
+        helpers.wait_until(noted(run_dir, "SIGUSR2"), AT_ONCE_S + 5, "the signal's line")
+    go(marks)
+    ended = helpers.finish(launcher)
+    step = assert_saved(run_dir, ended, reason="SIGUSR2")
+    assert step <= 9
+    assert conftest.log(run_dir, 0).count("saves at the next step") == 1  # the first one's alone
+    assert_goes_on(start, run_dir, step)
+
+
+@pytest.mark.fault(23, 24)
+def test_one_rank_that_is_told_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(run_dir, *ENDLESS)
+    conftest.wait_for_step(launcher, run_dir)
+    os.kill(helpers.children(launcher.pid)[1], signal.SIGUSR2)
+    step = assert_saved(run_dir, helpers.finish(launcher), reason="SIGUSR2")
+    assert_goes_on(start, run_dir, step)
+
+
+@pytest.mark.fault(23)
+def test_a_signal_is_noted_at_once_while_a_rank_waits_for_another(start: Start, tmp_path: Path, marks: Path) -> None:
+    """The main thread is inside a collective, where no Python handler runs."""
+    run_dir = tmp_path / "run"
+    environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
+    launcher = start(run_dir, *ENDLESS, **environ)
+    conftest.wait_for_file(marks / "reached.1")
+    time.sleep(0.5)  # rank 0 has nothing left to do but to wait; the line comes in any case
+    begin = time.monotonic()
+    os.kill(helpers.children(launcher.pid)[0], signal.SIGTERM)
+    helpers.wait_until(noted(run_dir, "SIGTERM"), 30, "the signal's line")
+    assert time.monotonic() - begin < AT_ONCE_S
+    assert not (marks / "go").exists()
+    go(marks)
+    step = assert_saved(run_dir, helpers.finish(launcher))
+    assert step in (8, 9)
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_a_checkpoint_is_on_the_disk_soon_after_the_signal(start: Start, tmp_path: Path, name: str) -> None:
+    launcher = start(tmp_path, "epochs=1000000")
+    conftest.wait_for_step(launcher, tmp_path)
+    begin = time.time()
+    launcher.send_signal(signal.Signals[name])
+    ended = helpers.finish(launcher)
+    assert_saved(tmp_path, ended)
+    assert conftest.newest(tmp_path).stat().st_mtime - begin < SAVED_S
+    assert (tmp_path / "checkpoints" / "latest").stat().st_mtime - begin < SAVED_S
+
+
+# Ctrl-C, from a terminal.
+
+
+class Terminal:
+    """A terminal with a process in its foreground."""
+
+    def __init__(self, argv: list[str], cwd: Path, environ: dict[str, str]) -> None:
+        self.said, self._own = "", -1
+        pid, own = os.forkpty()
+        if pid == 0:
+            os.chdir(cwd)
+            os.execve(argv[0], argv, environ)
+        self.pid, self._own = pid, own
+        self.status: int | None = None
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._own, b"\x03")
+
+    def read(self, timeout_s: float) -> None:
+        """Takes what was said meanwhile."""
+        if select.select([self._own], [], [], timeout_s)[0]:
+            try:
+                self.said += os.read(self._own, 65536).decode(errors="replace")
+            except OSError:  # nobody has it open any more
+                time.sleep(0.02)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.read(0.05)
+            assert time.monotonic() < deadline, f"{what}: {self.said}"
+
+    def ended(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
+
+    def close(self) -> None:
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._own)
+
+
+COMMANDS = {
+    "launcher": ["launch.py", "recipe=broken", "launcher=local", "ranks_per_node=2"],
+    "one process": ["-m", "recipes.broken"],
+}
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
+    argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
+    terminal = Terminal(argv, repo, helpers.clean_environment())
+    try:
+        terminal.wait_until(lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), 90, "step 3")
+        terminal.press_ctrl_c()
+        terminal.wait_until(terminal.ended, 60, "its end")
+    finally:
+        terminal.close()
+    assert terminal.status == 75, terminal.said
+    status = helpers.read(tmp_path, "status")
+    reason = "SIGTERM" if command == "launcher" else "SIGINT"
+    assert (status["state"], status["reason"]) == ("preempted", reason)
+    assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
+    assert "Traceback" not in terminal.said
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, command: str) -> None:
+    run_dir = tmp_path / "run"
+    argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={run_dir}", *ENDLESS]
+    fault = {"FAULT": "hang", "FAULT_RANK": "0", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
+    terminal = Terminal(argv, repo, helpers.clean_environment(**fault))
+    try:
+        terminal.wait_until(lambda: (marks / "reached.0").exists() or terminal.ended(), 90, "step 8")
+        pids = helpers.children(terminal.pid) if command == "launcher" else [terminal.pid]
+        terminal.press_ctrl_c()
+        terminal.wait_until(noted(run_dir, "SIGTERM" if command == "launcher" else "SIGINT"), 30, "the first is noted")
+        assert not terminal.ended()
+        second = time.monotonic()
+        terminal.press_ctrl_c()
+        terminal.wait_until(terminal.ended, 30, "its end")
+        assert time.monotonic() - second < 15
+        helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 15, "the ranks' end")
+    finally:
+        terminal.close()
+    assert terminal.status not in (0, 75), terminal.said
+    assert helpers.read(run_dir, "status")["state"] == "failed"
+    assert conftest.newest(run_dir).name == "step-00000005.pt"
+    assert not re.search(r"^Traceback", terminal.said, re.MULTILINE), terminal.said
