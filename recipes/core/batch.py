@@ -39,7 +39,11 @@ def check(recipe: str, words: list[str]) -> int:
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
     """The job's exit status, after its step has ended with ``srun_status``."""
-    settings = config.parse(words, recipe=recipe)
+    try:
+        settings = config.parse(words, recipe=recipe)
+    except config.ConfigError as error:  # they were right when the job began: a config= file has changed since
+        print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
+        return srun_status or rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
     launch = rundir.launch_id(environ)

@@ -125,12 +125,14 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             raise MachineError(f"Slurm refuses this job: {' '.join(str(error).split())[:300]}") from None
     job_id = str(submitted.job_id)
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
-    where.mkdir(parents=True, exist_ok=True)
-    script = Path(submitted.paths.submission_file).read_bytes()
-    rundir.write_whole(where / "job.sh", lambda file: file.write(script))  # never through a link that lay in wait
-    rundir.write_json(
-        where / "job.yaml", {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
-    )
+    described = {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        script = Path(submitted.paths.submission_file).read_bytes()
+        rundir.write_whole(where / "job.sh", lambda file: file.write(script))  # never through a link that lay in wait
+        rundir.write_json(where / "job.yaml", described)
+    except OSError as error:  # the job is in the queue, and will say the same
+        print(f"run_dir={where}: cannot be written ({error.strerror}); job {job_id} will fail there", file=sys.stderr)
     return Submitted(job_id, where, Path(submitted.paths.stdout))
 
 
@@ -139,7 +141,10 @@ def job_state(job_id: str) -> tuple[str, int]:
 
     Asks the controller, since accounting may not be there. Raises MachineError when the controller does not answer.
     """
-    show = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, timeout=120)
+    try:
+        show = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise MachineError("there is no scontrol on the PATH to ask for the job") from None
     if show.returncode != 0:
         if "Invalid job id" in show.stderr:
             return "", 0

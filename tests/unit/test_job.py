@@ -536,6 +536,25 @@ def test_submission_leaves_the_script_and_the_description_in_the_run_directory(
     assert not list(tmp_path.rglob("canary"))
 
 
+def test_a_run_directory_that_cannot_be_written_after_submission_is_said_beside_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "mnist").mkdir(parents=True)
+    (tmp_path / "runs" / "mnist" / "7").write_text("in the way")
+    stub(tmp_path, monkeypatch, "sbatch", "echo Submitted batch job 7")
+    submitted = submit.submit(describe(root=tmp_path), sys.executable, "")
+    assert submitted.job_id == "7"
+    err = capsys.readouterr().err
+    assert f"run_dir={tmp_path}/runs/mnist/7: cannot be written" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_no_scontrol_is_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="no scontrol"):
+        submit.job_state("7")
+
+
 def test_slurms_refusal_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2\necho 'sbatch: error: Batch job submission failed' >&2\nexit 1")  # fmt: skip
     with pytest.raises(MachineError) as caught:
@@ -701,6 +720,17 @@ def test_finish_of_a_refused_run_says_why_and_leaves_the_status(
     assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
     assert capsys.readouterr().err == "mnist: host: no data in /d\n"
     assert (preempted / "status.json").read_bytes() == before
+
+
+def test_a_file_of_keys_that_has_changed_since_is_one_line_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys.yaml").write_text("epoch: 3\n")
+    assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
+    assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == rundir.EXIT_CONFIG
+    first, second = capsys.readouterr().err.splitlines()
+    assert "epoch=3" in first
+    assert "not queued again" in second
 
 
 def test_finish_of_a_run_that_never_began_gives_sruns_status(
