@@ -33,6 +33,7 @@ from recipes.core.config import ConfigError, JobKeys, RunKeys
 from recipes.core.envfile import EnvFileError
 from recipes.core.hostlist import HostListError
 from recipes.core.ranks import RankError, RankInfo
+from recipes.core.rundir import MachineError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = config.recipe_names()
@@ -321,6 +322,17 @@ def settle(words: Sequence[str], recipe: str = "") -> config.Settings:
     return settings
 
 
+def lay_out(settings: config.Settings) -> None:
+    """What launcher=local makes of the same keys: ranks, or its own refusal."""
+    refusal = ""
+    try:
+        layout = launch.local_layout(settings)
+        assert 0 <= layout.node_rank < len(layout.ranks)
+    except (ConfigError, MachineError) as error:
+        refusal = str(error)
+    assert not refusal or not fault_of(refusal, [*KNOWN[settings.recipe].names, "GPU"])
+
+
 def test_any_words_behind_launch_or_a_recipe() -> None:
     def make(chance: random.Random) -> Case:
         recipe = chance.choice(RECIPES)
@@ -329,7 +341,7 @@ def test_any_words_behind_launch_or_a_recipe() -> None:
             mine = [w for w in words if KNOWN[recipe].classes.get(w.partition("=")[0]) != "JobKeys"] or ["epochs=1"]
             return mine, lambda: settle(mine, recipe), culprits(mine, recipe)
         typed = [f"recipe={recipe}", *words]
-        return typed, lambda: settle(typed), culprits(typed, recipe)
+        return typed, lambda: lay_out(settle(typed)), culprits(typed, recipe)
 
     fuzz("words", make, ConfigError)
 
