@@ -68,6 +68,9 @@ class Job:
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
+    def tail(self) -> str:
+        return jobs.tail(self.log)
+
 
 @pytest.fixture(scope="module")
 def clone(repo: Path) -> Path:
@@ -267,7 +270,7 @@ def test_under_submitit_a_stop_saves_and_the_waiting_launcher_sees_the_run_to_it
         wait_requeued(job, slurm.options.kill_wait_s + 15)
         step = saved_at(job, "SIGUSR2" if stop == "USR2" else "SIGTERM")
         goes_on(job, step)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(60) == 0, job.tail()
     assert said(log)[-1] == f"job {job.id}: completed; run directory {run_dir}"
     assert [row["step"] for row in rows(run_dir)] == list(range(1, 251))
     summary = read(run_dir / "summary.json")
@@ -330,7 +333,7 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
     for rank in (0, 1):
         until((tmp_path / f"reached.{rank}").exists, 60, "the second attempt")
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
-    assert ended(job) == ("FAILED", "75:0"), job.said()
+    assert ended(job) == ("FAILED", "75:0"), job.tail()
     assert saved_at(job, "SIGUSR2", attempt=1) == step
     assert said(job.log)[-1].startswith(f"broken: saved at step {step}; not queued again, since no step was gained")
     assert job.fields()["Restarts"] == "1"
@@ -339,7 +342,7 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
 @pytest.mark.fault(22)
 def test_a_job_that_fails_in_its_start_is_not_queued_again(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="fail", FAULT_AT="start", FAULT_RANK="all")
-    assert ended(job, 60) == ("FAILED", "1:0"), job.said()
+    assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     assert job.fields()["Restarts"] == "0"
     assert re.search(r"rank \d on node\d failed first: ValueError: broken on purpose", said(job.log)[-1])
 
@@ -352,7 +355,7 @@ def test_without_scontrol_the_run_is_saved_and_it_is_said(
     job = submit(slurm, clone, tmp_path, PATH=path_where_scontrol_is(stub, tmp_path / "bin"))
     trains(job)
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
-    assert ended(job) == ("FAILED", "75:0"), job.said()
+    assert ended(job) == ("FAILED", "75:0"), job.tail()
     step = saved_at(job, "SIGUSR2")
     why = "there is no scontrol here" if stub == "missing" else "scontrol failed (no controller today)"
     last = f"broken: saved at step {step}; not queued again, since {why}: sbatch the same script with run_dir= to go on"
@@ -468,7 +471,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_go_on(slurm: Cluster, clone:
     step = newest(job.run_dir)
     assert step >= last_row(job.run_dir) - 10
     job = submit(slurm, clone, tmp_path, f"max_steps={step + 5}")
-    assert ended(job, 60) == ("COMPLETED", "0:0"), job.said()
+    assert ended(job, 60) == ("COMPLETED", "0:0"), job.tail()
     assert read(job.run_dir / "summary.json")["resumed_from_step"] == step
 
 
@@ -489,7 +492,7 @@ def test_of_an_exception_on_one_rank_that_rank_and_its_error_are_named(
     slurm: Cluster, clone: Path, tmp_path: Path
 ) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="fail")
-    assert ended(job, 60) == ("FAILED", "1:0"), job.said()
+    assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     status = job.status()
     assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
     assert status["reason"] == "rank 1 on node2 failed first: ValueError: broken on purpose, rank 1"
@@ -502,7 +505,7 @@ def test_ranks_that_leave_early_with_status_0_have_not_done_the_run(
     slurm: Cluster, clone: Path, tmp_path: Path, rank: str, state: str
 ) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="exit0", FAULT_RANK=rank)
-    assert ended(job, 60) == ("FAILED", "1:0"), job.said()
+    assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     status = job.status()
     assert status["state"] == state
     assert ("rank 1 on node2" if rank == "1" else "every rank ended with status 0") in status["reason"]
@@ -527,7 +530,7 @@ def test_a_rank_that_never_comes_is_waited_for_in_bounded_time(slurm: Cluster, c
     job = submit(slurm, clone, tmp_path, "timeout_s=8")
     pid = until(lambda: rank_pids(job).get(1), 30, "rank 1")
     os.kill(pid, signal.SIGSTOP)
-    assert ended(job, 8 + 15 + END_S) == ("FAILED", "3:0"), job.said()
+    assert ended(job, 8 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
     assert "rank 1 of 2 did not come in time (timeout_s)" in said(job.log)[-1]
     assert "Traceback" not in job.said()
 
@@ -547,6 +550,6 @@ def test_a_port_that_is_taken_is_named(slurm: Cluster, clone: Path, tmp_path: Pa
         assert listener.stdout is not None
         assert listener.stdout.readline() == "ready\n"
         slurm.run("scontrol", "release", job.id, check=True)
-        assert ended(job, 30 + END_S) == ("FAILED", "3:0"), job.said()
+        assert ended(job, 30 + END_S) == ("FAILED", "3:0"), job.tail()
         listener.kill()
     assert f"node1: port {port} is in use; set MASTER_PORT to another for all ranks" in said(job.log)[-1]

@@ -105,9 +105,9 @@ def stopped_job(slurm: Cluster, job: str, log: Path, run_dir: Path) -> None:
     wait_for_steps(run_dir)
     slurm.run("scancel", "--signal=USR2", job, check=True)
     jobs.wait_requeued(slurm, job, log, 30)
-    assert helpers.read(run_dir, "status")["state"] == "preempted", log.read_text()
+    assert helpers.read(run_dir, "status")["state"] == "preempted", jobs.tail(log)
     jobs.start_again(slurm, job)
-    assert jobs.ended(slurm, job, log, PATIENCE_S) == ("COMPLETED", "0:0"), log.read_text()
+    assert jobs.ended(slurm, job, log, PATIENCE_S) == ("COMPLETED", "0:0"), jobs.tail(log)
 
 
 @pytest.mark.fault(17)

@@ -124,7 +124,7 @@ def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 60) -> tuple[s
     try:
         state = slurm.wait_job(job, timeout_s)
     except ClusterError as error:
-        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
+        raise AssertionError(f"{error}\n{tail(log)}") from None
     return state, slurm.jobs(job)[0]["ExitCode"]
 
 
@@ -138,7 +138,7 @@ def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restart
     try:
         until(queued, timeout_s, f"restart {restarts} of job {job}")
     except AssertionError as error:
-        raise AssertionError(f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{log.read_text()}") from None
+        raise AssertionError(f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{tail(log)}") from None
 
 
 def start_again(slurm: Cluster, job: str) -> None:
@@ -148,6 +148,11 @@ def start_again(slurm: Cluster, job: str) -> None:
     """
     done = slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     assert done.returncode == 0, done.stderr
+
+
+def tail(log: Path) -> str:
+    """What a message about a job shows of its log."""
+    return "\n".join(said(log)[-30:]) if log.exists() else "no log"
 
 
 def said(log: Path) -> list[str]:
