@@ -315,9 +315,10 @@ def candidates(folder: Path) -> list[Path]:
 
 def sweep(folder: Path) -> None:
     """Removes what attempts that were killed while they saved have left. Called by rank 0 alone, before any save."""
-    for path in folder.glob(".step-*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    for name in ("step-", "latest.", "best."):
+        for path in folder.glob(f".{name}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:

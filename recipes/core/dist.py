@@ -42,6 +42,7 @@ class World:
     store: torch.distributed.Store
     timeout_s: float = 600.0
     pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    silent: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)  # ends `telling_pulses`
 
     @property
     def rank(self) -> int:
@@ -148,18 +149,17 @@ class World:
     @contextlib.contextmanager
     def telling_pulses(self) -> Iterator[None]:
         """Tells the other ranks now and again how far this one is, from a thread, while it is entered; for `behind`."""
-        over = threading.Event()
 
         def tell() -> None:
             words = 0
-            while not over.is_set():
+            while not self.silent.is_set():
                 _, step, phase = self.pulse.read()
                 try:
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
                 except torch.distributed.DistError:
                     return  # rank 0 is gone, and the store with it
                 words += 1
-                over.wait(PULSE_S)
+                self.silent.wait(PULSE_S)
 
         teller = threading.Thread(target=tell, name="pulse", daemon=True)
         if self.size > 1:
@@ -167,7 +167,7 @@ class World:
         try:
             yield
         finally:
-            over.set()
+            self.silent.set()
             if teller.ident:
                 teller.join(TEARDOWN_S)
 
@@ -220,7 +220,12 @@ class World:
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        parallel = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        # It begins with rank 0's buffers, where there are such: who waits for them is further than who has not come there.
+        parallel.register_forward_pre_hook(
+            lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
+        )
+        return parallel
 
 
 def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:

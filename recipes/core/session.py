@@ -426,7 +426,10 @@ def _fail(run: Run, error: BaseException) -> int:
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
         print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
-        behind = world.behind() if dist.is_timeout(error) else None
+        if dist.is_timeout(error):
+            behind = world.behind()
+        else:
+            world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
         with contextlib.suppress(MachineError):
             run.saver.wait(LAST_SAVE_S)

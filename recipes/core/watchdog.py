@@ -23,9 +23,9 @@ NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
 # In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
 PHASES = (
     "nothing that is watched", "start", "loss over all ranks", "evaluation", "sum of the evaluation", "saving", "data", "forward",
-    "backward", "update",
+    "forward, in the model", "backward", "update",
 )  # fmt: skip
-UNWATCHED, START, SUM, EVALUATION, COUNT, SAVING, DATA, FORWARD, BACKWARD, UPDATE = range(len(PHASES))
+UNWATCHED, START, SUM, EVALUATION, COUNT, SAVING, DATA, FORWARD, MODEL, BACKWARD, UPDATE = range(len(PHASES))
 POLL_S = 0.5
 MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
 STACK_S = 3.0  # for faulthandler to write the stack

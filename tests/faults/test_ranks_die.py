@@ -24,10 +24,10 @@ NOTICED_S = 5.0  # a rank that is gone, by its peers
 TIMEOUT_S = 4.0
 WATCHED_S = 15.0  # what a watchdog waits beyond timeout_s
 ROOM_S = 12.0  # for two slow cores
-LATER = "200"  # a step some seconds from the begin: a rank says about once a second how far it is
+LATER = "100"  # a step some seconds from the begin: a rank says about once a second how far it is
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60) -> Ended:
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> Ended:
     ended = helpers.finish(process, timeout_s)
     assert ended.status not in (0, 75), ended.out
     return ended
@@ -56,6 +56,7 @@ def test_a_killed_rank_is_noticed_at_once_and_named(start: Start, tmp_path: Path
     assert conftest.noticed(tmp_path, 1 - rank) - killed < NOTICED_S
     assert time.time() - killed < NOTICED_S + ROOM_S
     assert_named(tmp_path, ended, rank, "was killed by SIGKILL", status=137)
+    assert "frame #" not in ended.out  # of torch's own C++
     assert not any(helpers.alive(pid) for pid in pids)
     assert conftest.newest(tmp_path)
 
@@ -331,7 +332,7 @@ def test_a_rank_that_never_starts_is_named_at_the_timeout(
     begin = time.monotonic()
     words = ("timeout_s=3", "max_steps=1")
     process = start(tmp_path / "run", *words, ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place)
-    ended = finish(process, 60)
+    ended = finish(process)
     assert time.monotonic() - begin < 3 + 2 * ROOM_S  # torch's import is in it
     assert ended.status == 3, ended.out
     said = [line for line in ended.lines if line.startswith("broken: ")]
