@@ -81,9 +81,9 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("damage", "count"),
     [
-        pytest.param(flipped, 1000, marks=[pytest.mark.fault(28), pytest.mark.long]),
+        pytest.param(flipped, 1000, marks=pytest.mark.fault(28)),
         pytest.param(zeroed, 200, marks=pytest.mark.fault(28)),
-        pytest.param(cut, 1000, marks=[pytest.mark.fault(27), pytest.mark.long]),
+        pytest.param(cut, 1000, marks=pytest.mark.fault(27)),
         pytest.param(grown, 20, marks=pytest.mark.fault(27)),
     ],
 )
@@ -117,7 +117,9 @@ def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Pat
 
 
 @pytest.mark.fault(27, 28)
-@pytest.mark.parametrize("damage", [cut, flipped, zeroed])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(cut, marks=pytest.mark.long), flipped, pytest.param(zeroed, marks=pytest.mark.long)]
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     start: Start, made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes]
 ) -> None:
@@ -270,6 +272,7 @@ def test_plain_torch_leaves_a_part_on_a_full_disk(disk: Path) -> None:
 
 
 @pytest.mark.fault(30)
+@pytest.mark.long
 def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = (*LARGE, "checkpoint_every_steps=2", "cpu_threads=1")
@@ -285,7 +288,7 @@ def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(sta
 
 
 @pytest.mark.fault(31)
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("there", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_directory_that_cannot_be_written_ends_it_before_training(
     start: Start, made: Path, tmp_path: Path, there: bool
 ) -> None:
@@ -329,7 +332,7 @@ def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
 @pytest.mark.fault(32)
 @pytest.mark.parametrize(
     ("rank", "hidden", "seconds", "step"),
-    [(1, "step-*.pt", 3, 10), (0, "step-00000010.pt", 3600, 8)],
+    [pytest.param(1, "step-*.pt", 3, 10, marks=pytest.mark.long), (0, "step-00000010.pt", 3600, 8)],
     ids=["rank 1 sees none yet", "rank 0 does not see the newest"],
 )
 def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
@@ -346,6 +349,7 @@ def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
 
 
 @pytest.mark.fault(32)
+@pytest.mark.long
 def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=8", **behind(tmp_path, 1, "step-*.pt", 3600)))
@@ -363,7 +367,12 @@ def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Sta
     ("words", "environ", "shown"),
     [
         (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
-        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
+        pytest.param(
+            [],
+            {"FAULT": "another_model"},
+            ["is of another model", "size mismatch for 0.weight"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["keys", "model"],
 )
@@ -382,6 +391,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
 
 
 @pytest.mark.fault(33)
+@pytest.mark.long
 def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
     there = made / "checkpoints" / "step-00000010.pt"
     words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")

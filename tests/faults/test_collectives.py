@@ -68,6 +68,7 @@ def plain(tmp_path: Path, fault: str) -> list[Ended]:
 
 
 @pytest.mark.fault(10)
+@pytest.mark.long
 def test_plain_torch_takes_the_sum_of_other_shapes_for_right(tmp_path: Path) -> None:
     ended = plain(tmp_path, "shape")
     assert (ended[0].status, ended[0].lines) == (0, ["rank 0 went on with [2.0, 2.0, 2.0]"]), ended
@@ -83,17 +84,15 @@ def test_plain_torch_waits_for_its_timeout_over_other_operations(tmp_path: Path)
 
 
 @pytest.mark.fault(13)
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_bad_master_address_is_named_in_bounded_time(start: Start, tmp_path: Path, rank: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    begin = time.monotonic()
     process = start(
         tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, MASTER_ADDR="no-such.invalid", MASTER_PORT=str(port), **place
     )  # fmt: skip
-    ended = helpers.finish(process)
-    assert time.monotonic() - begin < 30
+    ended = helpers.finish(process, 3 + 57)  # torch's import is in it
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
     assert line.startswith(f"broken: {HOST}: ")
@@ -109,13 +108,14 @@ def test_a_port_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
         process = start(
             tmp_path / "run", "timeout_s=60", "max_steps=1", ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place
         )  # fmt: skip
-        ended = helpers.finish(process, 40)
+        ended = helpers.finish(process, 55)
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
     assert line == f"broken: {HOST}: port {port} is in use; set MASTER_PORT to another for all ranks"
 
 
 @pytest.mark.fault(14)
+@pytest.mark.long
 def test_runs_on_one_machine_never_draw_the_same_port(start: Start, tmp_path: Path) -> None:
     """Without master=, the launcher has the port before any rank begins."""
     runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000") for i in range(3)]
@@ -190,7 +190,7 @@ def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Pat
 
 
 @pytest.mark.fault(16)
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(start: Start, tmp_path: Path, rank: str) -> None:
     ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_RANK=rank, FAULT_AT="8"))
     assert ended.status == 1, ended.out

@@ -44,16 +44,22 @@ def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: in
         assert word in ended.lines[-1], ended.out
 
 
+def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> None:
+    """Right after a rank is gone, or has stopped: another one says so in time."""
+    said = f"rank {rank} on {HOST} lost its peers at step "
+    helpers.wait_until(lambda: said in conftest.log(run_dir, rank), within_s, f"rank {rank} has noticed")
+
+
 @pytest.mark.fault(1)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_is_noticed_at_once_and_named(start: Start, tmp_path: Path, rank: int) -> None:
     launcher = start(tmp_path, *ENDLESS)
     conftest.wait_for_step(launcher, tmp_path, 6)
     pids = helpers.children(launcher.pid)
     killed = time.time()
     os.kill(pids[rank], signal.SIGKILL)
+    assert_notices(tmp_path, 1 - rank)
     ended = finish(launcher)
-    assert conftest.noticed(tmp_path, 1 - rank) - killed < NOTICED_S
     assert time.time() - killed < NOTICED_S + ROOM_S
     assert_named(tmp_path, ended, rank, "was killed by SIGKILL", status=137)
     assert "frame #" not in ended.out  # of torch's own C++
@@ -70,9 +76,7 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path
     pids = helpers.children(launcher.pid)
     stopped = time.time()
     os.kill(pids[rank], signal.SIGSTOP)
-    helpers.wait_until(
-        lambda: "lost its peers at step" in conftest.log(tmp_path, 1 - rank), TIMEOUT_S + 5, "its peer's notice"
-    )
+    assert_notices(tmp_path, 1 - rank, TIMEOUT_S + 5)
     ended = finish(launcher)
     assert time.time() - stopped < TIMEOUT_S + 5 + ROOM_S
     found = helpers.read(tmp_path, "status")
@@ -152,9 +156,7 @@ def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start:
     launcher = start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ)
     stuck = float(conftest.wait_for_file(tmp_path / "marks" / "reached.1"))
     pids = helpers.children(launcher.pid)
-    helpers.wait_until(
-        lambda: "lost its peers at step" in conftest.log(tmp_path / "run", 0), TIMEOUT_S + 5, "its peer's notice"
-    )
+    assert_notices(tmp_path / "run", 0, TIMEOUT_S + 5)
     ended = finish(launcher)
     assert time.time() - stuck < TIMEOUT_S + WATCHED_S + ROOM_S
     assert helpers.read(tmp_path / "run", "status")["first_failing_rank"] == 1, ended.out
@@ -164,6 +166,7 @@ def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start:
 
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
 def test_the_first_exception_is_the_one_that_is_shown(start: Start, tmp_path: Path, rank: int) -> None:
     environ = {"FAULT": "fail_later", "FAULT_RANK": "all", "FAULT_RANK_FIRST": str(rank), "FAULT_AT": "8"}
     ended = finish(start(tmp_path, *ENDLESS, **environ))
@@ -174,14 +177,17 @@ def test_the_first_exception_is_the_one_that_is_shown(start: Start, tmp_path: Pa
 
 @pytest.mark.fault(4)
 def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -> None:
-    ended = finish(start(tmp_path, *ENDLESS, FAULT="fail", FAULT_AT="8"))
-    failed = conftest.noticed(tmp_path, 1)
-    assert conftest.noticed(tmp_path, 0) - failed < NOTICED_S
+    launcher = start(tmp_path, *ENDLESS, FAULT="fail", FAULT_AT="8")
+    conftest.wait_for_file(tmp_path / "failures" / "attempt-0-rank-1.json")
+    assert_notices(tmp_path, 0)
+    ended = finish(launcher)
     assert_named(tmp_path, ended, 1, "ValueError: broken on purpose, rank 1")
 
 
 @pytest.mark.fault(5)
-@pytest.mark.parametrize("rank", ["0", "1", "all"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param("0", marks=pytest.mark.long), "1", pytest.param("all", marks=pytest.mark.long)]
+)
 def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
     found = helpers.read(tmp_path, "status")
@@ -198,6 +204,7 @@ def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp
 
 
 @pytest.mark.fault(5)
+@pytest.mark.long
 def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) -> None:
     """Why a status file is needed: the same early end, without it."""
     script = tmp_path / "train.py"
@@ -211,6 +218,7 @@ def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) 
 
 
 @pytest.mark.fault(6)
+@pytest.mark.long
 def test_out_of_memory_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="memory", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "out of memory")
@@ -231,6 +239,7 @@ def test_out_of_memory_on_a_gpu_is_one_line_with_the_sizes(start: Start, tmp_pat
 
 
 @pytest.mark.fault(7)
+@pytest.mark.long
 def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, tmp_path: Path) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="segv", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "was killed by SIGSEGV", status=139)
@@ -270,7 +279,7 @@ def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> No
         f"run_dir={tmp_path}/run",
         *keys,
     ]
-    ended = helpers.finish(helpers.start([*argv, "cpu_threads=1"], cwd=impatient), 60)
+    ended = helpers.finish(helpers.start([*argv, "cpu_threads=1"], cwd=impatient))
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if "has not come back in 2 s" in line]
     assert "'class1/hanging.JPEG'" in line
@@ -279,19 +288,22 @@ def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.fault(8)
+@pytest.mark.long
 def test_a_loader_process_that_is_killed_ends_the_run(start: Start, tmp_path: Path) -> None:
     """Of a recipe of one's own that has such processes: these recipes read in threads."""
     launcher = start(tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_AT="8", FAULT_DIR=str(tmp_path))
     worker = int(conftest.wait_for_file(tmp_path / "worker.1"))
-    killed = time.time()
     os.kill(worker, signal.SIGKILL)
+    helpers.wait_until(
+        lambda: "exited unexpectedly" in conftest.log(tmp_path / "run", 1), NOTICED_S + 5, "its word"
+    )  # torch looks every 5 s
     ended = finish(launcher)
-    assert conftest.noticed(tmp_path / "run", 1) - killed < NOTICED_S + 5  # torch looks every 5 s
     assert_named(tmp_path / "run", ended, 1, f"DataLoader worker (pid(s) {worker}) exited unexpectedly")
 
 
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("how", ["stopped twice", "ranks killed"])
+@pytest.mark.long
 def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: str) -> None:
     launcher = start(
         tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_RANK="all", FAULT_AT="8", FAULT_DIR=str(tmp_path)
@@ -320,7 +332,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
     ("rank", "expected"),
     [
         ("0", r"rank 1 of 2 did not come in time \(timeout_s\)"),
-        ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
+        pytest.param("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_never_starts_is_named_at_the_timeout(
@@ -329,11 +341,9 @@ def test_a_rank_that_never_starts_is_named_at_the_timeout(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    begin = time.monotonic()
     words = ("timeout_s=3", "max_steps=1")
     process = start(tmp_path / "run", *words, ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place)
-    ended = finish(process)
-    assert time.monotonic() - begin < 3 + 2 * ROOM_S  # torch's import is in it
+    ended = finish(process, 3 + 57)  # torch's import is in it
     assert ended.status == 3, ended.out
     said = [line for line in ended.lines if line.startswith("broken: ")]
     assert len(said) == 1, ended.out

@@ -68,6 +68,7 @@ def assert_goes_on(start: Start, run_dir: Path, step: int, attempt: int = 1, ran
 
 
 @pytest.mark.fault(23)
+@pytest.mark.long
 def test_a_signal_during_a_save_is_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
@@ -101,7 +102,7 @@ def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path:
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("where", ["start", "evaluate"])
+@pytest.mark.parametrize("where", [pytest.param("start", marks=pytest.mark.long), "evaluate"])
 def test_a_signal_during_the_start_or_an_evaluation_saves_at_the_next_step(
     start: Start, tmp_path: Path, marks: Path, where: str
 ) -> None:
@@ -134,7 +135,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Sta
         name = draw.choice([signal.SIGTERM, signal.SIGUSR2])
         for pid in pids:
             os.kill(pid, name)
-        ended = helpers.finish(launcher, 60)
+        ended = helpers.finish(launcher)
         # Saved, or ended by the signal as any process is that has nothing to save yet.
         assert ended.status in (75, 128 + name, 1), (number, name, ended.out)
         assert "Traceback" not in ended.out, (number, ended.out)
@@ -147,6 +148,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Sta
 
 
 @pytest.mark.fault(24)
+@pytest.mark.long
 def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
     """As a batch system may send them: USR2, then TERM, then TERM again, to all ranks, while they cannot act."""
     run_dir = tmp_path / "run"
@@ -167,6 +169,7 @@ def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path)
 
 
 @pytest.mark.fault(23, 24)
+@pytest.mark.long
 def test_one_rank_that_is_told_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     launcher = start(run_dir, *ENDLESS)
@@ -195,7 +198,7 @@ def test_a_signal_is_noted_at_once_while_a_rank_waits_for_another(start: Start, 
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGUSR2"])
 def test_a_checkpoint_is_on_the_disk_soon_after_the_signal(start: Start, tmp_path: Path, name: str) -> None:
     launcher = start(tmp_path, "epochs=1000000")
     conftest.wait_for_step(launcher, tmp_path)
@@ -259,7 +262,7 @@ COMMANDS = {
 
 
 @pytest.mark.fault(24)
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("command", [pytest.param("launcher", marks=pytest.mark.long), "one process"])
 def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
     terminal = Terminal(argv, repo, helpers.clean_environment())
@@ -278,7 +281,7 @@ def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
 
 
 @pytest.mark.fault(24)
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("command", [pytest.param("launcher", marks=pytest.mark.long), "one process"])
 def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, command: str) -> None:
     run_dir = tmp_path / "run"
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={run_dir}", *ENDLESS]

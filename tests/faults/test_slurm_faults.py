@@ -168,8 +168,7 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
     without.mkdir()
     job = submit(slurm, clone, with_signal, "stop_before_s=0", options=(*minute, "--signal=USR2@10"))
     other = submit(slurm, clone, without, options=minute, script="sbatch/silent.sh")
-    trains(job)
-    trains(other)
+    slurm.wait_running(other.id)
     start = time.mktime(time.strptime(other.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     for each, reason in ((job, "SIGUSR2"), (other, "the time limit")):
         wait_requeued(each, 90)
@@ -177,6 +176,7 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
         assert f"broken: saved at step {step}; queued again (restart 1 of at most 20)" in each.said()
     assert 30 < other.status()["updated"] - start < 60  # a quarter of the minute ahead of its end, at most
     for each in (job, other):
+        slurm.run("scontrol", "update", f"JobId={each.id}", "TimeLimit=10", check=True)
         goes_on(each, each.status()["step"])
 
 

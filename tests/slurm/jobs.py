@@ -99,7 +99,7 @@ def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0,
         assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
         return any(row["attempt"] == attempt and row["step"] >= step for row in rows(run_dir))
 
-    until(trains, 60, f"step {step} of job {job}")
+    until(trains, 120, f"step {step} of job {job}")
 
 
 def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Process, dict[str, str]]]:
