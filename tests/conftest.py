@@ -1,4 +1,4 @@
-"""What tests of several folders share: a Slurm cluster."""
+"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    """Commands that are called in this process set it to 077 for their own files."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")
