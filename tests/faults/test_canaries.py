@@ -879,7 +879,9 @@ def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
     assert all(b"\x01" * 100 not in path.read_bytes() for path in data.iterdir())
     if kind in ("up", "absolute", "through a link", "a folder outside"):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            tar.extractall(trap.work / "naive", filter="fully_trusted")
+            # Python before 3.11.4 has no filters, and trusts fully.
+            trusting = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
+            tar.extractall(trap.work / "naive", **trusting)
         assert trap.fired()  # or the trap above was none
 
 

@@ -37,6 +37,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
