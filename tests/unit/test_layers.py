@@ -10,8 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The layers, lowest first: a module may import its own layer and those below.
-STDLIB = {"hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder"}
-STDLIB |= {"variables"}
+STDLIB = {
+    "hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder", "signatures",
+    "variables",
+}  # fmt: skip
 LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}
 
