@@ -23,6 +23,7 @@ KINDS = ("cause", "error", "sign", "consequence", "harmless")
 
 HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; what lies between is not read
 MOST_FILES = 4096
+MOST_NAMES = 200_000  # that a folder is looked through for logs
 MOST_LINES = 10_000  # of one wording in one file
 WIDTH = 4096  # characters on either side of a find that are taken for its line
 LATE_S = 60.0  # a cause that is stamped so long after the first consequence did not begin it
@@ -464,11 +465,15 @@ class _Told:
 def _files(folder: Path) -> tuple[list[Path], str]:
     """The logs in a folder, of the newest job where it holds several, and what is left out. Links to folders are not followed."""
     found: list[Path] = []
+    looked_at = 0
     for place, folders, names in os.walk(folder):
+        looked_at += len(folders) + len(names)
         folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
         found += [Path(place, n) for n in sorted(names) if n.endswith(SUFFIXES) or re.search(r"\.[oe]\d{1,12}$", n)]
-        if len(found) > MOST_FILES:
-            return found[:MOST_FILES], f"there are more than {MOST_FILES:,} files; the others were not read"
+        if len(found) > MOST_FILES or looked_at > MOST_NAMES:
+            return found[
+                :MOST_FILES
+            ], f"there are more than {MOST_FILES:,} logs or {MOST_NAMES:,} files; not all were read"
     found.sort(key=lambda path: [p.zfill(12) if p.isdecimal() else p for p in re.split(r"(\d+)", str(path))])
     jobs = {path: job[1] or job[2] for path in found if (job := _JOB.search(path.name))}
     if len(set(jobs.values())) < 2:

@@ -621,7 +621,9 @@ def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(signatures, "MOST_FILES", 5)
     found = said(tmp_path, **{f"rank{n}__log": "Stale file handle\n" for n in range(9)})
     assert found.causes[0].count == 5
-    assert "more than 5 files" in found.lines()[-1]
+    assert "more than 5 logs" in found.lines()[-1]
+    monkeypatch.setattr(signatures, "MOST_NAMES", 3)
+    assert "or 3 files; not all were read" in explain(tmp_path).lines()[-1]
 
 
 def test_whatever_the_logs_hold_twenty_lines_are_said(tmp_path: Path) -> None:
