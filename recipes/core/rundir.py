@@ -209,6 +209,11 @@ def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
     return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
 
 
+def waited_in_vain(record: Mapping[str, Any]) -> bool:
+    """Whether a rank's record says that another one did not come in time."""
+    return record["kind"] == "peer" and "timed out" in record["error"].lower()
+
+
 def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
     """Why the newest attempt failed, in one line, and the first failing rank with its host, as far as the records tell.
 
@@ -239,8 +244,12 @@ def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
         named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
         return f"{named}{more} ended without a word (killed, out of memory, or its node is gone)", silent[0]
-    if records:
-        return f"rank {records[0]['rank']} on {records[0]['host']} lost its peers: {records[0]['error']}", records[0]
+    if records:  # who waited in vain before who lost the connection to that one
+        named_first = next((record for record in records if waited_in_vain(record)), records[0])
+        return (
+            f"rank {named_first['rank']} on {named_first['host']} lost its peers: {named_first['error']}",
+            named_first,
+        )
     return "all ranks ended without a word (killed from outside, or by NCCL: see their logs)", None
 
 

@@ -5,12 +5,13 @@ import faulthandler
 import json
 import os
 import random
+import re
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -26,9 +27,11 @@ from recipes.core.dist import World
 from recipes.core.entry import Start
 from recipes.core.rundir import InputError, MachineError, RunError, Stopped
 
+ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
 FENCE_S = 5.0  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
+DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
 # On resume; and paths.
 MAY_CHANGE = {
@@ -75,6 +78,11 @@ class Run:
     def keys(self) -> RunKeys:
         return self.settings.run
 
+    @property
+    def step(self) -> int:
+        """Completed optimiser steps."""
+        return self.state.step if self.state else 0
+
     def say(self, text: str) -> None:
         """A line from rank 0."""
         if self.world.rank == 0:
@@ -110,15 +118,30 @@ class Run:
         chosen = self._choose_checkpoint()
         if chosen:
             self._load(chosen, sampler)
+        self._begin()
+
+    def begin(self) -> None:
+        """Begins, in place of `resume`, where there is nothing to save or to go on from. Called by all ranks."""
+        self._compare_keys(_plain(self.settings))
+        self._begin()
+
+    def _begin(self) -> None:
         if self.world.rank == 0:
             self.check_mine()
             checkpoint.sweep(self.dir / "checkpoints")
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
-            rundir.begin_attempt_at(self.dir, state.step)
-            rundir.write_status(self.dir, "running", attempt=self.attempt, step=state.step)
+            rundir.begin_attempt_at(self.dir, self.step)
+            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
+
+    def stop_where_asked(self) -> None:
+        """Raises Stopped, on all ranks, when one was told to stop; for what has nothing to save. Called by all ranks."""
+        reasons: list[str] = [""] * self.world.size
+        torch.distributed.all_gather_object(reasons, self.stop.reason)
+        if any(reasons):
+            raise Stopped(next(reason for reason in reasons if reason))
 
     def _compare_keys(self, keys: dict[str, Any]) -> None:
         """Raises InputError on a rank whose recipe keys are not rank 0's: several machines started by hand can differ."""
@@ -264,7 +287,7 @@ class Run:
         if self.world.rank != 0:
             return
         self.check_mine()
-        step = self.state.step
+        step = self.step
         if self.stopping:
             rundir.write_status(self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping)
             self.say(f"stopped by {self.stopping} at step {step}, saved in {self.dir}")
@@ -375,6 +398,8 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         current = Run(start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done)
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
+        if world.backend == "nccl":
+            keep_flight_records(os.environ, run_dir)
         if world.rank == 0:
             over = threading.Event()
             threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
@@ -389,6 +414,16 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         except BaseException as error:
             current.progress("")
             return _fail(current, error)
+
+
+def keep_flight_records(environ: MutableMapping[str, str], run_dir: Path) -> None:
+    """Has torch leave its record of the last collectives, which it writes when one times out, in ``logs/``: a file a rank.
+
+    It reads the variables when it writes; up to 2.8 or so it knows the second alone. `torchfrtrace` reads the files.
+    """
+    if not {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & environ.keys():
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            environ[name] = str(run_dir / "logs" / "flight-")
 
 
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
@@ -413,7 +448,7 @@ def _stopped_early(run: Run, reason: str) -> int:
 
 def _fail(run: Run, error: BaseException) -> int:
     """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
-    world, recipe, step = run.world, run.settings.recipe, run.state.step if run.state else 0
+    world, recipe, step = run.world, run.settings.recipe, run.step
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
     code, kind, line, behind = rundir.EXIT_CRASH, "error", rundir.one_line(error), None
@@ -427,22 +462,21 @@ def _fail(run: Run, error: BaseException) -> int:
         kind, line = "peer", dist.peer_words(error)
         print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
         if dist.is_timeout(error):
+            # At once, since the others lose their connections to this rank now, and would call it silent.
+            _record(run, kind, line, code)
             behind = world.behind()
         else:
             world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
         with contextlib.suppress(MachineError):
             run.saver.wait(LAST_SAVE_S)
-    with contextlib.suppress(OSError):
-        rundir.record_failure(
-            run.dir, attempt=run.attempt, rank=world.rank, host=world.host, kind=kind, error=line, exit_status=code,
-            behind=behind,
-        )  # fmt: skip
+    _record(run, kind, line, code, behind)
     if code != rundir.EXIT_CRASH:
         if world.rank == 0 or not _rank0_says(run, line):
             print(f"{recipe}: {line}", file=sys.stderr)
     elif kind == "peer":
-        time.sleep(0 if behind else PEERS_TELL_S)
+        if not behind:
+            _await_peers_words(run)
     elif not isinstance(error, RunError) and not _known_words(error):
         traceback.print_exc()
     with contextlib.suppress(OSError):
@@ -456,7 +490,26 @@ def _fail(run: Run, error: BaseException) -> int:
         speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+            if kind == "peer" and world.ranks.num_nodes > 1 and re.search("[Tt]imed out|waited in vain", reason):
+                print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
     return code
+
+
+def _await_peers_words(run: Run) -> None:
+    """Until the other ranks have told what they know; longer where one is still asking the store, which is rank 0's, who is behind."""
+    time.sleep(PEERS_TELL_S)
+    others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    if any(other and rundir.waited_in_vain(other) and not other["behind"] for other in others):
+        time.sleep(ASKING_S - PEERS_TELL_S)
+
+
+def _record(run: Run, kind: str, line: str, code: int, behind: Mapping[str, Any] | None = None) -> None:
+    """Leaves this rank's record, as far as there is room for it."""
+    with contextlib.suppress(OSError):
+        rundir.record_failure(
+            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
+            behind=behind,
+        )  # fmt: skip
 
 
 def _known_words(error: BaseException) -> str:
