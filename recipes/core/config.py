@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 try:
     from omegaconf import DictConfig, OmegaConf
@@ -179,6 +179,8 @@ class JobKeys:
         pattern=r"[A-Za-z0-9_-]{1,64}",
         form="letters, digits, _ and - only",
     )
+    doctor: bool = key(False, "examine the nodes first, and submit the job again without those that are bad")
+    max_resubmits: int = key(2, "how often doctor=true submits a job again", low=0, high=100)
     wait: bool = key(False, "wait for the job, follow rank 0's log, and return the job's outcome")
 
     def __post_init__(self) -> None:
@@ -228,6 +230,18 @@ class RunKeys:
             raise ConfigError(
                 f"umask={shown(self.umask)}: wants three octal digits that leave you your own files, such as 077 or 027"
             )
+
+
+@dataclass(frozen=True)
+class RecipeKeys:
+    """What a run asks of any recipe's keys. One that trains nothing stands on this, and has keys of its own alone."""
+
+    epochs: ClassVar[int] = 0
+    evaluate: ClassVar[bool] = False
+    seed: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

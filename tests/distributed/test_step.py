@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import textwrap
 from pathlib import Path
 
@@ -70,15 +69,7 @@ def run_ranks(
         f"run_dir={folder}",
         *keys,
     ]
-    port = str(20000 + hash(str(folder)) % 10000)
-    started = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        argv = [sys.executable, "-c", code.replace("EMA", str(ema)), *words]
-        started.append(helpers.start(argv, environ=environ))
-    ended = [helpers.finish(process) for process in started]
-    return helpers.Ended(max(e.status for e in ended), "".join(e.out for e in ended))
+    return helpers.run_ranks(code.replace("EMA", str(ema)), words, ranks, 20000 + hash(str(folder)) % 10000)
 
 
 def found(folder: Path, rank: int = 0) -> dict[str, list[float]]:

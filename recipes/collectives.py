@@ -1,0 +1,296 @@
+"""Message passing: every operation of torch.distributed, explained in a line, checked on every rank, and timed.
+
+    python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # learn it here
+    srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench sizes=1M..1G operations=all_reduce
+    srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true     # which pair of nodes is slow?
+
+What to expect: right answers. Speeds of gloo over one machine's loopback: README. On GPUs: not measured.
+"""
+
+from recipes.core import entry
+
+START = entry.begin("collectives") if __name__ == "__main__" else None
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ReduceOp
+
+from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
+from recipes.core import bandwidth, drawing, session
+from recipes.core.bandwidth import Figure
+from recipes.core.rundir import InputError, RunError
+from recipes.core.session import Run
+
+Answer = tuple[Tensor, Tensor]  # what came, and what is right
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a lesson works with: this rank among ``size``, and the next and the last one round the ring."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def right(self) -> int:
+        return (self.rank + 1) % self.size
+
+    @property
+    def left(self) -> int:
+        return (self.rank - 1) % self.size
+
+    def of(self, *ranks: int) -> Tensor:
+        """Two numbers that tell whose they are, of each rank: 10 and 11 of rank 0, 20 and 21 of rank 1."""
+        return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=self.device)
+
+    def empty(self, ranks: int = 1) -> Tensor:
+        return torch.zeros(2 * ranks, device=self.device)
+
+    @property
+    def all(self) -> Tensor:
+        """Everybody's numbers, (size, 2)."""
+        return self.of(*range(self.size)).view(self.size, 2)
+
+
+# The lessons. Each does one thing on every rank and gives what came and what is right.
+
+
+def send_and_recv(here: Here) -> Answer:
+    """round the ring; each call waits, so even ranks send first and odd ones receive, or all would wait for ever"""
+    came = here.empty()
+    calls = [lambda: dist.send(here.of(here.rank), here.right), lambda: dist.recv(came, here.left)]
+    first_alone = here.size % 2 == 1 and here.rank == here.size - 1  # an odd ring's last rank meets an even one
+    for call in calls if here.rank % 2 == 0 and not first_alone else reversed(calls):
+        call()
+    return came, here.of(here.left)
+
+
+def isend_and_irecv(here: Here) -> Answer:
+    """round the ring without waiting: both are begun at once, in any order, and waited for at the end"""
+    came = here.empty()
+    for work in (dist.isend(here.of(here.rank), here.right), dist.irecv(came, here.left)):
+        assert work is not None
+        work.wait()
+    return came, here.of(here.left)
+
+
+def batch_isend_irecv(here: Here) -> Answer:
+    """to both neighbours at once, as one batch: what NCCL wants, which could wait for ever with single ones"""
+    from_left, from_right = here.empty(), here.empty()
+    mine = here.of(here.rank)
+    batch = [P2POp(dist.isend, mine, here.right), P2POp(dist.irecv, from_left, here.left)]
+    batch += [P2POp(dist.isend, mine, here.left), P2POp(dist.irecv, from_right, here.right)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return torch.cat([from_left, from_right]), here.of(here.left, here.right)
+
+
+def broadcast(here: Here) -> Answer:
+    """one rank's numbers to all: here rank 0's; how all ranks begin with the same weights"""
+    values = here.of(here.rank)
+    dist.broadcast(values, src=0)
+    return values, here.of(0)
+
+
+def reduce(here: Here, op: ReduceOp.RedOpType, right: Callable[[Tensor], Tensor]) -> Answer:
+    """all ranks' numbers into one, on one rank: here on rank 0; the others' are of no use afterwards"""
+    values = here.of(here.rank)
+    dist.reduce(values, dst=0, op=op)
+    return (values, right(here.all)) if here.rank == 0 else (here.empty(), here.empty())
+
+
+def all_reduce(here: Here, op: ReduceOp.RedOpType, right: Callable[[Tensor], Tensor]) -> Answer:
+    """all ranks' numbers into one, on every rank; how gradients are averaged"""
+    values = here.of(here.rank)
+    dist.all_reduce(values, op=op)
+    return values, right(here.all)
+
+
+def gather(here: Here) -> Answer:
+    """all ranks' numbers side by side, on one rank: here on rank 0"""
+    there = [here.empty() for _ in range(here.size)] if here.rank == 0 else None
+    dist.gather(here.of(here.rank), there, dst=0)
+    return (torch.stack(there), here.all) if there else (here.empty(), here.empty())
+
+
+def scatter(here: Here) -> Answer:
+    """the other way round: rank 0 has a part for each rank, and each gets its own"""
+    came = here.empty()
+    dist.scatter(came, list(here.all) if here.rank == 0 else None, src=0)
+    return came, here.of(here.rank)
+
+
+def all_gather(here: Here) -> Answer:
+    """all ranks' numbers side by side, on every rank"""
+    there = here.empty(here.size)
+    dist.all_gather_into_tensor(there, here.of(here.rank))
+    return there.view(here.size, 2), here.all
+
+
+def reduce_scatter(here: Here) -> Answer:
+    """every rank has a part for each; the parts for one rank are summed, and it gets that: half of an all_reduce"""
+    parts = torch.cat([here.of(here.rank) * (other + 1) for other in range(here.size)])
+    came = here.empty()
+    dist.reduce_scatter_tensor(came, parts)
+    return came, here.all.sum(0) * (here.rank + 1)
+
+
+def all_to_all(here: Here) -> Answer:
+    """every rank has a part for each, and gets the part of each that is for it: the parts change places"""
+    parts = torch.cat([here.of(here.rank) * (other + 1) for other in range(here.size)])
+    came = here.empty(here.size)
+    dist.all_to_all_single(came, parts)
+    return came.view(here.size, 2), here.all * (here.rank + 1)
+
+
+def subgroups(here: Here) -> Answer:
+    """an all_reduce among the even ranks and one among the odd, at once; every rank has to make every group"""
+    parities = range(min(2, here.size))
+    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, here.size, 2)))) for parity in parities]
+    values = here.of(here.rank)
+    dist.all_reduce(values, group=groups[here.rank % 2])
+    for group in groups:
+        dist.destroy_process_group(group)
+    return values, here.all[here.rank % 2 :: 2].sum(0)
+
+
+def barrier(here: Here) -> Answer:
+    """nobody goes on before all have come: the last rank comes 0.1 s late, and all leave after that"""
+    begin = time.monotonic()
+    if here.rank == here.size - 1:
+        time.sleep(0.1)
+    dist.barrier()
+    waited = torch.tensor(time.monotonic() - begin > 0.09)
+    return waited, torch.tensor(True)
+
+
+Lesson = Callable[[Here], Answer]
+
+
+def lessons() -> Iterator[tuple[str, str, Lesson]]:
+    """Name, explanation and function of each, in the order in which they are best learnt."""
+    for lesson in (send_and_recv, isend_and_irecv, batch_isend_irecv, broadcast):
+        yield lesson.__name__, str(lesson.__doc__), lesson
+    kinds: tuple[tuple[str, ReduceOp.RedOpType, Callable[[Tensor], Tensor]], ...] = (
+        ("sum", ReduceOp.SUM, lambda numbers: numbers.sum(0)),
+        ("product", ReduceOp.PRODUCT, lambda numbers: numbers.prod(0)),
+        ("max", ReduceOp.MAX, lambda numbers: numbers.amax(0)),
+        ("min", ReduceOp.MIN, lambda numbers: numbers.amin(0)),
+        ("avg", ReduceOp.AVG, lambda numbers: numbers.mean(0)),
+    )
+    for reducing in (reduce, all_reduce):
+        for name, op, right in kinds:
+            yield f"{reducing.__name__} {name}", str(reducing.__doc__), partial(reducing, op=op, right=right)
+    for lesson in (gather, scatter, all_gather, reduce_scatter, all_to_all, subgroups, barrier):
+        yield lesson.__name__, str(lesson.__doc__), lesson
+
+
+def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
+    """``call``'s result, or why this backend has no such operation; every rank gets the same. Any other error is raised."""
+    result, why = None, ""
+    try:
+        result = call()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        why = " ".join(str(error).split())[:120]
+        if not any(sign in why.lower() for sign in ("support", "not implemented", "cannot use")):
+            raise
+    run.world.store.set(f"{name}/{run.world.rank}", why)
+    answers = run.world.store.multi_get([f"{name}/{rank}" for rank in range(run.world.size)])
+    return result, next((answer.decode() for answer in answers if answer), "")
+
+
+def learn(run: Run) -> dict[str, Any]:
+    """Each lesson on every rank. Raises RunError, on all ranks, where an answer is wrong."""
+    world, missing = run.world, []
+    here = Here(world.rank, world.size, world.device)
+    run.say(f"{'operation':<20}{'on every rank':<16}what it does")
+    told = ""
+    for name, text, lesson in lessons():
+        if world.size == 1 and name in ("send_and_recv", "isend_and_irecv", "batch_isend_irecv"):
+            run.say(f"{name:<20}{'-':<16}takes two ranks or more")
+            continue
+        answer, why = attempt(run, f"learn/{name}", partial(lesson, here))
+        if why:
+            missing.append(name)
+            run.say(f"{name:<20}{'-':<16}{world.backend} does not have it: {why}")
+            continue
+        came, right = answer
+        if wrong := bandwidth.wrong_ranks(torch.allclose(came.double(), right.double()), world):
+            raise RunError(
+                f"{name}: a wrong answer on rank {wrong[0]} on {world.hosts[wrong[0]]} (of {len(wrong)} ranks)"
+            )
+        run.say(f"{name:<20}{f'right on {world.size}':<16}{text if text != told else 'as above'}")
+        told = text
+    return {"missing": missing}
+
+
+def bench(run: Run, cfg: Config) -> dict[str, Any]:
+    """Each operation at each size, in the forms that torch has; rank 0 writes a row of each as it comes."""
+    world, missing = run.world, []
+    sizes = bandwidth.that_fit(sizes_of(cfg.sizes), world, run.say)
+    found: list[Figure] = []
+    with open(run.dir / "bandwidth.jsonl" if world.rank == 0 else os.devnull, "w", encoding="utf-8") as file:
+        run.say(bandwidth.HEADING)
+        for operation in cfg.chosen_operations():
+            if operation == "send_recv" and world.size == 1:
+                run.say(f"{operation:<15}takes two ranks or more")
+                continue
+            for size in sizes:
+                made, why = attempt(
+                    run, f"{operation}/{size}", partial(bandwidth.measure, operation, size, world, cfg.seconds)
+                )
+                if why:
+                    missing.append(operation)
+                    run.say(f"{operation:<15}{world.backend} does not have it: {why}")
+                    break
+                for figure in made:
+                    run.say(figure.line())
+                    file.write(json.dumps(figure.row()) + "\n")
+                found += made
+                run.stop_where_asked()
+    if world.rank == 0 and found:
+        drawing.bandwidths(found, run.dir / "bandwidth.png", run.say)
+    if wrong := [f for f in found if f.wrong]:
+        raise RunError(
+            f"{wrong[0].operation} of {bandwidth.shown_size(wrong[0].size)}: {wrong[0].wrong} ranks had a wrong answer"
+        )
+    return {"missing": missing, "busbw": bandwidth.best(found)}
+
+
+def pairs(run: Run, cfg: Config) -> dict[str, Any]:
+    """Every pair of nodes, by their first ranks, or of ranks where there is one node; as many at a time as do not meet."""
+    world = run.world
+    members = bandwidth.first_ranks(world)
+    if len(members) < 2:
+        raise InputError("pairs=true: takes two ranks or more")
+    found = bandwidth.every_pair(world, members, bytes_of(cfg.pair_size), cfg.seconds) / 1e9
+    one_node = world.ranks.num_nodes == 1
+    names = [f"rank {rank}" if one_node else world.hosts[rank] for rank in members]
+    for line in bandwidth.pair_lines(found, names):
+        run.say(line)
+    if world.rank == 0:
+        drawing.matrix(found.tolist(), names, run.dir / "pairs.png", run.say)
+    return {
+        "pairs": names,
+        "pairs_gb_per_s": [[None if one != one else round(one, 4) for one in row] for row in found.tolist()],
+    }
+
+
+def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+    run.begin()
+    results: dict[str, Any] = {} if cfg.pairs else learn(run) if cfg.mode is Mode.learn else bench(run, cfg)
+    return {**results, **(pairs(run, cfg) if cfg.pairs else {})}
+
+
+if START:
+    session.run(main, START)

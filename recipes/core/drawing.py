@@ -1,0 +1,61 @@
+"""Plots, where matplotlib is installed; where it is not, that is said, and nothing else is lost."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.core.bandwidth import Figure, shown_size
+
+
+def _figure(path: Path, say: Callable[[str], None], inches: tuple[float, float]) -> Any:
+    """An empty figure of matplotlib's with one pair of axes; None, which is said, where there is no matplotlib."""
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        say(f"no {path.name}: pip install matplotlib has it drawn")
+        return None
+    return Canvas(figsize=inches, dpi=120, layout="constrained")
+
+
+def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]) -> None:
+    """busbw over the size, a line for each operation and form."""
+    canvas = _figure(path, say, (9, 5.5))
+    if canvas is None:
+        return
+    axes = canvas.subplots()
+    operations = list(dict.fromkeys(f.operation for f in figures))
+    for operation, form in dict.fromkeys((f.operation, f.form) for f in figures):
+        points = [(f.size, f.busbw) for f in figures if (f.operation, f.form) == (operation, form)]
+        style = {"color": f"C{operations.index(operation)}", "linestyle": "-" if form == "out of place" else "--"}
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{operation}, {form}", **style)
+    axes.set(yscale="log", xlabel="bytes of the whole array", ylabel="busbw, GB/s", title=f"{figures[0].ranks} ranks")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: shown_size(int(size)))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    canvas.savefig(path)
+    say(f"plot: {path}")
+
+
+def matrix(rows: Sequence[Sequence[float]], names: Sequence[str], path: Path, say: Callable[[str], None]) -> None:
+    """GB/s between every two of ``names``, as colours; as numbers too where they are few."""
+    side = max(4.0, min(16.0, 0.5 * len(names) + 2))
+    canvas = _figure(path, say, (side + 1.5, side))
+    if canvas is None:
+        return
+    axes = canvas.subplots()
+    drawn = axes.imshow(rows, cmap="viridis", vmin=0)
+    few = len(names) <= 32
+    ticks = range(len(names)) if few else range(0, len(names), -(-len(names) // 32))
+    axes.set_xticks(list(ticks), [names[i] for i in ticks], rotation=90, fontsize="small")
+    axes.set_yticks(list(ticks), [names[i] for i in ticks], fontsize="small")
+    if len(names) <= 16:
+        highest = max((value for row in rows for value in row if value == value), default=0.0)
+        for y, row in enumerate(rows):
+            for x, value in enumerate(row):
+                if value == value:
+                    colour = "black" if value > highest / 2 else "white"
+                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", color=colour, fontsize="small")
+    canvas.colorbar(drawn, label="GB/s each way")
+    canvas.savefig(path)
+    say(f"plot: {path}")
