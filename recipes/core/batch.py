@@ -1,11 +1,14 @@
-"""What a batch script asks before and after srun: ``python -m recipes.core.batch check|finish RECIPE …``. Never torch.
+"""What a batch script asks before and after srun: ``python -m recipes.core.batch check|examine|finish RECIPE …``. Never torch.
 
 ``check RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted.
+``examine RECIPE RESUBMITS WORDS``: has the doctor look at the job's nodes; where some are bad, submits the job again without them,
+if it may, and ends with status 3.
 ``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
 into the queue, says how the run ended, and exits with what counts.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import config, rundir
+
+DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
 
 def check(recipe: str, words: list[str]) -> int:
@@ -35,6 +40,73 @@ def check(recipe: str, words: list[str]) -> int:
             )  # never through a link that lay in wait
             rundir.write_json(run_dir / "job.yaml", {"job_id": job, "recipe": recipe, "arguments": words})
     return rundir.EXIT_DONE
+
+
+def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
+    """0 where the job's nodes are healthy; else 3, and the job is in the queue again without the bad ones, if it may be.
+
+    ``$RECIPES_RESUBMITS`` wins over ``resubmits``: a script that is submitted again is the same.
+    """
+    settings = config.parse(words, recipe=recipe)
+    run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
+    keys = {"device": settings.run.device.name, "network": settings.run.network}
+    if data_dir := getattr(settings.config, "data_dir", ""):
+        keys["data_dir"] = data_dir
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
+    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL", "--wait=60"]
+    step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", sys.executable, "-u", "-m", "recipes.doctor"]
+    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
+            timeout=DOCTOR_S,
+        )
+    found = rundir.read_json(run_dir / "doctor" / "doctor.json")
+    if found and found["healthy"]:
+        return rundir.EXIT_DONE
+    left = int(environ.get("RECIPES_RESUBMITS") or resubmits)
+    if not found:
+        what = "the doctor gave no verdict, so nothing was trained: the lines above say why"
+    elif not found["exclude"]:
+        what = "not healthy, and no node can be left out to mend it: the lines above say what to do"
+    elif left <= 0:
+        what = f"bad nodes: {','.join(found['exclude'])}; not submitted again, since max_resubmits is used up"
+    else:
+        what = f"bad nodes: {','.join(found['exclude'])}; {_submit_without(found['exclude'], run_dir, words, left - 1, environ)}"
+    rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_MACHINE, what)
+    print(f"{recipe}: {what}", file=sys.stderr)
+    return rundir.EXIT_MACHINE
+
+
+def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, environ: Mapping[str, str]) -> str:
+    """Submits this job again, on other nodes, and says in a few words what came of it."""
+    from recipes.core import slurm, submit  # submitit is of no use to any other job
+
+    described = rundir.read_json(run_dir / "job.yaml") or {}
+    try:
+        if "directives" in described:  # launch.py's
+            names = {f.name for f in dataclasses.fields(slurm.Job)}
+            job = slurm.Job(**{name: value for name, value in described.items() if name in names})
+            options = dict(job.directives)
+            options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
+            typed = config.parse(words, recipe=job.recipe).run.run_dir
+            again = dataclasses.replace(
+                job, root=Path(str(job.root)), arguments=tuple(job.arguments), modules=tuple(job.modules),
+                directives=tuple(options.items()), resubmits=left,
+            )  # fmt: skip
+            job_id = submit.submit(again, sys.executable, typed).job_id
+        else:
+            excluded = [environ.get("SLURM_JOB_EXCLUDES", ""), *bad]
+            asked = subprocess.run(
+                ["sbatch", "--parsable", f"--exclude={','.join(filter(None, excluded))}", str(run_dir / "job.sh"), *words],
+                capture_output=True, text=True, timeout=120, check=True,
+                env={**submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left)},
+            )  # fmt: skip
+            job_id = asked.stdout.strip().partition(";")[0]
+    except (OSError, rundir.MachineError, config.ConfigError, subprocess.SubprocessError) as error:
+        why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
+        return f"not submitted again ({why}): submit it with exclude={','.join(bad)}"
+    return f"submitted again without them, as job {job_id} ({left} more at most)"
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
@@ -97,10 +169,15 @@ def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
 def main(argv: list[str]) -> int:
     if len(argv) >= 2 and argv[0] == "check":
         return check(argv[1], argv[2:])
+    if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
+        return examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job at once: there are last words to say
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
-    print("usage: python -m recipes.core.batch check RECIPE WORDS | finish RECIPE STATUS WORDS", file=sys.stderr)
+    print(
+        "usage: python -m recipes.core.batch check RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
+        file=sys.stderr,
+    )
     return rundir.EXIT_CONFIG
 
 

@@ -39,6 +39,7 @@ class Job:
     cluster: str = ""
     modules: tuple[str, ...] = ()
     directives: tuple[tuple[str, str], ...] = ()
+    resubmits: int | None = None
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -97,6 +98,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         cluster=job.cluster,
         modules=tuple(profile.get("modules", ())),
         directives=tuple((name, getattr(job, name)) for name in options if getattr(job, name)),
+        resubmits=job.max_resubmits if job.doctor else None,
     )
 
 
@@ -147,6 +149,10 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines += [
         *_PYTHON.splitlines(),
         f'RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check {recipe} "$@" || exit',
+    ]
+    if job.resubmits is not None:
+        lines += [f'"$python" -m recipes.core.batch examine {recipe} {job.resubmits} "$@" || exit']
+    lines += [
         f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(SRUN_OPTIONS)} \\',
         f'    "$python" -u -m recipes.{recipe} "$@"',
         f'"$python" -m recipes.core.batch finish {recipe} $? "$@"',
@@ -214,13 +220,17 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         if name in options:
             native[name] = options.pop(name)
     del options["open-mode"]  # submitit writes it by itself
-    finish = shlex.join([python, "-m", "recipes.core.batch", "finish", job.recipe])
+    batch = [python, "-m", "recipes.core.batch"]
+    finish = shlex.join([*batch, "finish", job.recipe])
+    setup = _setup(job)
+    if job.resubmits is not None:
+        setup += [f"{shlex.join([*batch, 'examine', job.recipe, str(job.resubmits), *job.arguments])} || exit"]
     return {
         **native,
         "wckey": None,  # some sites refuse submitit's own
         "stderr_to_stdout": True,
         "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
         "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *SRUN_OPTIONS],
-        "setup": _setup(job),
+        "setup": setup,
         "teardown": [f"{finish} $? {shlex.join(job.arguments)}"],
     }

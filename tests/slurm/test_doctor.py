@@ -1,0 +1,101 @@
+"""doctor=true: a job looks at its nodes first, and is submitted again without those that are bad. On a real Slurm."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+KEYS = ("recipe=mnist", "dataset=digits", "device=cpu", "max_steps=5", "nodes=1", "doctor=true")
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture
+def bad_node(slurm: Cluster) -> Iterator[str]:
+    """A node whose shared memory is that of a container that was started without a word on it; Slurm takes it first."""
+    assert slurm.on_node("node1", "mount", "-o", "remount,size=32m", "/dev/shm").returncode == 0
+    yield "node1"
+    assert slurm.on_node("node1", "mount", "-o", "remount,size=8g", "/dev/shm").returncode == 0
+    jobs.leave_no_job(slurm)
+
+
+def launched(slurm: Cluster, repo: Path, *words: str) -> tuple[str, Path]:
+    done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON)
+    found = re.search(r"^job (\d+): .*\n.*\nlog: tail -F (.*)$", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return found[1], Path(found[2])
+
+
+def again(log: Path) -> str:
+    """The job that was submitted in the place of the one with this log."""
+    found = re.search(
+        r"^mnist: bad nodes: node1; submitted again without them, as job (\d+) \(1 more at most\)$",
+        log.read_text(),
+        re.MULTILINE,
+    )
+    assert found, jobs.tail(log)
+    return found[1]
+
+
+def test_a_job_is_submitted_again_without_the_bad_node(slurm: Cluster, repo: Path, bad_node: str) -> None:
+    job, log = launched(slurm, repo)
+    assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
+    assert "BAD   node1: /dev/shm has 32 MB free" in log.read_text()
+    assert "1 of 1 nodes bad: sbatch --exclude=node1 keeps off them" in log.read_text()
+    second = again(log)
+    second_log = log.with_name(log.name.replace(job, second))
+    assert jobs.ended(slurm, second, second_log) == ("COMPLETED", "0:0"), jobs.tail(second_log)
+    assert "healthy: 1 node" in second_log.read_text()
+    assert jobs.read(repo / "runs/mnist" / second / "summary.json")["steps"] == 5
+    assert slurm.jobs(second)[0]["ExcNodeList"] == "node1"
+    assert slurm.jobs(second)[0]["NodeList"] == "node2"
+
+
+def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:
+    done = slurm.run(sys.executable, "launch.py", *KEYS, "launcher=print", cwd=repo, env=jobs.PYTHON)
+    (tmp_path / "job.sh").write_text(done.stdout)
+    log = tmp_path / "log"
+    job = jobs.sbatch(slurm, repo, log, str(tmp_path / "job.sh"), f"run_dir={tmp_path}/run")
+    assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
+    second = again(log)
+    second_log = repo / f"mnist-{second}.out"
+    assert jobs.ended(slurm, second, second_log) == ("COMPLETED", "0:0"), jobs.tail(second_log)
+    assert jobs.read(tmp_path / "run/summary.json")["steps"] == 5
+
+
+def test_not_more_often_than_told(slurm: Cluster, repo: Path, bad_node: str) -> None:
+    before = jobs.queue(slurm)
+    job, log = launched(slurm, repo, "max_resubmits=0")
+    assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
+    assert "bad nodes: node1; not submitted again, since max_resubmits is used up" in log.read_text()
+    assert jobs.queue(slurm) - before == {job}
+
+
+def test_where_leaving_out_nodes_mends_nothing(slurm: Cluster, repo: Path) -> None:
+    before = jobs.queue(slurm)
+    done = slurm.run(
+        sys.executable,
+        "launch.py",
+        *KEYS,
+        "wait=true",
+        cwd=repo,
+        env={**jobs.PYTHON, "NCCL_NET": ""},
+        timeout=120,
+    )
+    jobs.leave_no_job(slurm)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "BAD   node1: NCCL_NET: " in done.stdout
+    assert "mnist: not healthy, and no node can be left out to mend it" in done.stdout
+    assert len(jobs.queue(slurm) - before) == 1
