@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.config import Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
-from recipes.core import local, rundir, watchdog
+from recipes.core import gpus, rundir, watchdog
 from recipes.core.rundir import InputError, MachineError, Stopped
 from recipes.core.watchdog import Pulse
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 POLL_S = 0.2
 STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
+EARLIER, SHARE_EARLIER = datetime.timedelta(seconds=10), 0.75
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 
 
@@ -236,17 +237,9 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
     """
     if device is Device.cpu:
         return torch.device("cpu")
-    host = socket.gethostname()
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    granted = environ.get("SLURM_GPUS_ON_NODE", "")
-    on_node = int(granted) if granted.isdecimal() else 0
-    visible = local.listed_gpus(listed or "")
-    expected = visible if listed is not None else on_node
-    if seen < expected:
-        source = "CUDA_VISIBLE_DEVICES names" if listed is not None else "Slurm granted"
-        raise MachineError(
-            f"{host}: {source} {expected} GPUs and torch sees {seen}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node"
-        )
+    host, on_node = socket.gethostname(), gpus.granted_gpus(environ)
+    if few := gpus.shortage(environ, seen):
+        raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node")
     if seen == 0:
         if info.in_slurm:
             raise MachineError(
@@ -346,9 +339,11 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
+    # Who does not reach rank 0 knows why, and is to say so before rank 0 has waited in vain, and ends the others.
+    sooner = timeout if info.rank == 0 else max(timeout - EARLIER, SHARE_EARLIER * timeout)
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
-            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=timeout,
+            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=sooner,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:

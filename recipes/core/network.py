@@ -124,7 +124,7 @@ def _towards(peer: str) -> Choice:
 
 def _carrier(master: str) -> Choice | None:
     """The one interface that carries the master's address, on the master's node."""
-    carriers = {address: interface for interface, address in _own_addresses()}
+    carriers = {address: interface for interface, address in own_addresses()}
     found = [address for address in _resolve(master) if address in carriers and not _is_loopback(address)]
     if len({carriers[address] for address in found}) != 1:
         return None
@@ -150,7 +150,7 @@ def _loopback() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _own_addresses() -> list[tuple[str, str]]:
+def own_addresses() -> list[tuple[str, str]]:
     """(interface, address) of this machine."""
     found = []
     request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)

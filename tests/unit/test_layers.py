@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The layers, lowest first: a module may import its own layer and those below.
 STDLIB = {
     "hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder", "signatures",
-    "variables",
+    "variables", "findings", "gpus", "examine", "reach", "verdict", "outliers",
 }  # fmt: skip
 LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}

@@ -1,0 +1,200 @@
+"""The GPUs of a node: as many as were granted, and each one computes what it should. Standard library only; torch is in a child."""
+
+import csv
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.core import local
+from recipes.core.findings import Finding
+from recipes.core.ranks import RankInfo
+
+Ask = Callable[[Sequence[str], float], tuple[str, str]]
+SMI_S, CHECK_S = 20.0, 60.0
+FREE_SHARE = 0.9  # of a GPU's memory; with less, somebody else is on it
+# As nvidia-smi names them; what a GPU or driver does not know comes as [N/A].
+FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "temperature.gpu",
+)
+
+
+def shortage(environ: Mapping[str, str], seen: int) -> str:
+    """Why the GPUs that torch sees are too few for what was granted, in a line without the host's name; "" where they are not.
+
+    seen: how many torch sees. Nothing is wrong where none was granted or named, and none is seen.
+    """
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    granted = granted_gpus(environ)
+    expected = local.listed_gpus(listed) if listed is not None else granted
+    if seen < expected:
+        source = "CUDA_VISIBLE_DEVICES names" if listed is not None else "Slurm granted"
+        return f"{source} {expected} GPUs and torch sees {seen}"
+    return ""
+
+
+def granted_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that Slurm has granted on this node; 0 where it says nothing."""
+    granted = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(granted) if granted.isdecimal() else 0
+
+
+def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> tuple[dict[str, Any], list[Finding]]:
+    """Facts of the GPUs that this process may use, and what is wrong: what, mend, whether the node cannot be used.
+
+    on_cpu: none is wanted. ask: runs a command for so many seconds and gives its stdout, and what went wrong.
+    """
+    wrong: list[Finding] = []
+    facts: dict[str, Any] = {"granted": granted_gpus(environ)}
+    if on_cpu:
+        return facts, wrong
+    host = socket.gethostname()
+    smi, why = ask(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"], SMI_S)
+    there = parse_smi(smi)
+    if why and Path("/proc/driver/nvidia").is_dir():
+        wrong.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site", True))
+    out, why = ask([sys.executable, "-m", "recipes.core.gpucheck", "gpus"], CHECK_S)
+    try:
+        facts["gpus"] = json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        facts["gpus"] = []
+        if there or facts["granted"]:
+            wrong.append(
+                Finding(
+                    f"its GPUs could not be tried ({why or 'no answer'})",
+                    f"run there: {sys.executable} -m recipes.core.gpucheck gpus",
+                    True,
+                )
+            )
+            return facts, wrong
+    seen = len(facts["gpus"])
+    if few := shortage(environ, seen):
+        wrong.append(Finding(few, f"compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node", True))
+    elif info.in_slurm and seen == 0:
+        wrong.append(
+            Finding(
+                "Slurm granted 0 GPUs and torch sees 0",
+                "ask for GPUs (--gpus-per-node=…), or give device=cpu",
+                leave_out=False,
+            )
+        )
+    elif seen and seen < info.local_world_size and not (seen == 1 and facts["granted"] >= info.local_world_size):
+        wrong.append(Finding(f"{info.local_world_size} ranks and {seen} GPUs", "start one rank per GPU", True))
+    for gpu in facts["gpus"]:
+        wrong += _of_one(gpu, there.get(gpu.get("uuid", ""), {}))
+    apps, _ = ask(
+        ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"], SMI_S
+    )
+    mine = {gpu.get("uuid") for gpu in facts["gpus"]}
+    for uuid, pid, memory in (row for row in csv.reader(apps.splitlines(), skipinitialspace=True) if len(row) == 3):
+        if uuid in mine and pid.isdecimal() and int(pid) != os.getpid():
+            wrong.append(
+                Finding(
+                    f"process {pid} uses {memory} MB of GPU {uuid}",
+                    f"whose is it? ps -o user,cmd {pid} there; end it, or keep off that node",
+                    False,
+                )
+            )
+    topology, _ = ask(["nvidia-smi", "topo", "-m"], SMI_S)
+    wrong += far(topology, os.sched_getaffinity(0), info, seen)
+    return facts, wrong
+
+
+def _of_one(gpu: Mapping[str, Any], smi: Mapping[str, str]) -> list[Finding]:
+    name = f"GPU {gpu.get('index')} ({gpu.get('uuid', 'of unknown UUID')})"
+    off = f"drain it: sbatch --exclude={socket.gethostname()} keeps off that node"
+    if gpu.get("error"):
+        return [Finding(f"{name} cannot be used: {gpu['error']}", off)]
+    found = []
+    if not gpu.get("right"):
+        found.append(Finding(f"{name} computes a matrix product wrongly", off, True))
+    if gpu.get("free", 0) < FREE_SHARE * gpu.get("total", 0):
+        free, total = gpu["free"] / 2**30, gpu["total"] / 2**30
+        found.append(
+            Finding(
+                f"{name} has {free:.1f} of {total:.1f} GiB free",
+                "somebody else is on it, or a dead job's process: nvidia-smi there",
+                False,
+            )
+        )
+    errors = smi.get("ecc.errors.uncorrected.volatile.total", "")
+    if errors.isdecimal() and int(errors):
+        found.append(
+            Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", off, True)
+        )
+    return found
+
+
+def parse_smi(text: str) -> dict[str, dict[str, str]]:
+    """nvidia-smi's rows of `FIELDS`, by UUID; those that are no such rows are left out."""
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    return {row[1]: dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)}
+
+
+def far(topology: str, allowed: set[int], info: RankInfo, seen: int) -> list[Finding]:
+    """What is wrong in ``nvidia-smi topo -m``: what, mend. allowed: CPUs of this process, which is a node's local rank.
+
+    A rank on CPUs that are all far from its GPU; and a GPU that reaches every NIC across the sockets while another has one near.
+    """
+    rows = _matrix(topology)
+    names = [name for name in rows if name.startswith("GPU")]
+    nics = sorted({other for name in names for other in rows[name] if re.match(r"NIC\d|mlx|bnxt|irdma", other)})
+    found = []
+    mine = f"GPU{info.local_rank}" if seen > 1 else (names[0] if len(names) == 1 else "")
+    near = _cpus(rows.get(mine, {}).get("CPU Affinity", ""))
+    if info.local_world_size > 1 and near and allowed and not near & allowed:
+        found.append(
+            Finding(
+                f"{mine} is near CPUs {rows[mine]['CPU Affinity']}, and its rank may use none of them",
+                "give srun --cpu-bind=none, or --gpu-bind=closest, or --cpus-per-task so that each socket has its ranks",
+                bad=False,
+            )
+        )
+    reach = {name: {rows[name].get(nic, "") for nic in nics} - {""} for name in names}
+    behind = [name for name, ways in reach.items() if ways and ways <= {"SYS"}]
+    if behind and len(behind) < len(names):
+        found.append(
+            Finding(
+                f"{', '.join(behind)} reach every NIC across the sockets (SYS), others have one near",
+                "a NIC is missing or down on that socket: compare with a node that is right",
+                bad=False,
+            )
+        )
+    return found
+
+
+def _matrix(topology: str) -> dict[str, dict[str, str]]:
+    """The rows of ``nvidia-smi topo -m`` by name, each by column; {} where it is none. Columns are parted by tabs, or by blanks."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in topology.splitlines()]
+    header = next((line for line in lines if re.match(r"\s*GPU\d", line)), "")
+    if not header:
+        return {}
+    columns = (
+        [one.strip() for one in header.split("\t") if one.strip()]
+        if "\t" in header
+        else re.split(r"\s{2,}|\s(?=GPU\d|NIC\d|mlx)", header.strip())
+    )
+    rows = {}
+    for line in lines:
+        parts = [one.strip() for one in line.split("\t")] if "\t" in line else line.split()
+        if parts and re.fullmatch(r"GPU\d+|NIC\d+|mlx\S+", parts[0]) and line != header:
+            rows[parts[0]] = dict(zip(columns, parts[1:], strict=False))
+    return rows
+
+
+def _cpus(text: str) -> set[int]:
+    """The CPUs of a list such as 0-31,64-95; empty for one that is none."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return set()
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}

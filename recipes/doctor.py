@@ -1,0 +1,344 @@
+"""The doctor: is this allocation healthy, which node is bad, which interface do the ranks take; and, afterwards, why did it die?
+
+    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # every node of an allocation; status 0 or 3
+    python -m recipes.doctor                                                 # this machine alone, a login node too
+    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true     # at the head of a job, which leaves bad nodes out
+    python -m recipes.doctor explain runs/imagenet/1234                      # why a run died, by its logs
+    python -m recipes.doctor env my.env                                      # what is wrong in an env file
+    python -m recipes.doctor network                                         # lines for an env file of one's own
+
+What to expect: ten seconds on two nodes of two cores; with GPUs not measured. The nodes meet through files in run_dir, since a
+broken network is what is looked for. Nothing here imports torch: what needs it, or can hang, is a process of its own, and the whole
+is over after ``seconds=120``.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recipes.conf.doctor import Config
+from recipes.core import config, envfile, examine, network, ranks, reach, rundir, signatures, variables, verdict
+from recipes.core.config import ConfigError, Device, Settings
+from recipes.core.findings import Finding
+from recipes.core.ranks import RankInfo
+
+# Shares of ``seconds`` at which a part is given up.
+LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
+POLL_S = 0.3
+LEAVE_S = 3.0  # for the others to leave before the rank that gave the verdict
+STALE_S = 300.0  # a file of an earlier examination in the same folder is older than this
+
+
+class Meeting:
+    """The folder in which the nodes leave word for each other; a word is a whole file of JSON."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._begin = time.time()
+
+    def tell(self, name: str, content: Mapping[str, Any]) -> None:
+        rundir.write_json(self.folder / f"{name}.json", content)
+
+    def wait(self, names: Sequence[str], end: float) -> dict[str, dict[str, Any]]:
+        """What is there of ``names``, as soon as all is, or at ``end`` (time.monotonic)."""
+        found: dict[str, dict[str, Any]] = {}
+        while True:
+            there = set(os.listdir(self.folder))  # once, and it makes NFS look again
+            for name in names:
+                if name not in found and f"{name}.json" in there and (content := self._read(name)) is not None:
+                    found[name] = content
+            if len(found) == len(names) or time.monotonic() > end:
+                return found
+            time.sleep(POLL_S)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.json"
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime > self._begin - STALE_S:
+                return rundir.read_json(path)
+        return None
+
+
+def examine_all(settings: Settings, info: RankInfo) -> int:
+    """This rank's part of the examination, in bounded time. Gives its exit status: 3 where the first rank finds a bad node."""
+    cfg: Config = settings.config
+    begin = time.monotonic()
+
+    def at(share: float) -> float:
+        return begin + share * cfg.seconds
+
+    run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
+    meeting = Meeting(run_dir / "reports" / (rundir.launch_id(os.environ) or "now"))
+    nonce = meeting.folder.as_posix()
+    server = reach.Server(info.node_rank, nonce)
+    here = examine.Surroundings(os.environ, info, run_dir, _data_dir(cfg), settings.run.device is Device.cpu)
+    taken: list[Finding] = []
+    if info.local_rank == 0:
+        word, taken = _listen(server, info)
+        meeting.tell(f"port-{info.node_rank}", word)
+    report = examine.everything(here, LOCAL * cfg.seconds)
+    report.findings += taken
+    if info.local_rank == 0:
+        report.links = _ask_peers(meeting, info, nonce, at(REACH), 0.05 * cfg.seconds)
+    meeting.tell(f"report-{info.rank}", report.as_json())
+    if info.rank == 0:
+        with _free_port() as listener:
+            meeting.tell("go", _members(meeting, info, cfg, listener.getsockname()[1], at(GO)))
+            group = _measure(meeting, info, settings, listener.fileno(), at(GO), at(LINKS))
+    else:
+        group = _measure(meeting, info, settings, -1, at(GO) + 3, at(LINKS))
+    meeting.tell(f"final-{info.rank}", {**report.as_json(), "bandwidth": group})
+    if info.rank == 0:
+        code = _judge(meeting, info, cfg, run_dir, at(VERDICT))
+    else:
+        code = _stand_by(meeting, info, cfg, run_dir, at(VERDICT) + 3, at(1))
+    server.close()
+    return code
+
+
+def _group_name(info: RankInfo) -> str | None:
+    """A folder that all ranks know by themselves, where no scheduler names the job."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("RECIPES_LAUNCH") or ""
+    return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
+
+
+def _data_dir(cfg: Config) -> str:
+    return cfg.data_dir or os.environ.get("RECIPES_DATA", "")
+
+
+def _listen(server: reach.Server, info: RankInfo) -> tuple[dict[str, Any], list[Finding]]:
+    """Where this node listens for the others; on the first node also on the port that the ranks would meet at, if it is free."""
+    word: dict[str, Any] = {"port": server.listen(), "host": socket.gethostname(), "master": False}
+    if info.rank != 0 or info.num_nodes == 1 or not info.master_port or "TORCHELASTIC_RUN_ID" in os.environ:
+        return word, []
+    try:
+        server.listen(info.master_port)
+        word["master"] = True
+    except OSError as error:
+        who = reach.who_listens(info.master_port)
+        why = os.strerror(error.errno) if error.errno else str(error)
+        what = f"port {info.master_port}, at which the ranks meet, cannot be listened on ({why}{f': {who}' if who else ''})"
+        return word, [Finding(what, "set MASTER_PORT to a free one for all ranks, or end what listens there")]
+    return word, []
+
+
+def _ask_peers(meeting: Meeting, info: RankInfo, nonce: str, end: float, timeout_s: float) -> list[dict[str, Any]]:
+    """The ways to a few other nodes, as `reach.peers` chooses them."""
+    wanted = reach.peers(info.node_rank, info.num_nodes)
+    ports = meeting.wait([f"port-{peer}" for peer in wanted], end - 4 * timeout_s)
+
+    def ask(peer: int) -> reach.Link:
+        word = ports.get(f"port-{peer}")
+        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else str((word or {}).get("host", ""))
+        if not word or not isinstance(word.get("port"), int):
+            return reach.Link(peer, host, fault="silent", why="no word in the run directory")
+        return reach.probe(
+            peer, host, word["port"], nonce, timeout_s, info.master_port if word.get("master") is True else 0
+        )
+
+    with ThreadPoolExecutor(max(1, len(wanted))) as pool:
+        return [link.as_json() for link in pool.map(ask, wanted)]
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[socket.socket]:
+    listener = reach.listener(0)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def _members(meeting: Meeting, info: RankInfo, cfg: Config, port: int, end: float) -> dict[str, Any]:
+    """Rank 0's: who measures bandwidth: all ranks whose nodes answered and are not bad, if rank 0's is one of them."""
+    names = [f"report-{rank}" for rank in range(info.world_size)]
+    found = meeting.wait(names, end)
+    bad = {
+        node for entry in verdict.judge(_expected(info), found.values()).entries if entry.bad for node in entry.nodes
+    }
+    members = {
+        rank: int(found[name]["node_rank"])
+        for rank, name in enumerate(names)
+        if name in found and _sound(found[name], bad)
+    }
+    if not cfg.bandwidth or len(members) < 2 or 0 not in members:
+        members = {}
+    backend = (
+        "nccl" if all((found[f"report-{rank}"]["facts"].get("gpus") or {}).get("gpus") for rank in members) else "gloo"
+    )
+    return {"ranks": list(members), "nodes": list(members.values()), "port": port, "backend": backend}
+
+
+def _sound(report: Mapping[str, Any], bad: set[int]) -> bool:
+    return (
+        isinstance(report.get("node_rank"), int)
+        and isinstance(report.get("facts"), dict)
+        and report["node_rank"] not in bad
+    )
+
+
+def _measure(
+    meeting: Meeting, info: RankInfo, settings: Settings, listener: int, go_end: float, end: float
+) -> dict[str, Any]:
+    """This rank's part of the bandwidth test, in a process that is killed at ``end``; how far it came, and what it found."""
+    go = meeting.wait(["go"], go_end).get("go", {})
+    ranks_, nodes = go.get("ranks", []), go.get("nodes", [])
+    if info.rank not in ranks_:
+        return {}
+    environ = dict(os.environ)
+    with contextlib.suppress(network.NetworkError):
+        if chosen := network.choose(info):
+            environ.update(network.settings(chosen, environ))
+    local = [rank for rank, node in zip(ranks_, nodes, strict=True) if node == info.node_rank]
+    environ.update(
+        RANK=str(ranks_.index(info.rank)), WORLD_SIZE=str(len(ranks_)), LOCAL_RANK=str(local.index(info.rank)),
+        MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(go["port"]), NODES=json.dumps(nodes),
+    )  # fmt: skip
+    left = end - time.monotonic()
+    command = [sys.executable, "-m", "recipes.core.linkcheck", str(go["backend"]), str(listener), f"{left:.0f}"]
+    out, wrong = examine.ask(command, left, environ, (listener,) if listener >= 0 else ())
+    found: dict[str, Any] = {"at": "its start", "pairs": []}
+    for line in out.splitlines():
+        with contextlib.suppress(ValueError):
+            word = json.loads(line)
+            found["pairs"] += [word.pop("pair")] if "pair" in word else []
+            found.update(word)
+    if wrong and "error" not in found and found["at"] != "the end":
+        found["error"] = wrong
+    return found
+
+
+def _expected(info: RankInfo) -> verdict.Expected:
+    return verdict.Expected(info.nodes or ("",) * info.num_nodes, info.world_size)
+
+
+def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: float) -> int:
+    """Waits for all final reports until ``end``, and says what they come to. Gives the exit status."""
+    finals = meeting.wait([f"final-{rank}" for rank in range(info.world_size)], end)
+    early = meeting.wait([f"report-{rank}" for rank in range(info.world_size) if f"final-{rank}" not in finals], 0)
+    found = verdict.judge(_expected(info), [*finals.values(), *early.values()])
+    rundir.write_json(run_dir / "doctor.json", verdict.as_json(found))
+    meeting.tell("verdict", {"exclude": found.exclude, "healthy": found.healthy})
+    code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_MACHINE
+    worst = next((entry.what for entry in found.entries if entry.bad), "")
+    if rundir.job_id(os.environ):
+        attempt = rundir.open_attempt(run_dir, found.hosts, rundir.launch_id(os.environ))
+        first = {"host": found.exclude[0] if found.exclude else None, "exit_status": code} if code else None
+        rundir.write_status(run_dir, "failed" if code else "done", attempt=attempt, step=0, reason=worst, first=first)
+    print(json.dumps(verdict.as_json(found)) if cfg.json else "\n".join(verdict.lines(found)), flush=True)
+    # srun --kill-on-bad-exit would end the others, and its status be theirs, where this rank left before them.
+    gone = meeting.wait(
+        [f"gone-{name.partition('-')[2]}" for name in finals if name != f"final-{info.rank}"],
+        time.monotonic() + LEAVE_S,
+    )
+    if len(gone) + 1 < info.world_size:
+        _end_step()
+    return code
+
+
+def _end_step() -> None:
+    """Has Slurm end this step a moment later: a process that hangs would keep srun waiting for ever."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    if job and step:
+        with contextlib.suppress(OSError):
+            subprocess.Popen(
+                ["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', f"{job}.{step}"], start_new_session=True
+            )
+
+
+def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, deputy: float, end: float) -> int:
+    """Serves the others until the verdict is there. Where rank 0 gives none, the first rank that lives does."""
+    if not meeting.wait(["verdict"], deputy):
+        alive = meeting.wait([f"final-{rank}" for rank in range(1, info.world_size)], 0)
+        if min(int(name.partition("-")[2]) for name in alive) == info.rank:
+            return _judge(meeting, info, cfg, run_dir, 0)
+        meeting.wait(["verdict"], end)
+    meeting.tell(f"gone-{info.rank}", {})
+    return rundir.EXIT_DONE
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["explain"] and len(argv) == 2:
+        print("\n".join(signatures.explain(Path(argv[1])).lines()))
+        return rundir.EXIT_DONE
+    if argv[:1] == ["env"] and len(argv) > 1:
+        return check_env_files(argv[1:])
+    if argv[:1] == ["network"]:
+        return propose(argv[1:])
+    if argv and argv[0] in ("explain", "env"):
+        raise ConfigError(
+            f"{argv[0]}: wants a path: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
+        )
+    if any(word in ("-h", "--help") for word in argv):
+        print((__doc__ or "").strip(), config.help_text("doctor"), sep="\n\n")
+        return rundir.EXIT_DONE
+    settings = config.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
+    info = ranks.detect(os.environ)
+    envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
+    os.umask(int(settings.run.umask, 8))
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.alarm(int(settings.config.seconds) + 5)
+    return examine_all(settings, info)
+
+
+def check_env_files(files: Sequence[str]) -> int:
+    """Prints what is wrong in env files; status 2 where one cannot be used, or sets what cannot work."""
+    code = rundir.EXIT_DONE
+    for file in files:
+        problems = variables.check_file(Path(file), config.ROOT / "env")
+        for problem in problems:
+            print(f"{file}: {problem.name}: {problem.what}: {problem.mend}")
+            code = rundir.EXIT_CONFIG if problem.bad else code
+        if not problems:
+            print(f"{file}: nothing is wrong with it")
+    return code
+
+
+def propose(words: Sequence[str]) -> int:
+    """Prints the lines that one's own env file wants on this node; none is what most want."""
+    config.parse(words, recipe="doctor")
+    info = ranks.detect(os.environ)
+    here = examine.Surroundings(os.environ, info, config.ROOT)
+    facts, _ = examine.interfaces(here)
+    chosen = facts.get("chosen") or {"interface": "", "address": ""}
+    others = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
+    infiniband = facts["infiniband"]
+    print(
+        "\n".join(
+            variables.suggestion(chosen["interface"], infiniband, chosen["address"], others, bool(chosen["interface"]))
+        )
+    )
+    return rundir.EXIT_DONE
+
+
+def _out_of_time(number: int, frame: object) -> NoReturn:
+    print(
+        f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
+    )
+    os._exit(rundir.EXIT_MACHINE)
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except (ConfigError, ranks.RankError, envfile.EnvFileError, rundir.InputError) as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        status = rundir.EXIT_CONFIG
+    except OSError as error:
+        print(
+            f"doctor: {socket.gethostname()}: {error.filename or ''} {error.strerror or error}: give another run_dir=",
+            file=sys.stderr,
+        )
+        status = rundir.EXIT_MACHINE
+    sys.stdout.flush()
+    os._exit(status)  # a check that hangs is not waited for

@@ -1,0 +1,298 @@
+"""What is wrong with a cluster's network, made for real: the doctor names it within its time, and training goes right or says why.
+
+Slurm talks to its nodes over eth0; the ranks over a network of their own, fast0, to which the nodes' names point. Each node also
+has a docker0 of one and the same address, which stands before both in the alphabet, and is 127.0.1.1 by its own name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+PORT = 17_777
+V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
+V6 = {"node1": "fd77::1", "node2": "fd77::2"}
+BOUND_S = 40
+TRAINING = ("recipes.mnist", "device=cpu", "dataset=digits", "max_steps=5", "epochs=1", "cpu_threads=1")
+
+
+@dataclass
+class Fabric:
+    """Two nodes and the network between them; each test bends it."""
+
+    slurm: Cluster
+    repo: Path
+
+    def on(self, node: str, command: str) -> None:
+        done = self.slurm.on_node(node, "sh", "-c", command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+    def name(self, addresses: dict[str, str], own_is_loopback: bool = True) -> None:
+        """What both nodes' names point to."""
+        for node in addresses:
+            lines = ["127.0.0.1 localhost"]
+            for name, address in addresses.items():
+                lines.append(f"{'127.0.1.1' if name == node and own_is_loopback else address} {name}")
+            text = "\n".join(lines)
+            self.on(node, f"printf '%s\\n' '{text}' > /etc/hosts")
+
+    def srun(self, *words: str, **environ: str) -> helpers.Ended:
+        argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", sys.executable, "-u", "-m", *words]
+        done = self.slurm.run(
+            *argv,
+            cwd=self.repo,
+            env={**jobs.PYTHON, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=120,
+        )
+        return helpers.Ended(done.returncode, done.stdout)
+
+    def doctor(self, tmp_path: Path, *words: str, **environ: str) -> tuple[helpers.Ended, dict[str, object]]:
+        """The doctor's verdict, which comes within its bound."""
+        begin = time.monotonic()
+        keys = ["device=cpu", f"run_dir={tmp_path}/doctor", f"seconds={BOUND_S}", *words]
+        ended = self.srun("recipes.doctor", *keys, **environ)
+        assert time.monotonic() - begin < BOUND_S + 10, ended.out
+        return ended, json.loads((tmp_path / "doctor/doctor.json").read_text())
+
+    def train(self, tmp_path: Path, *words: str, **environ: str) -> helpers.Ended:
+        return self.srun(*TRAINING, f"run_dir={tmp_path}/run", *words, **environ)
+
+
+@pytest.fixture(scope="module")
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
+    if reason := missing() or ("" if shutil.which("nft") else "no nft on the PATH: apt-get install nftables"):
+        pytest.skip(reason)
+    repo = jobs.copy_repository(tmp_path_factory.mktemp("repo") / "clone")
+    with running_cluster(ClusterOptions()) as slurm:
+        one, two = (slurm.node(name).pid for name in V4)
+        # a cable from node to node, made outside of both and put into each
+        subprocess.run(
+            [
+                "ip",
+                "link",
+                "add",
+                "fast0",
+                "netns",
+                str(one),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "fast0",
+                "netns",
+                str(two),
+            ],
+            check=True,
+        )
+        yield Fabric(slurm, repo)
+
+
+@pytest.fixture(autouse=True)
+def straight(fabric: Fabric) -> Iterator[None]:
+    """The network as it should be, before each test."""
+    for node in V4:
+        fabric.on(node, "nft flush ruleset; ip addr flush dev fast0; ip link set fast0 mtu 1500 up")
+        fabric.on(node, f"ip addr add {V4[node]}/24 dev fast0; ip addr add {V6[node]}/64 dev fast0 nodad")
+    fabric.name(V4)
+    yield
+    jobs.leave_no_job(fabric.slurm)
+
+
+def bad(verdict: dict[str, object]) -> str:
+    entries = verdict["entries"]
+    assert isinstance(entries, list)
+    return "\n".join(f"{entry['nodes']} {entry['what']}" for entry in entries if entry["bad"])
+
+
+def trained(ended: helpers.Ended, tmp_path: Path) -> None:
+    assert ended.status == 0, ended.out
+    assert helpers.read(tmp_path / "run", "summary")["steps"] == 5
+
+
+@pytest.mark.parametrize("addresses", [V4, V6], ids=["a decoy and 127.0.1.1", "IPv6 alone"])
+def test_a_right_network_with_a_decoy_is_healthy_and_trains(
+    fabric: Fabric, tmp_path: Path, addresses: dict[str, str]
+) -> None:
+    fabric.name(addresses)
+    if addresses is V6:
+        for node in V4:
+            fabric.on(node, f"ip addr del {V4[node]}/24 dev fast0")
+    ended, verdict = fabric.doctor(tmp_path)
+    assert ended.status == 0, ended.out
+    assert verdict["healthy"] is True
+    assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
+    assert "its own name is 127.0.1.1 there" in ended.out
+    assert "all 2 nodes" in ended.out
+    trained(fabric.train(tmp_path), tmp_path)
+    assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()
+
+
+def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) -> None:
+    """What the proof by route is for: gloo on the interface that is first in the alphabet."""
+    forced = {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "docker0"}
+    ended, verdict = fabric.doctor(tmp_path, **forced)
+    assert ended.status == 3, ended.out
+    assert "GLOO_SOCKET_IFNAME=docker0, and the route to" in ended.out
+    assert verdict["healthy"] is False
+    assert fabric.train(tmp_path, "timeout_s=8", **forced).status != 0
+
+
+def test_an_interface_that_is_down(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.on("node2", "ip link set fast0 down")
+    ended, verdict = fabric.doctor(tmp_path)
+    assert ended.status == 3, ended.out
+    assert verdict["exclude"] == ["node2"]
+    assert "[1] node2 does not reach node1" in bad(verdict)
+    assert "down there: fast0" in bad(verdict)
+    ended = fabric.train(tmp_path, "timeout_s=10")
+    assert ended.status != 0
+    assert "node2 does not reach node1: node2: no route to 10.77.0.1" in ended.out
+
+
+def test_a_route_that_is_missing_on_one_node(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.on("node2", "ip route del 10.77.0.0/24 dev fast0")
+    ended, verdict = fabric.doctor(tmp_path)
+    assert ended.status == 3, ended.out
+    assert verdict["exclude"] == ["node2"]
+    assert "no route to 10.77.0.1" in bad(verdict)
+    ended = fabric.train(tmp_path, "timeout_s=10")
+    assert ended.status != 0
+    assert "node2: no route to 10.77.0.1" in ended.out
+
+
+def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> None:
+    rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
+    fabric.on("node1", rule)
+    ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
+    assert ended.status == 3, ended.out
+    assert "node2 reaches node1, but not its master port" in bad(verdict)
+    assert "set MASTER_PORT" in ended.out
+    ended = fabric.train(tmp_path, "timeout_s=8", MASTER_PORT=str(PORT))
+    assert ended.status != 0
+    assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out
+
+
+def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.on(
+        "node2",
+        "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 drop'",
+    )
+    ended, verdict = fabric.doctor(tmp_path)
+    assert ended.status == 3, ended.out
+    assert "cannot connect to" in bad(verdict)
+    ended = fabric.train(tmp_path, "timeout_s=8")
+    assert ended.status != 0
+    assert "rank 1 cannot reach rank 0 at node1" in ended.out
+
+
+def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> None:
+    for node in V4:  # the interfaces say 9000, and what is between them lets 1500 through
+        fabric.on(node, "ip link set fast0 mtu 9000")
+        fabric.on(
+            node,
+            "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 meta length > 1500 drop'",
+        )
+    ended, verdict = fabric.doctor(tmp_path)
+    assert ended.status == 3, ended.out
+    assert "with small packets, and large ones are lost" in bad(verdict)
+    assert "mtu 1500" in ended.out
+    ended = fabric.train(tmp_path, "timeout_s=10")
+    assert ended.status != 0
+    assert "python -m recipes.doctor" in ended.out
+    assert "mnist: failed: rank" in ended.out
+
+
+def test_a_port_that_is_taken(fabric: Fabric, tmp_path: Path) -> None:
+    with taken(fabric, PORT):
+        ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
+        assert ended.status == 3, ended.out
+        assert f"port {PORT}, at which the ranks meet, cannot be listened on (Address already in use: process " in bad(
+            verdict
+        )
+        assert verdict["exclude"] == ["node1"]
+        ended = fabric.train(tmp_path, "timeout_s=10", MASTER_PORT=str(PORT))
+        assert ended.status != 0  # srun tells how it ended the other rank
+        assert f"port {PORT} is in use; set MASTER_PORT to another for all ranks" in ended.out
+
+
+@contextlib.contextmanager
+def taken(fabric: Fabric, port: int) -> Iterator[None]:
+    """A process on node1 that listens on a port."""
+    pid = fabric.slurm.node("node1").pid
+    listen = f"import socket, time; s = socket.create_server(('', {port})); print('there', flush=True); time.sleep(300)"
+    argv = ["nsenter", f"--target={pid}", "--net", "--pid", "--mount", "--", sys.executable, "-c", listen]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "there\n"
+            yield
+        finally:
+            process.kill()
+
+
+def test_a_node_that_hangs_is_a_finding(fabric: Fabric, tmp_path: Path) -> None:
+    """Its process is stopped as soon as it is there."""
+    stop = "import os, signal, sys; os.environ['SLURM_NODEID'] == '1' and os.kill(os.getpid(), signal.SIGSTOP); "
+    code = (
+        stop
+        + "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', run_name='__main__')"
+    )
+    begin = time.monotonic()
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", sys.executable, "-c", code]
+    done = fabric.slurm.run(
+        *argv, "device=cpu", f"run_dir={tmp_path}", f"seconds={BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+    )  # fmt: skip
+    assert time.monotonic() - begin < BOUND_S + 10
+    assert done.returncode != 0, done.stdout  # not 3: srun tells how the one that hung was ended
+    assert "node2: did not answer: it hangs" in done.stdout
+    assert helpers.read(tmp_path, "doctor")["exclude"] == ["node2"]
+
+
+def test_where_the_first_node_hangs_another_gives_the_verdict(fabric: Fabric, tmp_path: Path) -> None:
+    stop = "import os, signal, sys; os.environ['SLURM_NODEID'] == '0' and os.kill(os.getpid(), signal.SIGSTOP); "
+    code = (
+        stop
+        + "import runpy; sys.argv = ['doctor', *sys.argv[1:]]; runpy.run_module('recipes.doctor', run_name='__main__')"
+    )
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", sys.executable, "-c", code]
+    done = fabric.slurm.run(
+        *argv, "device=cpu", f"run_dir={tmp_path}", f"seconds={BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0, done.stdout
+    assert "node1: did not answer: it hangs" in done.stdout
+    assert helpers.read(tmp_path, "doctor")["exclude"] == ["node1"]
+
+
+def test_gpus_that_were_granted_and_are_not_there(fabric: Fabric, tmp_path: Path) -> None:
+    argv = [
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--kill-on-bad-exit=1",
+        sys.executable,
+        "-m",
+        "recipes.doctor",
+    ]
+    done = fabric.slurm.run(*argv, f"run_dir={tmp_path}", f"seconds={BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON)
+    assert done.returncode == 3, done.stdout
+    assert "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 0: compare nvidia-smi -L there" in done.stdout

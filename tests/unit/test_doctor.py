@@ -1,0 +1,104 @@
+"""The doctor's commands on one machine: alone, env files, lines for one's own, and what is wrong with what was typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.core import envfile
+from tests import helpers
+
+
+def doctor(*words: str, **environ: str) -> helpers.Ended:
+    return helpers.run([sys.executable, "-m", "recipes.doctor", *words], environ=helpers.clean_environment(**environ))
+
+
+def test_alone_on_a_machine(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    ended = doctor("device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}")
+    assert time.monotonic() - begin < 60
+    assert ended.status == 0, ended.out
+    assert ended.lines[-1] == "healthy: 1 node"
+    assert helpers.read(tmp_path, "doctor")["healthy"] is True
+
+
+def test_as_json(tmp_path: Path) -> None:
+    ended = doctor("--json", "device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
+    assert ended.status == 3, ended.out
+    found = json.loads(ended.out)
+    assert found["healthy"] is False
+    assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
+        f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+    ]
+    assert found["exclude"] == found["hosts"]
+
+
+def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.doctor"]
+    ended = helpers.run([*argv, "device=cpu", f"run_dir={tmp_path}"])
+    assert ended.status == 0, ended.out
+    assert "all_reduce busbw" in ended.out
+    assert ended.lines[-1] == "healthy: 1 node"
+
+
+def test_an_env_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.env"
+    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0\n")
+    ended = doctor("env", str(file))
+    assert "NCCL_SOCKET_IFNAM: " in ended.out
+    assert "NCCL_SOCKET_IFNAME" in ended.out
+    assert "NCCL_IB_HCA" in ended.out
+    assert all(line.startswith(f"{file}: ") for line in ended.lines)
+    ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
+    assert ended.status == 0, ended.out
+    assert len(ended.lines) == 8
+    assert all(line.endswith("nothing is wrong with it") for line in ended.lines)
+
+
+def test_lines_for_an_env_file_of_ones_own() -> None:
+    ended = doctor("network")
+    assert ended.status == 0, ended.out
+    envfile.parse(ended.out, "stdout")
+    assert ended.out.startswith("# ")
+
+
+def test_a_dead_run_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text(
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    ended = doctor("explain", str(tmp_path))
+    assert ended.status == 0, ended.out
+    assert "rank 1" in ended.lines[0]
+    assert "smaller" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("explain",), "doctor: explain: wants a path"),
+        (("explain", "/none/such"), "doctor: /none/such: cannot be read (No such file or directory)"),
+        (("env",), "doctor: env: wants a path"),
+        (("env", "/none/such.env"), "/none/such.env: no such file"),
+        (("look",), "doctor: 'look' is not key=value"),
+        (("second=3",), "did you mean 'seconds'?"),
+        (("seconds=1",), "seconds=1.0: the least is 20"),
+        (("network", "nodes=3"), "nodes=3: the job's size and place"),
+        (("run_dir=/proc/none",), "give another run_dir="),
+    ],
+)  # fmt: skip
+def test_what_was_typed_wrongly_is_one_line(words: tuple[str, ...], expected: str) -> None:
+    ended = doctor(*words)
+    assert ended.status in (2, 3)
+    assert len(ended.lines) == 1, ended.out
+    assert expected in ended.out
+
+
+def test_surroundings_that_contradict_themselves() -> None:
+    ended = doctor(RANK="5", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert ended.status == 2
+    assert len(ended.lines) == 1
+    assert ended.out.startswith("doctor: RANK=5")

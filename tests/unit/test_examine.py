@@ -1,0 +1,168 @@
+"""What a node finds out about itself: each check on surroundings that are wrong in one thing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.core import examine, network, ranks
+from recipes.core.examine import Surroundings
+from recipes.core.findings import Finding
+
+ALONE = ranks.detect({})
+TASK = {
+    "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "one,two", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_NODELIST": "one,two",
+}  # fmt: skip
+
+
+def here(
+    tmp_path: Path, info: ranks.RankInfo = ALONE, root: str = "/", data_dir: str = "", **environ: str
+) -> Surroundings:
+    return Surroundings(environ, info, tmp_path, data_dir, True, Path(root))
+
+
+def only(found: tuple[dict[str, object], list[Finding]]) -> Finding:
+    (finding,) = found[1]
+    assert finding.what
+    assert finding.mend
+    return finding
+
+
+def test_this_machine_is_examined_in_time(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    report = examine.everything(here(tmp_path), 60)
+    assert time.monotonic() - begin < 60
+    assert set(report.facts) == {check.__name__ for check in examine.CHECKS}
+    assert report.facts["torch"]["torch"]
+    assert report.facts["disks"]["run"]["free"] > 0
+    assert report.facts["interfaces"]["interfaces"]["lo"]["addresses"]
+    assert report.as_json()["rank"] == 0
+
+
+def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+        time.sleep(5)
+        raise AssertionError
+
+    def breaks(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(examine, "CHECKS", (hangs, breaks, examine.cpus))
+    begin = time.monotonic()
+    report = examine.everything(here(tmp_path), 0.5)
+    assert time.monotonic() - begin < 3
+    assert [(found.what, found.bad) for found in report.findings] == [
+        ("its hangs could not be looked at in 0.5 s", True),
+        ("its breaks could not be looked at (RuntimeError: no such thing)", False),
+    ]
+    assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
+
+
+def test_fewer_cpus_than_were_granted(tmp_path: Path) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    assert examine.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed)))[1] == []
+    found = only(examine.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed + 6))))
+    assert found.what == f"a rank may use {allowed} of the {allowed + 6} CPUs that it was granted"
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert examine.limits(here(tmp_path))[1] == []
+    limits[resource.RLIMIT_NOFILE] = (1024, 4096)
+    assert only(examine.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
+    limits[resource.RLIMIT_NOFILE] = (65536, 65536)
+    limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
+    assert examine.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
+    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
+    assert (
+        only(examine.limits(here(tmp_path, root=str(tmp_path)))).what
+        == "locked memory is limited to 64 KB, and RDMA locks what it sends"
+    )
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    found = only(examine.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
+    assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+    assert found.bad
+    found = only(examine.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
+    assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
+
+
+def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    out, wrong = examine.ask(["sh", "-c", "echo so far; sleep 30"], 0.5)
+    assert time.monotonic() - begin < 5
+    assert (out, wrong) == ("so far\n", "sh did not answer in 0.5 s")
+    assert examine.ask(["/none/such"], 1) == ("", "/none/such: No such file or directory")
+    assert examine.ask(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
+
+
+def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
+    folder = root / f"sys/class/infiniband/{device}/ports/1"
+    folder.mkdir(parents=True)
+    for name, text in (("state", state), ("link_layer", link), ("rate", "400 Gb/sec (4X NDR)")):
+        (folder / name).write_text(text + "\n")
+
+
+def test_infiniband_ports(tmp_path: Path) -> None:
+    port(tmp_path, "mlx5_0", "4: ACTIVE")
+    port(tmp_path, "mlx5_1", "1: DOWN")
+    facts, (found,) = examine.interfaces(here(tmp_path, root=str(tmp_path)))
+    assert facts["infiniband"]["mlx5_0:1"] == {"state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "InfiniBand"}
+    assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
+
+
+def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = network.Choice("eth1", "10.0.0.1", "two", "10.0.0.2", "route to two")
+    monkeypatch.setattr(network, "choose", lambda info: chosen)
+    for value in ("eth1", "=eth1", "eth", "^docker,lo", "^=eth10", "eth0,eth1"):
+        assert examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME=value))[1] == []
+    for value in ("eth0", "=eth", "^eth", "^=eth1"):
+        found = only(examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME=value)))
+        assert found.what == f"NCCL_SOCKET_IFNAME={value}, and the route to two goes by eth1"
+    assert examine.interfaces(here(tmp_path, GLOO_SOCKET_IFNAME="eth1"))[1] == []
+    found = only(examine.interfaces(here(tmp_path, GLOO_SOCKET_IFNAME="eth")))
+    assert found.bad  # there is none of that name
+
+
+def test_variables_that_are_another_allocations(tmp_path: Path) -> None:
+    info = ranks.detect(TASK)
+    found = examine.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
+    assert not [one for one in found if "SLURM_JOB_NODELIST" in one.what]
+    found = examine.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
+    assert any(one.what == "SLURM_JOB_NODELIST=one,two (job 7) does not have three" for one in found)
+
+
+def test_a_misspelt_variable_is_the_jobs_fault_not_the_nodes(tmp_path: Path) -> None:
+    found = only(examine.variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
+    assert "NCCL_SOCKET_IFNAME" in found.what + found.mend
+    assert not found.leave_out
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (["127.0.1.1"], "its own name is 127.0.1.1 there"),
+        (["10.0.0.1", "127.0.1.1"], None),
+        (["::1"], "its own name is ::1 there"),
+    ],
+)
+def test_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: list[str], expected: str | None) -> None:
+    def ask(text: str) -> Callable[..., tuple[str, str]]:
+        return lambda *arguments: (text, "")
+
+    info = ranks.detect(TASK)
+    monkeypatch.setattr(examine, "ask", ask(f"[{str(answer).replace(chr(39), chr(34))}, 0.0]"))
+    found = [one.what for one in examine.names(here(tmp_path, info))[1]]
+    assert found == ([expected] if expected else [])
+    monkeypatch.setattr(examine, "ask", ask('[["10.0.0.1"], 5.0]'))
+    assert only(examine.names(here(tmp_path, info))).what == "a reverse look-up takes 5.0 s"

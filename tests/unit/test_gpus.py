@@ -1,0 +1,187 @@
+"""What the doctor says of a node's GPUs, from what Slurm, nvidia-smi and torch say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from recipes.core import gpus, ranks
+from recipes.core.findings import Finding
+from recipes.core.ranks import RankInfo
+
+GIB = 2**30
+# As nvidia-smi 550 prints it: tabs between, a blank line, a legend behind.
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tNV18\tPIX\tSYS\t0-31,64-95\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tNV18\tPXB\tSYS\t0-31,64-95\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tNV18\tSYS\tPIX\t32-63,96-127\t1\t\tN/A
+GPU3\tNV18\tNV18\tNV18\t X \tSYS\tPXB\t32-63,96-127\t1\t\tN/A
+NIC0\tPIX\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t
+NIC1\tSYS\tSYS\tPIX\tPXB\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+
+
+def info(local_rank: int = 0, local_world_size: int = 8, in_slurm: bool = True) -> RankInfo:
+    environ = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(local_world_size)}
+    environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+    environ |= {"SLURM_JOB_ID": "7"} if in_slurm else {}
+    found = ranks.detect(environ)
+    assert found.in_slurm is in_slurm
+    return found
+
+
+def card(index: int, **changes: Any) -> dict[str, Any]:
+    known = {
+        "index": index,
+        "uuid": f"GPU-{index}",
+        "name": "H200",
+        "free": 139 * GIB,
+        "total": 140 * GIB,
+        "right": True,
+        "tflops": 700.0,
+    }
+    return {**known, **changes}
+
+
+def smi(index: int, errors: str = "0") -> str:
+    return f"{index}, GPU-{index}, NVIDIA H200, 143771, 1, {errors}, 33\n"
+
+
+def look(
+    cards: Sequence[dict[str, Any]] | None, smi_text: str = "", apps: str = "", topology: str = "", on_cpu: bool = False, why: str = "",
+    place: RankInfo | None = None, **environ: str,
+) -> list[Finding]:  # fmt: skip
+    """The findings where the commands answer so; cards: what torch sees, None where it does not answer."""
+
+    def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+        assert timeout_s <= 60
+        text = " ".join(command)
+        if "gpucheck" in text:
+            return ("", why) if cards is None else (json.dumps(cards), "")
+        return {"--query-gpu": smi_text, "--query-compute": apps, "topo": topology}[
+            re.search("--query-gpu|--query-compute|topo", text)[0]
+        ], ""  # type: ignore[index]
+
+    _, found = gpus.look({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
+    return found
+
+
+def test_eight_healthy_gpus_are_no_finding() -> None:
+    assert look([card(i) for i in range(8)], "".join(map(smi, range(8)))) == []
+
+
+def test_eight_granted_and_seven_visible() -> None:
+    (found,) = look([card(i) for i in range(7)])
+    assert found.what == "Slurm granted 8 GPUs and torch sees 7"
+    assert found.bad
+    assert found.leave_out
+    assert "nvidia-smi -L there; sbatch --exclude=" in found.mend
+    (found,) = look([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    assert found.what == "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7"
+
+
+def test_none_visible() -> None:
+    (found,) = look([])
+    assert (found.what, found.bad) == ("Slurm granted 8 GPUs and torch sees 0", True)
+    (found,) = look([], SLURM_GPUS_ON_NODE="")
+    assert (found.what, found.bad, found.leave_out) == ("Slurm granted 0 GPUs and torch sees 0", True, False)
+
+
+def test_where_no_gpu_is_wanted_or_there_none_is_missed() -> None:
+    assert look([], on_cpu=True) == []
+    assert look([], SLURM_GPUS_ON_NODE="", place=info(in_slurm=False)) == []
+
+
+def test_a_gpu_of_ones_own_for_each_task() -> None:
+    assert look([card(0)], CUDA_VISIBLE_DEVICES="3") == []
+    (found,) = look([card(0)], SLURM_GPUS_ON_NODE="1")
+    assert found.what == "8 ranks and 1 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "is_bad"),
+    [
+        ({"right": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
+        (
+            {"error": "CUDA error: an illegal memory access"},
+            "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",
+            True,
+        ),
+        ({"free": 60 * GIB}, "GPU 2 (GPU-2) has 60.0 of 140.0 GiB free", False),
+    ],
+)
+def test_one_gpu_that_is_not_right(changed: dict[str, Any], expected: str, is_bad: bool) -> None:
+    (found,) = look([card(i, **(changed if i == 2 else {})) for i in range(8)])
+    assert found.what.startswith(expected)
+    assert found.bad is is_bad
+
+
+def test_memory_errors_and_other_peoples_processes() -> None:
+    errors = "".join(smi(i, "5" if i == 4 else "[N/A]") for i in range(8))
+    (found,) = look([card(i) for i in range(8)], errors)
+    assert found.what == "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
+    (found,) = look([card(i) for i in range(8)], apps="GPU-1, 4711, 20480\nGPU-99, 1, 2\n[N/A], x, y\n")
+    assert (found.what, found.bad) == ("process 4711 uses 20480 MB of GPU GPU-1", False)
+
+
+def test_a_driver_that_does_not_answer() -> None:
+    (found,) = look(None, smi(0), why="python did not answer in 60 s")
+    assert found.what == "its GPUs could not be tried (python did not answer in 60 s)"
+    assert found.bad
+
+
+def test_a_rank_on_far_cpus() -> None:
+    near, far_ = set(range(0, 8)), set(range(40, 48))
+    assert gpus.far(TOPOLOGY, near, info(0, 4), 4) == []
+    assert gpus.far(TOPOLOGY, far_, info(2, 4), 4) == []
+    (found,) = gpus.far(TOPOLOGY, near, info(2, 4), 4)
+    assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
+    assert "--cpu-bind=none" in found.mend
+    assert gpus.far(TOPOLOGY, near, info(0, 1), 4) == []  # one process for all GPUs
+
+
+def test_a_nic_behind_the_other_socket() -> None:
+    without = "\n".join(
+        re.sub(r"\tNIC1", "", line, count=1) if "CPU Affinity" in line else line for line in TOPOLOGY.splitlines()
+    )
+    lost = []
+    for line in without.splitlines():
+        parts = line.split("\t")
+        if re.match(r"GPU\d", line):
+            del parts[6]
+        if not line.startswith("NIC1"):
+            lost.append("\t".join(parts))
+    (found,) = gpus.far("\n".join(lost), set(range(128)), info(0, 4), 4)
+    assert found.what == "GPU2, GPU3 reach every NIC across the sockets (SYS), others have one near"
+    assert not found.bad
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "No devices were found",
+        "GPU0",
+        "\tGPU0\n",
+        "x" * 5000,
+        "\tGPU0\tNIC0\nGPU0",
+        "\x1b[4m\tGPU0\tCPU Affinity\nGPU0\tX\t9-1,,",
+    ],
+)
+def test_what_is_no_topology_is_no_finding(text: str) -> None:
+    assert gpus.far(text, {0}, info(0, 4), 4) == []

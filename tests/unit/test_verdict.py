@@ -1,0 +1,199 @@
+"""What nodes' reports come to, some of them missing, slow, or lying."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recipes.core import reach, verdict
+from recipes.core.verdict import Expected
+
+Report = dict[str, Any]
+
+
+def hosts(count: int) -> tuple[str, ...]:
+    return tuple(f"node{i}" for i in range(count))
+
+
+def healthy(count: int, gpus: int = 8) -> list[Report]:
+    """The reports of so many nodes, one rank each, of which nothing is wrong."""
+
+    def of(node: int) -> Report:
+        others = reach.peers(node, count)
+        return {
+            "rank": node, "node_rank": node, "local_rank": 0, "host": f"node{node}", "findings": [],
+            "facts": {
+                "system": {"kernel": "6.1", "python": "3.11.7", "driver": "580.1", "project": "abc", "time": 1.0},
+                "torch": {"torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
+                "gpus": {"granted": gpus, "gpus": [
+                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "right": True, "tflops": 700.0 + i, "free": 9, "total": 9}
+                    for i in range(gpus)
+                ]},
+                "cpus": {"allowed": 64},
+                "interfaces": {"interfaces": {"ib0": {"mtu": 4092, "mbit": 400_000, "state": "up"}}, "chosen": {"interface": "ib0"}},
+            },
+            "links": [
+                {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "round_trip_s": 5e-5, "clock_s": 0.001} for peer in others
+            ],
+            "bandwidth": {"at": "the end", "right": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
+        }  # fmt: skip
+
+    return [of(node) for node in range(count)]
+
+
+def judged(reports: list[Any], count: int) -> verdict.Verdict:
+    return verdict.judge(Expected(hosts(count), count), json.loads(json.dumps(reports)))
+
+
+def bad(found: verdict.Verdict) -> dict[str, str]:
+    return {found.hosts[node]: entry.what for entry in found.entries if entry.bad for node in entry.nodes}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
+def test_nothing_is_wrong_with_healthy_nodes(count: int) -> None:
+    found = judged(healthy(count), count)
+    assert found.entries == []
+    assert found.healthy
+    assert found.exclude == []
+    assert verdict.lines(found)[-1] == f"healthy: {count} node{'s' if count > 1 else ''}"
+    assert len(found.table) == count
+
+
+def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
+    reports: list[Any] = healthy(64)
+    for report in reports:  # node 9's network is slow, whoever measures
+        for pair in report["bandwidth"]["pairs"]:
+            if 9 in pair[:2]:
+                pair[2] = 4.0
+    reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
+    reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
+    reports[21]["facts"]["gpus"]["gpus"].pop()
+    reports[22]["findings"].append({"what": "GPU 2 computes a matrix product wrongly", "mend": "drain it", "bad": True})
+    reports[23]["findings"].append(
+        {"what": "open files (ulimit -n) are limited to 1024", "mend": "raise it", "bad": False}
+    )
+    for link in reports[30]["links"]:
+        link.update(clock_s=7.5)  # its clock is 7.5 s late
+    for report in reports:  # whatever has to do with node 33 fails
+        for link in report["links"]:
+            if 33 in (link["peer"], report["node_rank"]):
+                link.update(fault="connect", why="timed out", round_trip_s=None)
+    reports[40]["bandwidth"]["right"] = False
+    reports[50] = {
+        "node_rank": 50,
+        "local_rank": 0,
+        "host": ["?"],
+        "facts": "none",
+        "findings": {"what": 1},
+        "links": 7,
+        "bandwidth": [],
+    }
+    reports[51] = {"node_rank": 9999, "host": "node51"}
+    reports[52] = "\x1b[2J nonsense"
+    reports[53]["facts"]["gpus"]["gpus"] = [{"tflops": float("nan"), "index": {}}, 5, None]
+    reports[54]["bandwidth"]["pairs"] = [[54, 60, -1.0], [1, 2, 0.001], [54, 1 << 40, 3.0], "x", [54]]
+    del reports[63], reports[5]
+    found = judged(reports, 64)
+    assert set(bad(found)) == {f"node{i}" for i in (5, 9, 12, 20, 21, 22, 33, 40, 51, 52, 53, 63)}
+    assert set(found.exclude) == set(bad(found))
+    assert "its network is slow" in bad(found)["node9"]
+    assert "NCCL is 2.18.3, 2.30.1 on" in bad(found)["node12"]
+    assert "GPU 3 is slow" in bad(found)["node20"]
+    assert "cannot connect" in bad(found)["node33"]
+    assert "did not answer" in bad(found)["node63"]
+    told = "\n".join(verdict.lines(found))
+    assert "node30: its clock is -7.5 s off" in told
+    assert "node23: open files" in told
+    assert "12 of 64 nodes bad: sbatch --exclude=node5,node9," in told
+    assert "\x1b" not in told
+    assert all("\n" not in line for line in verdict.lines(found))
+
+
+def test_a_pair_that_fails_is_one_of_the_two_and_never_the_first_node() -> None:
+    reports = healthy(2)
+    for report in reports:
+        report["links"][0].update(fault="master", why="timed out")
+    found = judged(reports, 2)
+    assert found.exclude == ["node1"]
+    assert "not its master port" in bad(found)["node1"]
+    assert "MASTER_PORT" in verdict.lines(found)[3]
+
+
+def test_of_a_pair_the_one_that_has_a_fault_of_its_own_is_accused() -> None:
+    reports = healthy(2)
+    reports[0]["findings"].append({"what": "no route to node1", "mend": "ip route", "bad": True})
+    for report in reports:
+        report["links"][0].update(fault="connect", why="timed out")
+    assert judged(reports, 2).exclude == ["node0"]
+
+
+def test_where_nobody_gets_further_nobody_is_left_out_and_it_is_not_healthy() -> None:
+    reports = healthy(4)
+    for report in reports:
+        report["bandwidth"] = {"at": "its start", "error": "did not answer in 30 s"}
+    found = judged(reports, 4)
+    assert not found.healthy
+    assert found.exclude == []
+    reports[2]["bandwidth"]["at"] = "meeting the others"
+    reports[1]["bandwidth"]["at"] = reports[3]["bandwidth"]["at"] = "meeting the others"
+    assert judged(reports, 4).exclude == ["node0"]
+
+
+def test_two_machines_of_one_name_are_told() -> None:
+    reports = healthy(3)
+    reports[2]["host"] = "node1"
+    assert any("both say that they are node1" in line for line in verdict.lines(judged(reports, 3)))
+
+
+def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
+    reports = healthy(4)
+    for report in reports[:2]:
+        report["facts"]["torch"]["torch"] = "2.10.0"
+    found = judged(reports, 4)
+    assert found.exclude == []
+    assert "torch is 2.10.0, and others have others" in "\n".join(verdict.lines(found))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 16, 255, 4096])
+def test_a_node_asks_at_most_three_others_and_each_is_asked(count: int) -> None:
+    asked = [reach.peers(node, count) for node in range(count)]
+    assert max(map(len, asked)) <= 3
+    assert all(node not in others for node, others in enumerate(asked))
+    assert {peer for others in asked for peer in others} == set(range(count))
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> None:
+    reports: list[Any] = healthy(3)
+    for _ in range(data.draw(st.integers(1, 6))):
+        target: Any = reports
+        while isinstance(target, (list, dict)) and target and data.draw(st.integers(0, 3)):
+            place = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+            if not isinstance(target[place], (list, dict)) or not target[place]:
+                target[place] = data.draw(JUNK)
+                break
+            target = target[place]
+        else:
+            if isinstance(target, list):
+                target.append(data.draw(JUNK))
+            elif isinstance(target, dict):
+                target[data.draw(st.text(max_size=5))] = data.draw(JUNK)
+    found = verdict.judge(Expected(hosts(3), 3), copy.deepcopy(reports))
+    for line in verdict.lines(found):
+        assert line.isprintable()
+    json.dumps(verdict.as_json(found))
+    assert all(math.isfinite(value) for value in found.figures.values())
