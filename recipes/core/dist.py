@@ -221,12 +221,26 @@ class World:
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        parallel = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        parallel = DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
+        )
         # It begins with rank 0's buffers, where there are such: who waits for them is further than who has not come there.
         parallel.register_forward_pre_hook(
             lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
         )
         return parallel
+
+
+def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
+    """A group that is not looked at in debug mode, since DDP crashes on one that is (torch 2.15, gloo: SIGSEGV); None: the usual one."""
+    level = torch.distributed.get_debug_level()
+    if level != torch.distributed.DebugLevel.DETAIL:
+        return None
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
+    try:
+        return cast(torch.distributed.ProcessGroup, torch.distributed.new_group())
+    finally:
+        torch.distributed.set_debug_level(level)
 
 
 def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:
