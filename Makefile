@@ -26,7 +26,7 @@ test: install ## all tests but the long ones, WORKERS=2 files at a time; those o
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
 
 faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile
 
 check: install ## ruff and mypy, and that the ready scripts are what would be made
 	$(BIN)/ruff check .

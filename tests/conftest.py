@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
 
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
 
@@ -32,3 +36,13 @@ def slurm() -> Iterator[Cluster]:
         pytest.skip(reason)
     with running_cluster(ClusterOptions(preempt=True)) as cluster:
         yield cluster
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """What tests have measured beside their bounds (record_property), a line each: a bound alone does not tell how near it was."""
+    passed = terminalreporter.stats.get("passed", [])
+    lines = [f"{name}: {value}" for report in passed for name, value in report.user_properties]
+    if lines:
+        terminalreporter.section("figures")
+        for line in sorted(lines):
+            terminalreporter.write_line(line)

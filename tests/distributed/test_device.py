@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from recipes.core import checkpoint, data, dist, local, rundir
+from recipes.core import checkpoint, data, dist, local, rundir, session
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
 from recipes.core.data import AugmentedImages, GlobalBatches
@@ -480,3 +480,16 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
 )
 def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert local.listed_gpus(listed) == count
+
+
+def test_torchs_flight_records_are_kept_with_the_logs_unless_somebody_wants_them_elsewhere(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    session.keep_flight_records(environ, tmp_path)
+    assert environ == {
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/flight-",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/logs/flight-",
+    }
+    for name in list(environ):
+        own = {name: "/elsewhere/trace"}
+        session.keep_flight_records(own, tmp_path)
+        assert own == {name: "/elsewhere/trace"}

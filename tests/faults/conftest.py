@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from recipes.core import checkpoint
 from tests import helpers
 
 HERE = Path(__file__).parent
+Recorded = Callable[[str, object], None]  # pytest's record_property
 ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
 
 

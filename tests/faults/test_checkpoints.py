@@ -22,7 +22,7 @@ from recipes.core import checkpoint
 from recipes.core.rundir import InputError
 from tests import helpers
 from tests.faults import conftest
-from tests.faults.conftest import Start
+from tests.faults.conftest import Recorded, Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
 LARGE_BYTES = 5_000_000
@@ -88,7 +88,7 @@ def refused(path: Path) -> str:
     ],
 )
 def test_every_damage_is_found(
-    made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes], count: int
+    made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes], count: int, record_property: Recorded
 ) -> None:
     good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
     path = tmp_path / "step-00000010.pt"
@@ -97,12 +97,13 @@ def test_every_damage_is_found(
         said = refused(path)
         assert str(path) in said, f"damage {number} was not found"
         assert "\n" not in said
+    record_property(f"checkpoints {damage.__name__}, all found", count)
     path.write_bytes(good)
     assert checkpoint.read(path)["meta"]["step"] == 10
 
 
 @pytest.mark.fault(28)
-def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Path) -> None:
+def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Path, record_property: Recorded) -> None:
     """Of the same flips, those of a weight: torch writes checksums into the archive and does not look at them."""
     good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
     path, silent = tmp_path / "flipped.pt", 0
@@ -114,6 +115,7 @@ def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Pat
             continue
         silent += 1
     assert silent > 20, silent
+    record_property("of 200 flipped bits plain torch.load takes without a word", silent)
 
 
 @pytest.mark.fault(27, 28)

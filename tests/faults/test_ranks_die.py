@@ -16,7 +16,7 @@ import torch
 
 from tests import helpers
 from tests.faults import conftest
-from tests.faults.conftest import ENDLESS, Start
+from tests.faults.conftest import ENDLESS, Recorded, Start
 from tests.helpers import Ended
 
 HOST = socket.gethostname()
@@ -52,13 +52,16 @@ def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> Non
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_killed_rank_is_noticed_at_once_and_named(start: Start, tmp_path: Path, rank: int) -> None:
+def test_a_killed_rank_is_noticed_at_once_and_named(
+    start: Start, tmp_path: Path, rank: int, record_property: Recorded
+) -> None:
     launcher = start(tmp_path, *ENDLESS)
     conftest.wait_for_step(launcher, tmp_path, 6)
     pids = helpers.children(launcher.pid)
     killed = time.time()
     os.kill(pids[rank], signal.SIGKILL)
     assert_notices(tmp_path, 1 - rank)
+    record_property("s from a rank's SIGKILL to its peer's word", round(time.time() - killed, 2))
     ended = finish(launcher)
     assert time.time() - killed < NOTICED_S + ROOM_S
     assert_named(tmp_path, ended, rank, "was killed by SIGKILL", status=137)
@@ -70,13 +73,18 @@ def test_a_killed_rank_is_noticed_at_once_and_named(start: Start, tmp_path: Path
 @pytest.mark.fault(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.long
-def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path, rank: int) -> None:
+def test_a_stopped_rank_ends_the_run_at_the_timeout(
+    start: Start, tmp_path: Path, rank: int, record_property: Recorded
+) -> None:
     launcher = start(tmp_path, *ENDLESS, f"timeout_s={TIMEOUT_S:g}")
     conftest.wait_for_step(launcher, tmp_path, 6)
     pids = helpers.children(launcher.pid)
     stopped = time.time()
     os.kill(pids[rank], signal.SIGSTOP)
     assert_notices(tmp_path, 1 - rank, TIMEOUT_S + 5)
+    record_property(
+        "s from a rank's SIGSTOP to its peer's word, less timeout_s", round(time.time() - stopped - TIMEOUT_S, 2)
+    )
     ended = finish(launcher)
     assert time.time() - stopped < TIMEOUT_S + 5 + ROOM_S
     found = helpers.read(tmp_path, "status")

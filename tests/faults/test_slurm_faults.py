@@ -22,6 +22,7 @@ import pytest
 
 from recipes.core import checkpoint, ranks, rundir
 from tests import helpers
+from tests.faults.conftest import Recorded
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
 from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, rows, said, until
@@ -513,14 +514,18 @@ def test_ranks_that_leave_early_with_status_0_have_not_done_the_run(
 
 
 @pytest.mark.fault(9)
-def test_no_orphan_is_left_15_s_after_scancel(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_no_orphan_is_left_15_s_after_scancel(
+    slurm: Cluster, clone: Path, tmp_path: Path, record_property: Recorded
+) -> None:
     """A loader's process that sleeps over a sample, and its rank that waits for it."""
     job = submit(slurm, clone, tmp_path, FAULT="loader", FAULT_DIR=str(tmp_path))
     until((tmp_path / "worker.1").exists, 60, "the loader's process")
     there = slurm.processes(job_id=job.id)
     assert len({process.node for process in there}) == 2
     slurm.run("scancel", job.id, check=True)
+    begin = time.monotonic()
     until(lambda: not slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
+    record_property("s from scancel to no process left", round(time.monotonic() - begin, 2))
     assert not [process.pid for process in there if helpers.alive(process.pid)]
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from recipes.core import checkpoint
 from tests import helpers
+from tests.faults.conftest import Recorded
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -115,7 +116,7 @@ def stopped_job(slurm: Cluster, job: str, log: Path, run_dir: Path) -> None:
 @pytest.mark.parametrize("launcher", ["local", "torchrun", "sbatch", "submitit"])
 def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
     request: pytest.FixtureRequest, launcher: str, recipe: str, repo: Path, images: Path, whole: Callable[[str], Path],
-    tmp_path: Path,
+    tmp_path: Path, record_property: Recorded,
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
     keys = words(recipe, images, run_dir)
@@ -151,6 +152,10 @@ def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
     losses = [{row["step"]: row["loss"] for row in helpers.rows(folder)} for folder in (unbroken, run_dir)]
     assert losses[1] == losses[0]
     assert digest(run_dir) == digest(unbroken)
+    record_property(
+        f"SHA-256 of {recipe}'s state, stopped under {launcher} at step {stopped_at} of {total}, equal",
+        digest(run_dir)[:12],
+    )
 
 
 @pytest.fixture(scope="module")
