@@ -173,10 +173,20 @@ def _members(meeting: Meeting, info: RankInfo, cfg: Config, port: int, end: floa
     }
     if not cfg.bandwidth or len(members) < 2 or 0 not in members:
         members = {}
-    backend = (
-        "nccl" if all((found[f"report-{rank}"]["facts"].get("gpus") or {}).get("gpus") for rank in members) else "gloo"
-    )
+    backend = "nccl" if all(map(_has_a_gpu_a_rank, (found[f"report-{rank}"] for rank in members))) else "gloo"
     return {"ranks": list(members), "nodes": list(members.values()), "port": port, "backend": backend}
+
+
+def _has_a_gpu_a_rank(report: Mapping[str, Any]) -> bool:
+    """Whether a node's first rank has seen as many GPUs as there are ranks; True of its other ranks, which do not say."""
+    facts = report["facts"].get("gpus") or {}
+    seen = facts.get("gpus")
+    ranks_there = facts.get("ranks", 0)
+    if report.get("local_rank") and not seen:
+        return True
+    return isinstance(seen, list) and (
+        len(seen) >= ranks_there or (len(seen) == 1 and facts.get("granted", 0) >= ranks_there)
+    )
 
 
 def _sound(report: Mapping[str, Any], bad: set[int]) -> bool:

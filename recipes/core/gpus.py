@@ -55,9 +55,9 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
     on_cpu: none is wanted. ask: runs a command for so many seconds and gives its stdout, and what went wrong.
     """
     wrong: list[Finding] = []
-    facts: dict[str, Any] = {"granted": granted_gpus(environ)}
-    if on_cpu:
-        return facts, wrong
+    facts: dict[str, Any] = {"granted": granted_gpus(environ), "ranks": info.local_world_size}
+    if on_cpu or (info.local_rank and not _own_gpu(environ)):
+        return facts, wrong  # the node's first rank sees the same GPUs, and tries them alone
     host = socket.gethostname()
     smi, why = ask(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"], SMI_S)
     there = parse_smi(smi)
@@ -97,7 +97,7 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
     )
     mine = {gpu.get("uuid") for gpu in facts["gpus"]}
     for uuid, pid, memory in (row for row in csv.reader(apps.splitlines(), skipinitialspace=True) if len(row) == 3):
-        if uuid in mine and pid.isdecimal() and int(pid) != os.getpid():
+        if uuid in mine and pid.isdecimal() and not _is_check(int(pid)):
             wrong.append(
                 Finding(
                     f"process {pid} uses {memory} MB of GPU {uuid}",
@@ -108,6 +108,19 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
     topology, _ = ask(["nvidia-smi", "topo", "-m"], SMI_S)
     wrong += far(topology, os.sched_getaffinity(0), info, seen)
     return facts, wrong
+
+
+def _own_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether this rank is shown one GPU alone (--gpus-per-task, --gpu-bind)."""
+    return local.listed_gpus(environ.get("CUDA_VISIBLE_DEVICES", "")) == 1
+
+
+def _is_check(pid: int) -> bool:
+    """Whether a process is another rank's look at its own GPU."""
+    try:
+        return b"recipes.core.gpucheck" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _of_one(gpu: Mapping[str, Any], smi: Mapping[str, str]) -> list[Finding]:

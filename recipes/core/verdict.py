@@ -174,6 +174,9 @@ def _of_nodes(expected: Expected, reports: Iterable[object], verdict: Verdict) -
     for report in others:
         first = nodes.setdefault(report["node_rank"], {"host": report.get("host"), "partial": True})
         first.setdefault("more", []).append(report)
+    for node, first in nodes.items():  # where each rank is shown a GPU of its own, a node's are all of theirs
+        seen = [_dict(_dict(one.get("facts")).get("gpus")).get("gpus") for one in (first, *first.get("more", []))]
+        nodes[node] = {**first, "gpus": [gpu for part in seen for gpu in _list(part) if isinstance(gpu, dict)]}
     return nodes
 
 
@@ -222,10 +225,9 @@ def _fact(report: Mapping[str, Any], part: str, name: str) -> Any:
     """What is compared of a report: a text or number, None where it has none."""
     facts = _dict(_dict(report.get("facts")).get(part))
     if part == "gpus":
-        there = [gpu for gpu in _list(facts.get("gpus")) if isinstance(gpu, dict)]
-        value: Any = len(there) if name == "count" and "gpus" in facts else None
-        if name == "name" and there:
-            value = there[0].get("name")
+        value: Any = len(report["gpus"]) if name == "count" and "gpus" in facts else None
+        if name == "name" and report["gpus"]:
+            value = report["gpus"][0].get("name")
     elif name == "mtu":
         chosen = _dict(facts.get("chosen")).get("interface")
         value = _dict(_dict(facts.get("interfaces")).get(_text(chosen))).get("mtu")
@@ -305,15 +307,15 @@ def _clocks(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
 def _speeds(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """Pairs of nodes, GPUs and rounds trips well below the rest."""
     pairs: dict[tuple[int, int], float] = {}
-    gpus: dict[tuple[int, Any], float] = {}
+    gpus: dict[tuple[int, int], tuple[str, float]] = {}
     for node, report in nodes.items():
         measured = _dict(report.get("bandwidth"))
         for row in _list(measured.get("pairs")):
             if _is_pair(row, node, len(verdict.hosts)):
                 pairs[row[0], row[1]] = float(row[2])
-        for gpu in _list(_dict(_dict(report.get("facts")).get("gpus")).get("gpus")):
-            if isinstance(gpu, dict) and _positive(gpu.get("tflops")):
-                gpus[node, _show(gpu.get("index"))] = float(gpu["tflops"])
+        for number, gpu in enumerate(report["gpus"]):
+            if _positive(gpu.get("tflops")):
+                gpus[node, number] = f"{_show(gpu.get('index'))} ({_show(gpu.get('uuid'))})", float(gpu["tflops"])
         if _positive(measured.get("busbw")):
             verdict.figures["all_reduce_busbw_gb_per_s"] = float(measured["busbw"])
     slow = outliers.slow(pairs)
@@ -327,10 +329,10 @@ def _speeds(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         mend = "a link between their switches, or one of the two: measure again with others"
         verdict.entries.append(Entry(sorted(pair), what, mend, False))
     if gpus:
-        middle = median(gpus.values())
-        for (node, index), value in gpus.items():
+        middle = median(value for _, value in gpus.values())
+        for (node, _), (name, value) in gpus.items():
             if value < outliers.SLOW * middle:
-                verdict.entries.append(Entry([node], f"GPU {index} is slow: {value:.0f} TFLOP/s, where the median is {middle:.0f}",
+                verdict.entries.append(Entry([node], f"GPU {name} is slow: {value:.0f} TFLOP/s, where the median is {middle:.0f}",
                                              "nvidia-smi -q -d PERFORMANCE there: heat, a power cap, or another process", True))  # fmt: skip
 
 
@@ -369,7 +371,7 @@ def _together(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
 
 def _row(node: int, verdict: Verdict, report: Mapping[str, Any], bad: bool) -> dict[str, Any]:
     facts = _dict(report.get("facts"))
-    gpus = [gpu for gpu in _list(_dict(facts.get("gpus")).get("gpus")) if isinstance(gpu, dict)]
+    gpus = report.get("gpus", [])
     nets = _dict(facts.get("interfaces"))
     chosen = _text(_dict(nets.get("chosen")).get("interface"))
     mbit = _dict(_dict(nets.get("interfaces")).get(chosen)).get("mbit")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from recipes.core import gpus, ranks
 from recipes.core.findings import Finding
 from recipes.core.ranks import RankInfo
+from tests import helpers
 
 GIB = 2**30
 # As nvidia-smi 550 prints it: tabs between, a blank line, a legend behind.
@@ -185,3 +190,31 @@ def test_a_nic_behind_the_other_socket() -> None:
 )
 def test_what_is_no_topology_is_no_finding(text: str) -> None:
     assert gpus.far(text, {0}, info(0, 4), 4) == []
+
+
+def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> None:
+    asked: list[str] = []
+
+    def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+        asked.append(command[-1])
+        return json.dumps([card(0)]) if command[-1] == "gpus" else "", ""
+
+    facts, found = gpus.look({"SLURM_GPUS_ON_NODE": "8"}, info(3), False, ask)
+    assert (asked, found, facts) == ([], [], {"granted": 8, "ranks": 8})
+    facts, found = gpus.look({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, info(3), False, ask)
+    assert "gpus" in asked
+    assert found == []
+    assert facts["gpus"] == [card(0)]
+
+
+def test_another_ranks_look_at_its_gpu_is_nobodys_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "recipes.core.gpucheck"]) as process:
+        try:
+            helpers.wait_until(
+                lambda: b"gpucheck" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), 10, "its start"
+            )
+            apps = f"GPU-1, {process.pid}, 512\nGPU-1, {os.getpid()}, 20480\n"
+            (found,) = look([card(i) for i in range(8)], apps=apps)
+        finally:
+            process.kill()
+    assert found.what == f"process {os.getpid()} uses 20480 MB of GPU GPU-1"

@@ -104,7 +104,7 @@ def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
     assert set(found.exclude) == set(bad(found))
     assert "its network is slow" in bad(found)["node9"]
     assert "NCCL is 2.18.3, 2.30.1 on" in bad(found)["node12"]
-    assert "GPU 3 is slow" in bad(found)["node20"]
+    assert "GPU 3 (GPU-20-3) is slow" in bad(found)["node20"]
     assert "cannot connect" in bad(found)["node33"]
     assert "did not answer" in bad(found)["node63"]
     told = "\n".join(verdict.lines(found))
@@ -143,6 +143,26 @@ def test_where_nobody_gets_further_nobody_is_left_out_and_it_is_not_healthy() ->
     reports[2]["bandwidth"]["at"] = "meeting the others"
     reports[1]["bandwidth"]["at"] = reports[3]["bandwidth"]["at"] = "meeting the others"
     assert judged(reports, 4).exclude == ["node0"]
+
+
+def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
+    reports: list[Any] = healthy(2, gpus=1)
+    for node in range(2):
+        for local_rank in range(1, 4):
+            card = {
+                "index": 0,
+                "uuid": f"GPU-{node}-{local_rank}",
+                "name": "H200",
+                "right": True,
+                "tflops": 90.0 if (node, local_rank) == (1, 2) else 700.0,
+            }
+            reports.append({"rank": 2 + 3 * node + local_rank, "node_rank": node, "local_rank": local_rank, "host": f"node{node}",
+                            "facts": {"gpus": {"gpus": [card]}}})  # fmt: skip
+    found = verdict.judge(Expected(hosts(2), 8), reports)
+    assert [row["gpus"] for row in found.table] == ["4/4", "4/4"]
+    assert bad(found) == {"node1": "GPU 0 (GPU-1-2) is slow: 90 TFLOP/s, where the median is 700"}
+    reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
+    assert any("wrongly" in entry.what for entry in verdict.judge(Expected(hosts(2), 8), reports).entries)
 
 
 def test_two_machines_of_one_name_are_told() -> None:
