@@ -28,6 +28,7 @@ ALIKE = (
     (("gpus", "name"), "the kind of GPU", True),
     (("interfaces", "mtu"), "the MTU of the interface", False),
 )
+LOCAL_ONLY = ("127.", "::1", "fe80:", "169.254.")  # addresses that are a machine's own
 FAULTS = {
     "name": "cannot resolve it",
     "silent": "never heard where it listens",
@@ -99,6 +100,7 @@ def judge(expected: Expected, reports: Iterable[object]) -> Verdict:
         for (what, mend, bad, leave_out), where in own.items()
     ]
     _compare(nodes, verdict)
+    _decoys(nodes, verdict)
     _links(nodes, verdict)
     _clocks(nodes, verdict)
     _speeds(nodes, verdict)
@@ -234,6 +236,22 @@ def _fact(report: Mapping[str, Any], part: str, name: str) -> Any:
     else:
         value = facts.get(name)
     return value if isinstance(value, (str, int)) and value != "" else None
+
+
+def _decoys(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """Addresses that several nodes have alike: who takes an interface by its name alone sends to itself."""
+    having: dict[tuple[str, str], list[int]] = {}
+    for node, report in nodes.items():
+        there = _dict(_dict(_dict(report.get("facts")).get("interfaces")).get("interfaces"))
+        for name, one in there.items():
+            for address in _list(_dict(one).get("addresses")):
+                if not _text(address).startswith(LOCAL_ONLY):
+                    having.setdefault((_text(name), _text(address)), []).append(node)
+    for (name, address), where in having.items():
+        if len(where) > 1:
+            what = f"{name} has one and the same address there, {address}"
+            mend = f"never for NCCL_SOCKET_IFNAME; the recipes take the interface by its route. Without need of it: ip link del {name}"
+            verdict.entries.append(Entry(where, what, mend, False))
 
 
 def _links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -375,6 +393,7 @@ def _row(node: int, verdict: Verdict, report: Mapping[str, Any], bad: bool) -> d
     nets = _dict(facts.get("interfaces"))
     chosen = _text(_dict(nets.get("chosen")).get("interface"))
     mbit = _dict(_dict(nets.get("interfaces")).get(chosen)).get("mbit")
+    family = " IPv6" if ":" in _text(_dict(nets.get("chosen")).get("address")) else ""
     trips = [
         link["round_trip_s"]
         for link in _list(report.get("links"))
@@ -389,7 +408,7 @@ def _row(node: int, verdict: Verdict, report: Mapping[str, Any], bad: bool) -> d
         "cpus": _show(_dict(facts.get("cpus")).get("allowed", "-")),
         "driver": _show(_dict(facts.get("system")).get("driver", "-")),
         "torch": _show(_dict(facts.get("torch")).get("torch", "-")),
-        "network": f"{chosen}{f' {mbit // 1000}G' if isinstance(mbit, int) and mbit >= 1000 else ''}" or "-",
+        "network": f"{chosen}{f' {mbit // 1000}G' if isinstance(mbit, int) and mbit >= 1000 else ''}{family}" or "-",
         "trip": f"{1e6 * median(trips):.0f} us" if trips else "-",
     }
 

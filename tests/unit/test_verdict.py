@@ -145,6 +145,19 @@ def test_where_nobody_gets_further_nobody_is_left_out_and_it_is_not_healthy() ->
     assert judged(reports, 4).exclude == ["node0"]
 
 
+def test_an_address_that_several_nodes_have_is_a_note() -> None:
+    reports = healthy(3)
+    for report in reports:
+        there = report["facts"]["interfaces"]["interfaces"]
+        there["lo"] = {"addresses": ["127.0.0.1", "::1"]}
+        there["ib0"]["addresses"] = [f"10.0.0.{report['node_rank']}", "fe80::1"]
+        there["docker0"] = {"addresses": ["172.17.0.1"]}
+    found = judged(reports, 3)
+    assert found.healthy
+    (entry,) = found.entries
+    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has one and the same address there, 172.17.0.1")
+
+
 def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
     reports: list[Any] = healthy(2, gpus=1)
     for node in range(2):
