@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,19 @@ def test_bad_keys_are_one_line(tmp_path: Path, word: str, expected: str) -> None
     assert ended.status == 2
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out
+
+
+def test_a_signal_ends_it_between_two_sizes(tmp_path: Path) -> None:
+    command = [*helpers.LOCAL[:2], "recipe=collectives", "launcher=local", "device=cpu", "ranks_per_node=2"]
+    process = helpers.start([*command, f"run_dir={tmp_path}", "mode=bench", "sizes=1K..64K:2", "seconds=1"])
+    try:
+        helpers.wait_until(
+            lambda: (tmp_path / "bandwidth.jsonl").exists() or process.poll() is not None, 60, "its begin"
+        )
+        process.send_signal(signal.SIGTERM)
+        ended = helpers.finish(process, 60)
+    finally:
+        process.kill()
+    assert ended.status == 75, ended.out
+    assert helpers.read(tmp_path, "status")["state"] == "preempted"
+    assert "stopped by SIGTERM" in ended.out
