@@ -405,6 +405,7 @@ def test_any_file_of_keys(tmp_path: Path) -> None:
         named = [f"{name}=" for name in ALL_NAMES] + [
             "config=", "recipe=", "has no key", "is not key=value", "is not UTF-8",
         ]  # fmt: skip
+        named += [f"{name.decode()}=" for name in re.findall(rb"^ *(\w+) *:", content, re.MULTILINE)]  # misspelt ones
 
         def act() -> None:
             file.write_bytes(content)

@@ -18,6 +18,8 @@ WAYS = ("files, other pixels", "files, the same pixels", "packed jpeg", "packed 
 NAMES = [
     "checkpoint, training stands still",
     "cifar, input",
+    *("collectives, all_reduce", "collectives, buckets"),
+    *(f"doctor, a node's part of the verdict of {count}" for count in (256, 4096)),
     *(f"images, {way}{end}" for end in ("", ", as floats") for way in WAYS),
     *("login, a right command", "login, a misspelt key"),
     *("memory, packing", "memory, loader, packed jpeg", "memory, loader, files"),
@@ -47,7 +49,7 @@ def test_every_figure_is_in_the_json_with_both_sides(measured: Path) -> None:
         assert len(figure["ours"]) == len(figure["theirs"]) >= TINY.rounds
         assert min(figure["ours"] + figure["theirs"]) > 0
         assert isinstance(figure["met"], bool if figure["target"] else NoneType)
-        assert figure["unit"] in ("s", "samples/s", "images/s", "MB", "bytes an added image")
+        assert figure["unit"] in ("s", "us", "samples/s", "images/s", "GB/s", "MB", "bytes an added image")
     notes = {figure["name"]: figure["note"] for figure in content["figures"]}
     assert notes["mnist, input"] == "2,000 random images"
     assert notes["cifar, input"] == "2,000 images, random images"
