@@ -15,10 +15,11 @@ is over after ``seconds=120``.
 import contextlib
 import json
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from recipes.core.ranks import RankInfo
 # Shares of ``seconds`` at which a part is given up.
 LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
 POLL_S = 0.3
+OVER_S = 5.0  # after the whole, for whatever hangs in this process itself
 LEAVE_S = 3.0  # for the others to leave before the rank that gave the verdict
 STALE_S = 300.0  # a file of an earlier examination in the same folder is older than this
 
@@ -43,30 +45,38 @@ class Meeting:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         self._begin = time.time()
 
     def tell(self, name: str, content: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         rundir.write_json(self.folder / f"{name}.json", content)
 
     def wait(self, names: Sequence[str], end: float) -> dict[str, dict[str, Any]]:
         """What is there of ``names``, as soon as all is, or at ``end`` (time.monotonic)."""
         found: dict[str, dict[str, Any]] = {}
         while True:
-            there = set(os.listdir(self.folder))  # once, and it makes NFS look again
-            for name in names:
-                if name not in found and f"{name}.json" in there and (content := self._read(name)) is not None:
-                    found[name] = content
+            with contextlib.suppress(FileNotFoundError):  # who comes late finds it swept
+                there = set(os.listdir(self.folder))  # once, and it makes NFS look again
+                found |= {
+                    name: word
+                    for name in names
+                    if f"{name}.json" in there - found.keys() and (word := self._read(name))
+                }
             if len(found) == len(names) or time.monotonic() > end:
                 return found
             time.sleep(POLL_S)
 
     def _read(self, name: str) -> dict[str, Any] | None:
+        """A word, unless an examination that was ended before its verdict has left it."""
         path = self.folder / f"{name}.json"
         with contextlib.suppress(OSError):
             if path.stat().st_mtime > self._begin - STALE_S:
                 return rundir.read_json(path)
         return None
+
+    def sweep(self) -> None:
+        """Leaves nothing for the next examination to find."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def examine_all(settings: Settings, info: RankInfo) -> int:
@@ -78,7 +88,8 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
         return begin + share * cfg.seconds
 
     run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
-    meeting = Meeting(run_dir / "reports" / (rundir.launch_id(os.environ) or "now"))
+    # A job's steps come one after another, and each is an examination of its own.
+    meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}")
     nonce = meeting.folder.as_posix()
     server = reach.Server(info.node_rank, nonce)
     here = examine.Surroundings(os.environ, info, run_dir, _data_dir(cfg), settings.run.device is Device.cpu)
@@ -253,6 +264,7 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
     )
     if len(gone) + 1 < info.world_size:
         _end_step()
+    meeting.sweep()
     return code
 
 
@@ -273,7 +285,7 @@ def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, depu
         if min(int(name.partition("-")[2]) for name in alive) == info.rank:
             return _judge(meeting, info, cfg, run_dir, 0)
         meeting.wait(["verdict"], end)
-    meeting.tell(f"gone-{info.rank}", {})
+    meeting.tell(f"gone-{info.rank}", {"rank": info.rank})
     return rundir.EXIT_DONE
 
 
@@ -296,8 +308,11 @@ def main(argv: list[str]) -> int:
     info = ranks.detect(os.environ)
     envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
-    signal.signal(signal.SIGALRM, _out_of_time)
-    signal.alarm(int(settings.config.seconds) + 5)
+    over = threading.Timer(
+        settings.config.seconds + OVER_S, _out_of_time
+    )  # a signal's handler waits for a call that hangs
+    over.daemon = True
+    over.start()
     return examine_all(settings, info)
 
 
@@ -331,7 +346,7 @@ def propose(words: Sequence[str]) -> int:
     return rundir.EXIT_DONE
 
 
-def _out_of_time(number: int, frame: object) -> NoReturn:
+def _out_of_time() -> NoReturn:
     print(
         f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
     )

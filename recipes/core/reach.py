@@ -118,7 +118,7 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
         try:
             with socket.create_connection((address, port), timeout_s) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = _talk(connection, Link(peer, host, address, name_s=name_s), nonce)
+                link = _talk(connection, Link(peer, host, address, name_s=name_s), nonce, timeout_s)
         except OSError as error:
             why = words(error)
             continue
@@ -153,11 +153,11 @@ def resolve(host: str, timeout_s: float) -> list[str]:
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers[0]))
 
 
-def _talk(connection: socket.socket, link: Link, nonce: str) -> Link:
+def _talk(connection: socket.socket, link: Link, nonce: str, timeout_s: float) -> Link:
     """Round trips, the clock, and whether large messages pass."""
     try:
         begin, asked = time.monotonic(), time.time()
-        known = json.loads(_echo(connection, b"who"))
+        known = json.loads(_echo(connection, b"who", timeout_s))
         took = time.monotonic() - begin
         clock_s = float(known["time"]) - asked - took / 2
         if (known["nonce"], known["node_rank"]) != (nonce, link.peer):
@@ -172,10 +172,10 @@ def _talk(connection: socket.socket, link: Link, nonce: str) -> Link:
         trips = []
         for _ in range(ECHOES):
             begin = time.monotonic()
-            _echo(connection, bytes(SMALL))
+            _echo(connection, bytes(SMALL), timeout_s)
             trips.append(time.monotonic() - begin)
         link = _with(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
-        _echo(connection, bytes(LARGE))
+        _echo(connection, bytes(LARGE), timeout_s)
     except OSError as error:
         return _with(link, fault="large" if link.round_trip_s else "small", why=words(error))
     return link
@@ -185,18 +185,21 @@ def _with(link: Link, **changes: Any) -> Link:
     return Link(**{**asdict(link), **changes})
 
 
-def _echo(connection: socket.socket, data: bytes) -> bytes:
-    """Sends ``data`` and gives what comes back. Raises OSError."""
+def _echo(connection: socket.socket, data: bytes, timeout_s: float) -> bytes:
+    """Sends ``data`` and gives what comes back, all in ``timeout_s``, also where it comes byte by byte. Raises OSError."""
+    end = time.monotonic() + timeout_s
+    connection.settimeout(timeout_s)
     connection.sendall(LENGTH.pack(len(data)) + data)
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size, end))
     if length > LARGEST:
         raise OSError(errno.EPROTO, "something else answers there")
-    return _exactly(connection, length)
+    return _exactly(connection, length, end)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
     data = bytearray()
     while len(data) < count:
+        connection.settimeout(max(0.01, end - time.monotonic()))
         part = connection.recv(count - len(data))
         if not part:
             raise OSError(errno.ECONNRESET, "the connection was closed")

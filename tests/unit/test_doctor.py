@@ -43,6 +43,7 @@ def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None
     assert ended.status == 0, ended.out
     assert "all_reduce busbw" in ended.out
     assert ended.lines[-1] == "healthy: 1 node"
+    assert list((tmp_path / "reports").iterdir()) == []  # nothing for the next one to take for its own
 
 
 def test_an_env_file(tmp_path: Path) -> None:

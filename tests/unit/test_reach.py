@@ -1,0 +1,128 @@
+"""TCP from node to node: who answers, who does not, and who is somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from recipes.core import reach
+from recipes.core.reach import Server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(3, "this run")
+    yield made
+    made.close()
+
+
+def served(answer: Callable[[socket.socket], None]) -> int:
+    """A port of somebody who speaks in another way."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with listener, connection:
+            answer(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def test_a_node_that_answers(server: Server) -> None:
+    port, master = server.listen(), server.listen()
+    link = reach.probe(3, "localhost", port, "this run", 5, master)
+    assert link.fault == ""
+    assert link.round_trip_s is not None
+    assert 0 < link.round_trip_s < 1
+    assert link.clock_s is not None
+    assert abs(link.clock_s) < 0.5
+
+
+def test_both_families(server: Server) -> None:
+    port = server.listen()
+    for address in ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]:
+        assert reach.probe(3, address, port, "this run", 5).fault == ""
+
+
+def test_many_at_once(server: Server) -> None:
+    port = server.listen()
+    links: list[reach.Link] = []
+    threads = [
+        threading.Thread(target=lambda: links.append(reach.probe(3, "127.0.0.1", port, "this run", 10)))
+        for _ in range(50)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [link.fault for link in links] == [""] * 50
+
+
+def test_a_master_port_that_is_closed(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closed = other.getsockname()[1]
+    link = reach.probe(3, "127.0.0.1", server.listen(), "this run", 5, closed)
+    assert (link.fault, link.why) == ("master", "Connection refused")
+
+
+def test_nobody_there(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closed = other.getsockname()[1]
+    link = reach.probe(3, "127.0.0.1", closed, "this run", 5)
+    assert (link.fault, link.why) == ("connect", "Connection refused")
+    assert reach.probe(3, "no-such-host.invalid", 1, "this run", 20).fault == "name"
+    assert reach.probe(3, "a" * 300, 1, "this run", 5).fault == "name"
+
+
+def test_another_node_or_another_run_answers(server: Server) -> None:
+    port = server.listen()
+    assert reach.probe(4, "127.0.0.1", port, "this run", 5).fault == "foreign"
+    assert reach.probe(3, "127.0.0.1", port, "that run", 5).fault == "foreign"
+
+
+def drips(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("!I", 1000))
+        for _ in range(100):
+            connection.sendall(b".")
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (lambda connection: time.sleep(5), "small"),  # it accepts, and never says a word
+        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "small"),
+        (lambda connection: connection.sendall(struct.pack("!I", 2) + b"{}"), "foreign"),
+        (lambda connection: connection.sendall(struct.pack("!I", 1 << 31)), "small"),
+        (drips, "small"),
+        (lambda connection: None, "small"),
+    ],
+    ids=["silence", "HTTP", "other JSON", "too long", "a byte now and then", "closed"],
+)
+def test_somebody_who_speaks_otherwise_is_found_in_bounded_time(
+    answer: Callable[[socket.socket], None], fault: str
+) -> None:
+    begin = time.monotonic()
+    assert reach.probe(3, "127.0.0.1", served(answer), "this run", 1).fault == fault
+    assert time.monotonic() - begin < 4
+
+
+def test_garbage_does_no_harm_to_the_server(server: Server) -> None:
+    port = server.listen()
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 1 << 31), b"\0", b"", struct.pack("!I", 5) + b"ab"):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(garbage)
+    assert reach.probe(3, "127.0.0.1", port, "this run", 5).fault == ""
+
+
+def test_who_listens(server: Server) -> None:
+    assert "(py" in reach.who_listens(server.listen())
+    assert reach.who_listens(1) == ""
