@@ -250,7 +250,7 @@ def _decoys(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     for (name, address), where in having.items():
         if len(where) > 1:
             what = f"{name} has one and the same address there, {address}"
-            mend = f"never for NCCL_SOCKET_IFNAME; the recipes take the interface by its route. Without need of it: ip link del {name}"
+            mend = "never for NCCL_SOCKET_IFNAME; the recipes take the interface by its route"
             verdict.entries.append(Entry(where, what, mend, False))
 
 
