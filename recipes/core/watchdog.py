@@ -78,13 +78,15 @@ def place(step: int, phase: int) -> str:
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     """Looks at the pulse until the parent has ended, and ends it where there is none for ``timeout_s``."""
-    last, since = PULSE.unpack_from(memory), time.monotonic()
+    last, quiet_s, looked = PULSE.unpack_from(memory), 0.0, time.monotonic()
     while os.getppid() == parent:
         time.sleep(POLL_S)
         now = PULSE.unpack_from(memory)
+        # A job that is suspended (scontrol suspend) stops both processes: time that this one did not see does not count.
+        quiet_s, looked = quiet_s + min(time.monotonic() - looked, 2 * POLL_S), time.monotonic()
         if now != last or now[2] == UNWATCHED:
-            last, since = now, time.monotonic()
-        elif time.monotonic() - since > timeout_s:
+            last, quiet_s = now, 0.0
+        elif quiet_s > timeout_s:
             _end(parent, memory, timeout_s)
             return
 
