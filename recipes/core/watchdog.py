@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ PHASES = (
 UNWATCHED, START, SUM, EVALUATION, COUNT, SAVING, DATA, FORWARD, MODEL, BACKWARD, UPDATE = range(len(PHASES))
 POLL_S = 0.5
 MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
+TELL_S = 5.0  # for the run directory's file system to take the last words
 STACK_S = 3.0  # for faulthandler to write the stack
 PR_SET_PDEATHSIG = 1
 
@@ -92,6 +94,23 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
+    # Not waited for without end: what the rank hangs in may be the file system of the log and the record.
+    telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
+    telling.start()
+    telling.join(TELL_S)
+    for number, patience_s in (
+        (signal.SIGABRT, STACK_S),
+        (signal.SIGKILL, 0.0),
+    ):  # faulthandler writes the stack at the first
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, number)
+        deadline = time.monotonic() + patience_s
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _tell(memory: mmap.mmap, timeout_s: float) -> None:
+    """Says which rank is ended and why, and leaves its record."""
     from recipes.core import rundir
 
     _, step, phase = PULSE.unpack_from(memory)
@@ -104,15 +123,6 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
             rundir.record_failure(
                 Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind="error", error=line
             )
-    for number, patience_s in (
-        (signal.SIGABRT, STACK_S),
-        (signal.SIGKILL, 0.0),
-    ):  # faulthandler writes the stack at the first
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(parent, number)
-        deadline = time.monotonic() + patience_s
-        while os.getppid() == parent and time.monotonic() < deadline:
-            time.sleep(0.05)
 
 
 def main(argv: list[str]) -> None:

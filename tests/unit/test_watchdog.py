@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from recipes.core import watchdog
+from recipes.core import rundir, watchdog
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -74,6 +76,26 @@ def test_a_rank_that_gets_on_is_left_alone(way: str, tmp_path: Path) -> None:
     ended = helpers.finish(rank(tmp_path, way), timeout_s=60)
     assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
     assert list((tmp_path / "failures").iterdir()) == []
+
+
+def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the watchdog: it may be what the rank waits for."""
+    hangs = threading.Event()
+    monkeypatch.setattr(rundir, "record_failure", lambda *args, **record: hangs.wait(60))
+    monkeypatch.setattr(watchdog, "TELL_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    memory = mmap.mmap(-1, watchdog.BYTES)
+    note = json.dumps({"run_dir": str(tmp_path), "attempt": 0}).encode()
+    memory[watchdog.NOTE_AT : watchdog.NOTE_AT + len(note)] = note
+    begin = time.monotonic()
+    try:
+        watchdog._end(process.pid, memory, 1.5)
+        assert process.wait(10) < 0
+        assert time.monotonic() - begin < 10
+    finally:
+        hangs.set()
+        process.kill()
+        process.wait()
 
 
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
