@@ -226,7 +226,7 @@ class RunKeys:
         check(self)
         if not self.resume:
             raise ConfigError("resume=: wants auto, never or a checkpoint's path")
-        if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] not in "01":
+        if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] != "0":
             raise ConfigError(
                 f"umask={shown(self.umask)}: wants three octal digits that leave you your own files, such as 077 or 027"
             )

@@ -201,6 +201,13 @@ def test_a_job_key_behind_a_recipe_names_sbatchs_option() -> None:
     assert "--nodes=4" in refusal("nodes=4", recipe="mnist")
 
 
+@pytest.mark.parametrize("mask", ["177", "0100", "777", "abc", "77", "8"])
+def test_a_umask_that_closes_ones_own_folders_is_refused(mask: str) -> None:
+    """A folder that its owner may not enter is of no use, so 1 is none of the digits that come first."""
+    assert refusal(f"umask={mask}", recipe="mnist").startswith(f"umask={mask}: wants three octal digits")
+    assert parse("umask=0027", recipe="mnist").run.umask == "0027"
+
+
 # --- interpolation
 
 
