@@ -216,7 +216,10 @@ class Run:
         if there and self.world.ranks.restart_count:
             wanted = "auto"  # a job that was queued again goes on from what it has saved itself
         if wanted not in ("auto", "never"):
-            return str(Path(wanted).expanduser())
+            path = Path(wanted).expanduser()
+            if not os.path.exists(path):
+                raise InputError(f"resume={wanted}: there is no such file on {self.world.host}")
+            return str(path)
         if wanted == "never":
             if there:
                 raise InputError(

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,17 @@ def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Sta
     assert any(line.endswith(wanted) for line in ended.lines), ended.out
     assert conftest.newest(run_dir).name == "step-00000010.pt"
     assert conftest.steps(run_dir, 1) == []
+
+
+@pytest.mark.fault(32)
+def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: Start, tmp_path: Path) -> None:
+    """What somebody has typed is not waited for."""
+    there = tmp_path / "step-00000012.pt"
+    begin = time.monotonic()
+    ended = helpers.finish(start(tmp_path / "run", f"resume={there}", "max_steps=2", ranks=0))
+    assert ended.status == 2, ended.out
+    assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.fault(33)
