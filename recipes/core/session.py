@@ -273,6 +273,7 @@ class Run:
             self.saver.check()
 
     def _saved(self, path: Path, step: int) -> None:
+        self.check_mine()
         rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)

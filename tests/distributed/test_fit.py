@@ -122,6 +122,8 @@ def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> 
     (tmp_path / "attempt.json").write_text('{"attempt": 1, "launch": "other", "hosts": ["x"]}')
     with pytest.raises(RuntimeError, match="a later attempt writes here"):
         run.check_mine()
+    with pytest.raises(RuntimeError, match="a later attempt writes here"):
+        run._saved(tmp_path / "checkpoints" / "step-00000001.pt", 1)
     before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
     assert session._fail(run, RuntimeError("late")) == 1
     assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
