@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import sys
 import threading
@@ -333,7 +334,9 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, config.ROOT)
         _set_threads(start)
         device = dist.resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
-        # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process.
+        # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process; Python's own
+        # handler of SIGINT would run when the wait for the others is over.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         info = start.ranks
 
         def tell(name: str) -> None:

@@ -308,3 +308,26 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
     assert helpers.read(run_dir, "status")["state"] == "failed"
     assert conftest.newest(run_dir).name == "step-00000005.pt"
     assert not re.search(r"^Traceback", terminal.said, re.MULTILINE), terminal.said
+
+
+@pytest.mark.fault(12)
+def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
+    """By hand, the other rank never started: the wait is torch's, in which no Python handler runs."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]
+    rank = helpers.start(argv, cwd=repo, environ=environ)
+    try:
+
+        def listens() -> bool:
+            with socket.socket() as other:
+                return other.connect_ex(("127.0.0.1", port)) == 0
+
+        helpers.wait_until(listens, 60, "rank 0 at its port")
+        time.sleep(1.0)
+        rank.send_signal(signal.SIGINT)
+        assert helpers.finish(rank, AT_ONCE_S).status == -signal.SIGINT
+    finally:
+        conftest.end(rank)
