@@ -1,5 +1,6 @@
 """metrics.jsonl, summary.json and what a run was made with."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recipes.core import config
+from recipes.core.rundir import MachineError
 
 
 class Rows:
@@ -20,18 +22,28 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         # A line that a killed attempt left half written is ended, so that it spoils no other.
+        self._path = path
         torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         if torn:
             self._file.write("\n")
 
     def add(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        """Raises MachineError, one line, where there is no room."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise MachineError(
+                f"run_dir={self._path.parent}: {self._path.name} cannot be written ({error.strerror}): make room there; "
+                "started again, the run goes on from the last checkpoint"
+            ) from None
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with contextlib.suppress(OSError):  # what `add` has raised already: it ends the run, and is its last word
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.core import checkpoint, rundir
+from recipes.core import checkpoint, metrics, rundir
 from recipes.core.checkpoint import HostCopy, Keep, Saver
 from recipes.core.rundir import MachineError
 
@@ -99,6 +99,16 @@ def test_room_is_looked_at_before_anything_is_copied(tmp_path: Path, monkeypatch
     saver.save(content())
     saver.wait()
     assert names(tmp_path) == ["latest", "step-00000001.pt"]
+
+
+def test_a_row_for_which_there_is_no_room_is_said_in_a_line(tmp_path: Path) -> None:
+    """Rows come far more often than checkpoints, so a disk that others have filled is met here first."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    rows = metrics.Rows(tmp_path / "metrics.jsonl")
+    words = rf"^run_dir={tmp_path}: metrics.jsonl cannot be written \(No space left on device\): make room there"
+    with pytest.raises(MachineError, match=words):
+        rows.add({"step": 1})
+    rows.close()
 
 
 def test_one_whose_run_directory_is_anothers_now_writes_nothing(tmp_path: Path) -> None:
