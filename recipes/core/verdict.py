@@ -96,7 +96,7 @@ def judge(expected: Expected, reports: Iterable[object]) -> Verdict:
             own.setdefault(finding, []).append(node)
     verdict.entries += [
         # What all nodes have alike is not mended by leaving all of them out.
-        Entry(sorted(set(where)), what, mend, bad, leave_out and (len(where) < len(nodes) or len(nodes) == 1))
+        Entry(sorted(set(where)), what, mend, bad, leave_out and (len(set(where)) < len(nodes) or len(nodes) == 1))
         for (what, mend, bad, leave_out), where in own.items()
     ]
     _compare(nodes, verdict)
@@ -170,14 +170,14 @@ def _of_nodes(expected: Expected, reports: Iterable[object], verdict: Verdict) -
                 )
             )
         if report.get("local_rank") == 0:
-            nodes.setdefault(node, report)
+            nodes.setdefault(node, {**report, "more": [], "partial": False})
         else:
             others.append(report)
     for report in others:
-        first = nodes.setdefault(report["node_rank"], {"host": report.get("host"), "partial": True})
-        first.setdefault("more", []).append(report)
+        first = nodes.setdefault(report["node_rank"], {"host": report.get("host"), "more": [], "partial": True})
+        first["more"].append(report)
     for node, first in nodes.items():  # where each rank is shown a GPU of its own, a node's are all of theirs
-        seen = [_dict(_dict(one.get("facts")).get("gpus")).get("gpus") for one in (first, *first.get("more", []))]
+        seen = [_dict(_dict(one.get("facts")).get("gpus")).get("gpus") for one in (first, *first["more"])]
         nodes[node] = {**first, "gpus": [gpu for part in seen for gpu in _list(part) if isinstance(gpu, dict)]}
     return nodes
 
@@ -189,6 +189,14 @@ def _missing(expected: Expected, nodes: Mapping[int, Any], verdict: Verdict) -> 
                 Entry([node], "did not answer: it hangs, was never started, or does not see run_dir",
                       "log in there, or leave it out; where no file system is shared, give each node's own doctor alone", True)
             )  # fmt: skip
+    each, rest = divmod(expected.ranks, max(1, len(expected.hosts)))
+    came = {node: 1 + len(report["more"]) for node, report in nodes.items() if not report["partial"]}
+    short = [node for node, count in came.items() if count < each] if not rest else []
+    if short or (len(came) == len(expected.hosts) and sum(came.values()) < expected.ranks):
+        what = "not all of its ranks answered: they hang, or have ended" if short else "not all ranks answered"
+        verdict.entries.append(
+            Entry(short, what, "the lines above may say why; else log in there, or leave it out", True)
+        )
 
 
 def _findings(report: Mapping[str, Any]) -> Iterable[tuple[str, str, bool, bool]]:
@@ -305,7 +313,7 @@ def _clocks(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     off = {}
     for node, report in nodes.items():
         for link in _list(report.get("links")):
-            if isinstance(link, dict) and link.get("peer") == 0 and isinstance(link.get("clock_s"), (int, float)):
+            if isinstance(link, dict) and link.get("peer") == 0 and _number(link.get("clock_s")):
                 off[node] = -float(link["clock_s"])
     if not off:
         return
@@ -367,7 +375,7 @@ def _together(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     came: dict[int, tuple[str, str]] = {}
     for node, report in nodes.items():
         measured = _dict(report.get("bandwidth"))
-        if measured.get("right") is False:
+        if any(_dict(one.get("bandwidth")).get("right") is False for one in (report, *report["more"])):
             verdict.entries.append(
                 Entry(
                     [node], "an all_reduce has a wrong sum there", "memory or a link corrupts data: leave it out", True
@@ -448,5 +456,10 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _number(value: object) -> bool:
+    """Whether it is one that can be counted with: JSON has whole ones without an end, too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return _number(value) and value > 0  # type: ignore[operator]

@@ -230,3 +230,38 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
         assert line.isprintable()
     json.dumps(verdict.as_json(found))
     assert all(math.isfinite(value) for value in found.figures.values())
+
+
+def test_what_each_rank_of_one_node_says_is_that_nodes() -> None:
+    reports = healthy(2)
+    broken = {"what": "nvidia-smi fails (no answer)", "mend": "tell the site", "bad": True}
+    reports += [{**reports[1], "rank": 2 + i, "local_rank": i + 1, "findings": [broken]} for i in range(3)]
+    assert judged(reports, 2).exclude == ["node1"]
+
+
+def ranks_of_each(count: int, each: int) -> list[Report]:
+    """As `healthy`, with so many ranks on each node."""
+    return [
+        {**one, "rank": one["node_rank"] * each + i, "local_rank": i} for one in healthy(count) for i in range(each)
+    ]
+
+
+def test_a_rank_beside_the_first_that_does_not_answer_or_has_a_wrong_sum() -> None:
+    reports = ranks_of_each(3, 4)
+    assert verdict.judge(Expected(hosts(3), 12), reports).entries == []
+    reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "right": False}}
+    assert bad(verdict.judge(Expected(hosts(3), 12), reports)) == {"node1": "an all_reduce has a wrong sum there"}
+    del reports[10], reports[6]
+    found = verdict.judge(Expected(hosts(3), 12), reports)
+    assert set(bad(found)) == {"node1", "node2"}
+    assert "not all of its ranks answered" in bad(found)["node2"]
+    assert not verdict.judge(Expected(hosts(3), 13), ranks_of_each(3, 4)).healthy
+
+
+def test_numbers_without_an_end_and_words_where_lists_should_be() -> None:
+    reports = healthy(2)
+    reports[0].update(more="x", partial=True)
+    reports[1]["links"][0]["clock_s"] = 10**400
+    reports[1]["facts"]["gpus"]["gpus"][0]["tflops"] = 10**400
+    reports.append({**reports[0], "rank": 2, "local_rank": 1})
+    assert judged(reports, 2).healthy
