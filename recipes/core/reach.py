@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ LENGTH = struct.Struct("!I")
 LARGEST = 1 << 20  # of a message; what comes with more is nobody's who speaks this
 SMALL, LARGE = 64, 256 << 10  # bytes: one packet of any network; many full ones
 ECHOES = 8
+STEPS = 4  # of a step's time, that asking one node takes at most
 QUIET_S = 20.0  # after which a connection on which nothing comes is closed
 
 
@@ -106,8 +108,16 @@ def listener(port: int) -> socket.socket:
 
 
 def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> Link:
-    """Asks the server of node ``peer`` on ``host``. timeout_s: of each step. master_port: tried too, where it is given."""
+    """Asks the server of node ``peer`` on ``host``. timeout_s: of each step; all together take `STEPS` times that at most,
+    whoever answers there, and however slowly. master_port: tried too, where it is given."""
     begin = time.monotonic()
+    end = begin + STEPS * timeout_s
+
+    def left() -> float:
+        if (remaining := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        return min(timeout_s, remaining)
+
     try:
         found = resolve(host, timeout_s)
     except OSError as error:
@@ -116,15 +126,15 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
     why = "no address"
     for address in found:
         try:
-            with socket.create_connection((address, port), timeout_s) as connection:
+            with socket.create_connection((address, port), left()) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = _talk(connection, Link(peer, host, address, name_s=name_s), nonce, timeout_s)
+                link = _talk(connection, left, Link(peer, host, address, name_s=name_s), nonce)
         except OSError as error:
             why = words(error)
             continue
         if not link.fault and master_port:
             try:
-                socket.create_connection((address, master_port), timeout_s).close()
+                socket.create_connection((address, master_port), left()).close()
             except OSError as error:
                 return _with(link, fault="master", why=words(error))
         return link
@@ -153,11 +163,11 @@ def resolve(host: str, timeout_s: float) -> list[str]:
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers[0]))
 
 
-def _talk(connection: socket.socket, link: Link, nonce: str, timeout_s: float) -> Link:
+def _talk(connection: socket.socket, left: Callable[[], float], link: Link, nonce: str) -> Link:
     """Round trips, the clock, and whether large messages pass."""
     try:
         begin, asked = time.monotonic(), time.time()
-        known = json.loads(_echo(connection, b"who", timeout_s))
+        known = json.loads(_echo(connection, left, b"who"))
         took = time.monotonic() - begin
         clock_s = float(known["time"]) - asked - took / 2
         if (known["nonce"], known["node_rank"]) != (nonce, link.peer):
@@ -172,10 +182,10 @@ def _talk(connection: socket.socket, link: Link, nonce: str, timeout_s: float) -
         trips = []
         for _ in range(ECHOES):
             begin = time.monotonic()
-            _echo(connection, bytes(SMALL), timeout_s)
+            _echo(connection, left, bytes(SMALL))
             trips.append(time.monotonic() - begin)
         link = _with(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
-        _echo(connection, bytes(LARGE), timeout_s)
+        _echo(connection, left, bytes(LARGE))
     except OSError as error:
         return _with(link, fault="large" if link.round_trip_s else "small", why=words(error))
     return link
@@ -185,21 +195,20 @@ def _with(link: Link, **changes: Any) -> Link:
     return Link(**{**asdict(link), **changes})
 
 
-def _echo(connection: socket.socket, data: bytes, timeout_s: float) -> bytes:
-    """Sends ``data`` and gives what comes back, all in ``timeout_s``, also where it comes byte by byte. Raises OSError."""
-    end = time.monotonic() + timeout_s
-    connection.settimeout(timeout_s)
+def _echo(connection: socket.socket, left: Callable[[], float], data: bytes) -> bytes:
+    """Sends ``data`` and gives what comes back. left: seconds that a step may still take. Raises OSError."""
+    connection.settimeout(left())
     connection.sendall(LENGTH.pack(len(data)) + data)
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size, end))
+    (length,) = LENGTH.unpack(_exactly(connection, left, LENGTH.size))
     if length > LARGEST:
         raise OSError(errno.EPROTO, "something else answers there")
-    return _exactly(connection, length, end)
+    return _exactly(connection, left, length)
 
 
-def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
+def _exactly(connection: socket.socket, left: Callable[[], float], count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
-        connection.settimeout(max(0.01, end - time.monotonic()))
+        connection.settimeout(left())
         part = connection.recv(count - len(data))
         if not part:
             raise OSError(errno.ECONNRESET, "the connection was closed")
