@@ -58,14 +58,15 @@ class Case:
 def cases(operation: str, size: int, world: World) -> Iterator[Case]:
     """The forms that torch has of an operation on ``size`` bytes of float32, which is cut into ranks' parts of whole 16 bytes.
 
-    None where no part is left. Each rank gives its number from 1 on, so that sums stay exact.
+    None where no part is left. Each rank gives its number from 1 on; to what is summed `addend` of it, so that sums stay exact.
     """
     n, rank = world.size, world.rank
     count = size // 4 if operation in WHOLE else size // 4 // n // 4 * 4
     if not count:
         return
     ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
-    mine, total = rank + 1.0, n * (n + 1) / 2
+    mine, addends = rank + 1.0, torch.tensor([addend(i) for i in range(n)], device=world.device)[:, None]
+    total = sum(map(addend, range(n)))
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(*shape, count, device=world.device)
@@ -81,10 +82,12 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
         yield Case(in_place, partial(dist.broadcast, data, 0), ((data, mine),), ((data, 1.0),))
     elif operation == "reduce":
         data = zeros()
-        yield Case(in_place, partial(dist.reduce, data, 0), ((data, mine),), ((data, total),) if rank == 0 else ())
+        yield Case(
+            in_place, partial(dist.reduce, data, 0), ((data, addend(rank)),), ((data, total),) if rank == 0 else ()
+        )
     elif operation == "all_reduce":
         data = zeros()
-        yield Case(in_place, partial(dist.all_reduce, data), ((data, mine),), ((data, total),))
+        yield Case(in_place, partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
     elif operation == "gather":
         part, parts = zeros(), list(zeros(n)) if rank == 0 else None
         right = tuple((one, i + 1.0) for i, one in enumerate(parts or []))
@@ -102,7 +105,7 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
         whole = zeros(n)
         for form, part in ((own, zeros()), (in_place, whole[rank])):
             call = partial(dist.reduce_scatter_tensor, part, whole.view(-1))
-            yield Case(form, call, ((whole, ranks * mine),), ((part, total * mine),))
+            yield Case(form, call, ((whole, addends * addend(rank)),), ((part, total * addend(rank)),))
     elif operation == "all_to_all":
         whole, came = zeros(n), zeros(n)
         yield Case(
@@ -113,6 +116,11 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
         )
     else:
         raise ValueError(f"no operation {operation!r}")
+
+
+def addend(rank: int) -> float:
+    """What a rank gives to a sum. Small: float32 is exact up to 2^24, which ranks' own numbers pass from some hundred ranks on."""
+    return rank % 13 + 1.0
 
 
 def _ring(data: Tensor, came: Tensor, to: int, of: int) -> None:

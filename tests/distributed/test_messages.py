@@ -8,6 +8,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_pairs_of_one_rank_are_refused(tmp_path: Path) -> None:
     ended = run(tmp_path, 1, "pairs=true")
     assert ended.status == 2
     assert "pairs=true: takes two ranks or more" in ended.out
+
+
+def test_sums_are_exact_in_float32_whatever_the_number_of_ranks() -> None:
+    count = 1024
+    cases = [
+        next(bandwidth.cases("reduce_scatter", 16 * count, SimpleNamespace(size=count, rank=rank, device="cpu")))
+        for rank in range(count)
+    ]
+    total = torch.zeros(count)
+    for case in cases:  # one after another, as round a ring
+        total += torch.as_tensor(case.fill[0][1]).flatten()
+    assert total.tolist() == [case.right[0][1] for case in cases]
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))
