@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,20 +70,20 @@ def everything(here: Surroundings, deadline_s: float) -> Report:
     report = Report(here.info.rank, here.info.node_rank, here.info.local_rank, socket.gethostname())
     checks = CHECKS if here.info.local_rank == 0 else (gpus,)
     pool = ThreadPoolExecutor(len(checks))  # not in a with: it would wait for a thread that hangs
-    begun = [(check, pool.submit(check, here)) for check in checks]
-    end = time.monotonic() + deadline_s
-    for check, answer in begun:
-        name = check.__name__
-        try:
-            facts, findings = answer.result(max(0.0, end - time.monotonic()))
-            report.facts[name] = facts
-            report.findings += findings
-        except TimeoutError:
+    begun = {check.__name__: pool.submit(check, here) for check in checks}
+    answered, _ = wait(begun.values(), deadline_s)
+    for name, answer in begun.items():
+        if answer not in answered:
             report.findings.append(
                 Finding(
                     f"its {name} could not be looked at in {deadline_s:g} s", f"log in there and see what hangs: {name}"
                 )
             )
+            continue
+        try:
+            facts, findings = answer.result()
+            report.facts[name] = facts
+            report.findings += findings
         except Exception as error:  # one check's fault is not to hide what the others find
             report.findings.append(
                 Finding(

@@ -55,13 +55,17 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def breaks(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(examine, "CHECKS", (hangs, breaks, examine.cpus))
+    def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+        raise TimeoutError("the kernel does not answer")
+
+    monkeypatch.setattr(examine, "CHECKS", (hangs, breaks, gives_up, examine.cpus))
     begin = time.monotonic()
     report = examine.everything(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
     assert [(found.what, found.bad) for found in report.findings] == [
         ("its hangs could not be looked at in 0.5 s", True),
         ("its breaks could not be looked at (RuntimeError: no such thing)", False),
+        ("its gives_up could not be looked at (TimeoutError: the kernel does not answer)", False),
     ]
     assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
 
