@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -308,11 +309,12 @@ def main(argv: list[str]) -> int:
     info = ranks.detect(os.environ)
     envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
-    over = threading.Timer(
-        settings.config.seconds + OVER_S, _out_of_time
-    )  # a signal's handler waits for a call that hangs
+    # A thread's, since a signal's handler waits for a call that hangs.
+    over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
     over.daemon = True
     over.start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _told_to_end)
     return examine_all(settings, info)
 
 
@@ -350,7 +352,13 @@ def _out_of_time() -> NoReturn:
     print(
         f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
     )
+    examine.leave()
     os._exit(rundir.EXIT_MACHINE)
+
+
+def _told_to_end(number: int, frame: object) -> NoReturn:
+    examine.leave()
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":
@@ -366,4 +374,5 @@ if __name__ == "__main__":
         )
         status = rundir.EXIT_MACHINE
     sys.stdout.flush()
+    examine.leave()
     os._exit(status)  # a check that hangs is not waited for

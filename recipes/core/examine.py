@@ -3,6 +3,7 @@
 Whatever can hang (a file system, a driver, a resolver) is asked in a process of its own, which may be left behind.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -49,6 +50,7 @@ class Report:
         return asdict(self)
 
 
+_ASKED: set["subprocess.Popen[str]"] = set()
 Check = Callable[["Surroundings"], tuple[Facts, list[Finding]]]
 
 
@@ -110,6 +112,22 @@ def ask(
         )  # fmt: skip
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
+    _ASKED.add(process)
+    try:
+        return _answer(process, os.path.basename(command[0]), timeout_s)
+    finally:
+        _ASKED.discard(process)
+
+
+def leave() -> None:
+    """Ends the commands that are still being asked: they are sessions of their own, and would stay."""
+    for process in list(_ASKED):
+        if process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answer(process: "subprocess.Popen[str]", name: str, timeout_s: float) -> tuple[str, str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -120,7 +138,7 @@ def ask(
             subprocess.TimeoutExpired
         ):  # what waits for a dead file system or driver stays, and is nobody's to wait for
             out = ""
-        return out, f"{os.path.basename(command[0])} did not answer in {timeout_s:g} s"
+        return out, f"{name} did not answer in {timeout_s:g} s"
     if process.returncode:
         return out, " ".join((err or out).split())[-200:] or f"status {process.returncode}"
     return out, ""

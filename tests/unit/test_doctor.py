@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +47,28 @@ def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None
     assert "all_reduce busbw" in ended.out
     assert ended.lines[-1] == "healthy: 1 node"
     assert list((tmp_path / "reports").iterdir()) == []  # nothing for the next one to take for its own
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_end_does_so_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/started && mv {tmp_path}/started {tmp_path}/pid\nexec sleep 60\n"
+    )
+    asked.chmod(0o755)
+    environ = helpers.clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = [sys.executable, "-m", "recipes.doctor", f"run_dir={tmp_path}/run"]
+    with subprocess.Popen(command, cwd=helpers.ROOT, env=environ) as process:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(5) == 128 + number
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")  # empty of one that has ended
+    end = time.monotonic() + 5
+    while state.exists() and state.read_bytes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not state.exists() or not state.read_bytes()
 
 
 def test_an_env_file(tmp_path: Path) -> None:
