@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import envfile
+from recipes.doctor import Meeting
 from tests import helpers
 
 
@@ -47,6 +48,14 @@ def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None
     assert "all_reduce busbw" in ended.out
     assert ended.lines[-1] == "healthy: 1 node"
     assert list((tmp_path / "reports").iterdir()) == []  # nothing for the next one to take for its own
+
+
+def test_words_are_found_where_this_nodes_clock_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr("recipes.doctor.time.time", lambda: now + 3600)
+    meeting = Meeting(tmp_path)
+    meeting.tell("report-0", {"rank": 0})
+    assert meeting.wait(["report-0"], 0) == {"report-0": {"rank": 0}}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
