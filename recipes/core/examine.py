@@ -238,7 +238,7 @@ def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """/dev/shm, the run directory, TMPDIR and the data folder: each asked in a child, since a file system may not answer."""
-    folders = {"/dev/shm": "shm", str(here.run_dir): "run", here.environ.get("TMPDIR", "/tmp"): "tmp"}
+    folders = {"/dev/shm": "shm", str(here.run_dir): "run", here.environ.get("TMPDIR") or "/tmp": "tmp"}
     if here.data_dir:
         folders[here.data_dir] = "data"
     facts: Facts = {}

@@ -99,6 +99,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert found.bad
     found = only(examine.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
+    assert "tmp" in examine.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
 
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
