@@ -178,7 +178,9 @@ def _of_nodes(expected: Expected, reports: Iterable[object], verdict: Verdict) -
         first["more"].append(report)
     for node, first in nodes.items():  # where each rank is shown a GPU of its own, a node's are all of theirs
         seen = [_dict(_dict(one.get("facts")).get("gpus")).get("gpus") for one in (first, *first["more"])]
-        nodes[node] = {**first, "gpus": [gpu for part in seen for gpu in _list(part) if isinstance(gpu, dict)]}
+        there = [gpu for part in seen for gpu in _list(part) if isinstance(gpu, dict)]
+        unique = {_text(gpu.get("uuid")) or str(number): gpu for number, gpu in reversed(list(enumerate(there)))}
+        nodes[node] = {**first, "gpus": list(reversed(unique.values()))}
     return nodes
 
 
