@@ -45,7 +45,8 @@ def check(recipe: str, words: list[str]) -> int:
 def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
     """0 where the job's nodes are healthy; else 3, and the job is in the queue again without the bad ones, if it may be.
 
-    ``$RECIPES_RESUBMITS`` wins over ``resubmits``: a script that is submitted again is the same.
+    ``$RECIPES_RESUBMITS`` wins over ``resubmits``, and ``$RECIPES_LEFT_OUT`` has the nodes so far: a script that is submitted
+    again is the same.
     """
     settings = config.parse(words, recipe=recipe)
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
@@ -96,11 +97,11 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             )  # fmt: skip
             job_id = submit.submit(again, sys.executable, typed).job_id
         else:
-            excluded = [environ.get("SLURM_JOB_EXCLUDES", ""), *bad]
+            excluded = ",".join(filter(None, [environ.get("RECIPES_LEFT_OUT", ""), *bad]))
             asked = subprocess.run(
-                ["sbatch", "--parsable", f"--exclude={','.join(filter(None, excluded))}", str(run_dir / "job.sh"), *words],
+                ["sbatch", "--parsable", f"--exclude={excluded}", str(run_dir / "job.sh"), *words],
                 capture_output=True, text=True, timeout=120, check=True,
-                env={**submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left)},
+                env={**submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded},
             )  # fmt: skip
             job_id = asked.stdout.strip().partition(";")[0]
     except (OSError, rundir.MachineError, config.ConfigError, subprocess.SubprocessError) as error:

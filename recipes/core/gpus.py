@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
     host = socket.gethostname()
     smi, why = ask(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"], SMI_S)
     there = parse_smi(smi)
-    if why and Path("/proc/driver/nvidia").is_dir():
+    if why and shutil.which("nvidia-smi"):  # many images have none
         wrong.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site", True))
     out, why = ask([sys.executable, "-m", "recipes.core.gpucheck", "gpus"], CHECK_S)
     try:

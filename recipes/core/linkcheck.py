@@ -35,7 +35,14 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0, timeout=timeout,
         wait_for_workers=False, master_listen_fd=listener if rank == 0 else None,
     )  # fmt: skip
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
     say(at="meeting the others")
     seconds, right = all_reduce(device, rank, size)
     say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, right=right)

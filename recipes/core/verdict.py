@@ -185,12 +185,15 @@ def _of_nodes(expected: Expected, reports: Iterable[object], verdict: Verdict) -
 
 
 def _missing(expected: Expected, nodes: Mapping[int, Any], verdict: Verdict) -> None:
-    for node in range(len(expected.hosts)):
-        if node not in nodes or nodes[node].get("partial"):
-            verdict.entries.append(
-                Entry([node], "did not answer: it hangs, was never started, or does not see run_dir",
-                      "log in there, or leave it out; where no file system is shared, give each node's own doctor alone", True)
-            )  # fmt: skip
+    silent = [node for node in range(len(expected.hosts)) if node not in nodes or nodes[node].get("partial")]
+    # Where one node of several is alone with what it wrote, the others wrote it elsewhere.
+    elsewhere = len(silent) == len(expected.hosts) - 1 > 1
+    for node in silent:
+        mend = "log in there, or leave it out; where no file system is shared, run each node's own doctor alone"
+        if elsewhere:
+            mend = "is run_dir on a file system that all nodes share? if not, give one that is"
+        what = "did not answer: it hangs, was never started, or does not see run_dir"
+        verdict.entries.append(Entry([node], what, mend, True, leave_out=not elsewhere))
     each, rest = divmod(expected.ranks, max(1, len(expected.hosts)))
     came = {node: 1 + len(report["more"]) for node, report in nodes.items() if not report["partial"]}
     short = [node for node, count in came.items() if count < each] if not rest else []

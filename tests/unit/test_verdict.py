@@ -178,6 +178,15 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
     assert any("wrongly" in entry.what for entry in verdict.judge(Expected(hosts(2), 8), reports).entries)
 
 
+def test_where_only_one_node_is_seen_the_folder_is_not_shared_and_nobody_is_left_out() -> None:
+    found = judged(healthy(4)[:1], 4)
+    assert set(bad(found)) == {"node1", "node2", "node3"}
+    assert found.exclude == []
+    assert "is run_dir on a file system that all nodes share?" in "\n".join(verdict.lines(found))
+    assert judged(healthy(4)[:2], 4).exclude == ["node2", "node3"]
+    assert judged(healthy(2)[:1], 2).exclude == ["node1"]
+
+
 def test_two_machines_of_one_name_are_told() -> None:
     reports = healthy(3)
     reports[2]["host"] = "node1"
