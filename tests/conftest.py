@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,13 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 @pytest.fixture(autouse=True)
 def _umask() -> Iterator[None]:
-    """Commands that are called in this process set it to 077 for their own files."""
+    """Commands that are called in this process set it to 077 for their own files, and recipes that begin in it block SIGUSR2."""
     before = os.umask(0o022)
     os.umask(before)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     os.umask(before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture(scope="session")

@@ -134,9 +134,11 @@ class _Stop:
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in STOPS}
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # whoever started this may have blocked one
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

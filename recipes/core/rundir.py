@@ -129,22 +129,46 @@ def write_status(
 
 
 def open_attempt(run_dir: Path, hosts: list[str], launch: str = "") -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host, and the launch it is of."""
-    before = read_json(run_dir / "attempt.json")
-    attempt = int(before["attempt"]) + 1 if before else 0
+    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host, and the launch it is of.
+
+    The run directory is the one's that has begun, noted as ``before``, until this one begins too: it may yet be refused.
+    """
+    newest = read_json(run_dir / "attempt.json")
+    attempt = int(newest["attempt"]) + 1 if newest else 0
     content = {"attempt": attempt, "launch": launch, "hosts": hosts, "started": round(time.time(), 3)}
-    write_json(run_dir / "attempt.json", content)
+    write_json(run_dir / "attempt.json", {**content, "before": _begun(newest)})
     return attempt
 
 
 def begin_attempt_at(run_dir: Path, step: int) -> None:
-    """Called by rank 0 alone: notes the step that this attempt begins at."""
-    write_json(run_dir / "attempt.json", {**(read_json(run_dir / "attempt.json") or {}), "from_step": step})
+    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``."""
+    record = {**(read_json(run_dir / "attempt.json") or {}), "from_step": step}
+    record.pop("before", None)
+    write_json(run_dir / "attempt.json", record)
+
+
+def _begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The newest attempt that has begun, of what ``attempt.json`` holds."""
+    return record if record is None or "from_step" in record else record.get("before")
+
+
+def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
+    """The attempt that the run directory is: the one that has begun last, or else that was opened last; None for none.
+
+    of: ``attempt`` or ``launch``, or both, of the one that is asked for, which may be opened and not begun; None where it is neither.
+    """
+    newest = read_json(run_dir / "attempt.json")
+    if not of:
+        return _begun(newest) or newest
+    for record in (newest, _begun(newest)):
+        if record and all(record.get(name) == value for name, value in of.items()):
+            return record
+    return None
 
 
 def gained_nothing(run_dir: Path) -> bool:
     """Whether the newest attempt, and it is not the first, has ended at the step that it began at."""
-    attempt, status = read_json(run_dir / "attempt.json"), read_status(run_dir)
+    attempt, status = owner(run_dir), read_status(run_dir)
     if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
         return False
     return "from_step" not in attempt or bool(status["step"] <= attempt["from_step"])
@@ -214,13 +238,13 @@ def waited_in_vain(record: Mapping[str, Any]) -> bool:
     return record["kind"] == "peer" and "timed out" in record["error"].lower()
 
 
-def verdict(run_dir: Path) -> tuple[str, dict[str, Any] | None]:
-    """Why the newest attempt failed, in one line, and the first failing rank with its host, as far as the records tell.
+def verdict(run_dir: Path, number: int | None = None) -> tuple[str, dict[str, Any] | None]:
+    """Why an attempt (``number``; None: the newest) failed, in one line, and the first failing rank with its host, as far as the records tell.
 
     A rank's own error counts before anything else, the earliest first. Without one, a rank that left no record while others
     lost a peer was killed from outside (SIGKILL, out of memory, its node).
     """
-    attempt = read_json(run_dir / "attempt.json")
+    attempt = read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
     if not attempt:
         return "it failed before its first step; the log above says why", None
     found = (read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
@@ -267,16 +291,16 @@ def close(
     None where it never began, and left things as they were.
     """
     run_dir = of_launch(run_dir, launch)
-    status, attempt = read_status(run_dir), read_json(run_dir / "attempt.json")
-    if not attempt or attempt["launch"] != launch:
+    status, attempt = read_status(run_dir), owner(run_dir, launch=launch)
+    if not attempt:
         return None
     begun = status is not None and status["attempt"] == attempt["attempt"]
-    if not begun and refusal(run_dir, launch):
+    if not begun and (refusal(run_dir, launch) or _runs_elsewhere(status, attempt)):
         return None
     # A rank that was not yet heard of when the others spoke may have left its record since.
     unsure = begun and status is not None and status["state"] == "failed" and "without a word" in status["reason"]
     if not status or not begun or status["state"] == "running" or unsure:
-        why, who = verdict(run_dir)
+        why, who = verdict(run_dir, attempt["attempt"])
         if all_ended_well and not unsure:
             why, who = "every rank ended with status 0 before the run's end", None
         elif first and (who is None or "without a word" in why):
@@ -286,6 +310,15 @@ def close(
         write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
         status = read_status(run_dir)
     return status
+
+
+def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]) -> bool:
+    """Whether an attempt that never began stands beside another job's, which is running as far as can be seen."""
+    before = attempt.get("before")
+    if not before or not status or status["state"] != "running":
+        return False
+    jobs = [str(one["launch"]).rpartition(".")[0] or str(one["launch"]) for one in (before, attempt)]
+    return jobs[0] != jobs[1]
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:

@@ -246,11 +246,10 @@ class Run:
             )
 
     def is_mine(self) -> bool:
-        """Whether the run directory's newest attempt is this one, as far as the file system tells."""
-        newest = rundir.read_json(self.dir / "attempt.json")
-        if newest is None:  # it does not answer just now: no other attempt is seen
+        """Whether no later attempt has taken the run directory over, as far as the file system tells."""
+        if rundir.read_json(self.dir / "attempt.json") is None:  # it does not answer just now: no other attempt is seen
             return True
-        return (newest.get("attempt"), newest.get("launch")) == (self.attempt, rundir.launch_id(os.environ))
+        return rundir.owner(self.dir, attempt=self.attempt, launch=rundir.launch_id(os.environ)) is not None
 
     def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
         """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.
@@ -487,7 +486,7 @@ def _fail(run: Run, error: BaseException) -> int:
     elif not isinstance(error, RunError) and not _known_words(error):
         traceback.print_exc()
     with contextlib.suppress(OSError):
-        reason, first = rundir.verdict(run.dir)
+        reason, first = rundir.verdict(run.dir, run.attempt)
         if not run.is_mine():  # the status is a later attempt's
             return code
         if run.begun or rundir.read_status(run.dir) is None:

@@ -189,7 +189,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
 def _status(submitted: Submitted) -> dict[str, Any] | None:
     """``status.json``, where it is of this job: its run directory may hold an older one."""
     for run_dir in (submitted.run_dir, submitted.run_dir / rundir.EVALUATION):
-        attempt = rundir.read_json(run_dir / "attempt.json")
+        attempt = rundir.owner(run_dir)
         if attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}."):
             return rundir.read_status(run_dir)
     return None

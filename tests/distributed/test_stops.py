@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.core import session
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -126,3 +128,25 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
     assert (summary["resumed_from_step"], summary["steps"], summary["restarts"]) == (saved, saved + 3, 3)
     status = helpers.read(run_dir, "status")
     assert (status["state"], status["reason"], status["first_failing_rank"]) == ("done", "", None)
+
+
+def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path: Path) -> None:
+    launcher = helpers.start([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
+    try:
+        helpers.wait_until(lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, 90, "three rows")
+        alone = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", *WORDS, f"run_dir={tmp_path}"]
+        for word, expected in (("lr=0.5", "differs from these keys"), ("resume=never", "has a checkpoint")):
+            second = helpers.run([*alone, word])
+            assert second.status == 2, second.out
+            assert expected in second.out
+        rows = len(helpers.rows(tmp_path))
+        time.sleep(2 * session.FENCE_S)
+        assert launcher.poll() is None
+        helpers.wait_until(lambda: len(helpers.rows(tmp_path)) > rows, 30, "that it goes on")
+        launcher.send_signal(signal.SIGTERM)
+        ended = helpers.finish(launcher)
+    finally:
+        launcher.kill()
+    assert ended.status == 75, ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["attempt"]) == ("preempted", 0)

@@ -214,6 +214,18 @@ def test_a_checkpoint_is_on_the_disk_soon_after_the_signal(
     record_property(f"s from {name} to a checkpoint on the disk", round(took_s, 2))
 
 
+@pytest.mark.fault(23)
+def test_a_signal_that_whoever_started_it_has_blocked_is_heeded(start: Start, tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    try:
+        launcher = start(tmp_path, "epochs=1000000")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    conftest.wait_for_step(launcher, tmp_path)
+    launcher.send_signal(signal.SIGUSR2)
+    assert_saved(tmp_path, helpers.finish(launcher))
+
+
 # Ctrl-C, from a terminal.
 
 

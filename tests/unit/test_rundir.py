@@ -352,3 +352,37 @@ def test_umask_is_given_back(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_run_directory_is_an_attempts_until_the_next_one_begins(tmp_path: Path) -> None:
+    assert rundir.owner(tmp_path) is None
+    rundir.open_attempt(tmp_path, ["a"], "1.0")
+    rundir.begin_attempt_at(tmp_path, 0)
+    rundir.write_status(tmp_path, "running", attempt=0, step=5)
+    rundir.open_attempt(tmp_path, ["b"], "2.0")  # and is refused
+    assert rundir.open_attempt(tmp_path, ["c"], "3.0") == 2  # and is refused too: their records are not to be mixed
+    mine = rundir.owner(tmp_path)
+    assert mine
+    assert (mine["attempt"], mine["launch"]) == (0, "1.0")
+    assert rundir.owner(tmp_path, attempt=0, launch="1.0")
+    assert rundir.owner(tmp_path, attempt=2, launch="3.0")
+    assert rundir.owner(tmp_path, launch="2.0") is None
+    assert rundir.close(tmp_path, "3.0") is None  # it was killed in its start, say, and the first one runs
+    assert (rundir.read_status(tmp_path) or {})["state"] == "running"
+    closed = rundir.close(tmp_path, "1.0")
+    assert closed
+    assert (closed["state"], closed["attempt"]) == ("failed", 0)
+    rundir.begin_attempt_at(tmp_path, 5)
+    assert rundir.owner(tmp_path, launch="1.0") is None
+    assert rundir.owner(tmp_path) == rundir.owner(tmp_path, launch="3.0")
+    assert "before" not in (rundir.read_json(tmp_path / "attempt.json") or {})
+
+
+def test_a_requeued_attempt_that_never_began_is_a_failure_of_the_job(tmp_path: Path) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "7.0")
+    rundir.begin_attempt_at(tmp_path, 0)
+    rundir.write_status(tmp_path, "running", attempt=0, step=5)  # its node died
+    rundir.open_attempt(tmp_path, ["a"], "7.1")
+    closed = rundir.close(tmp_path, "7.1")
+    assert closed
+    assert (closed["state"], closed["attempt"]) == ("failed", 1)
