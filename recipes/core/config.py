@@ -209,7 +209,7 @@ class RunKeys:
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: none by steps", low=0)
     checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: none by time", low=0)
     keep_checkpoints: int = key(3, "the newest so many stay; 0: all", low=0)
-    keep_every_steps: int = key(0, "checkpoints of every so many steps stay for ever; 0: none", low=0)
+    keep_every_steps: int = key(0, "checkpoints of every so many steps are saved and stay for ever; 0: none", low=0)
     keep_best: bool = key(
         True, "the one of the best evaluation (val_top1) is saved and stays; checkpoints/best names it"
     )

@@ -23,6 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
 SHARE = 0.25  # of a job's time, the most that may be left at its end
 ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
+ANSWER_S = 10.0  # for the controller; one that is silent is not to use up the time that is left
 INTERRUPTED = 130
 
 
@@ -81,7 +82,7 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopF
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     listener.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # blocked by entry.begin
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # SIGUSR2 is blocked by entry.begin, others perhaps by a parent
     try:
         yield flag
     finally:
@@ -104,7 +105,7 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format=%L"], capture_output=True, text=True, timeout=60
+            ["squeue", "--noheader", "--jobs", job, "--format=%L"], capture_output=True, text=True, timeout=ANSWER_S
         )
         if asked.returncode == 0 and (words := asked.stdout.split()):
             return parse_time_left(words[0])

@@ -307,8 +307,11 @@ def close(
             why, who = reason, dict(first)
         state = "incomplete" if all_ended_well and not unsure else "failed"
         step = status["step"] if status else 0
-        write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
-        status = read_status(run_dir)
+        told = {"state": state, "attempt": attempt["attempt"], "step": step, "reason": why}
+        status = {**told, "exit_status": who["exit_status"] if who and "exit_status" in who else None}
+        with contextlib.suppress(OSError):  # a full disk: what it came to is said all the same
+            write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
+            status = read_status(run_dir)
     return status
 
 

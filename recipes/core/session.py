@@ -218,6 +218,8 @@ class Run:
             wanted = "auto"  # a job that was queued again goes on from what it has saved itself
         if wanted not in ("auto", "never"):
             path = Path(wanted).expanduser()
+            if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
+                path = path.with_name(name)
             if not os.path.exists(path):
                 raise InputError(f"resume={wanted}: there is no such file on {self.world.host}")
             return str(path)

@@ -200,9 +200,9 @@ def fit(
             before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
             # What all ranks decide by is one step old, so that no step waits for it; at a row it is read at once.
             _, stop, save = before.read() if before else (0.0, False, False)
-            every = run.keys.checkpoint_every_steps
+            intervals = (run.keys.checkpoint_every_steps, run.keys.keep_every_steps)
             end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total
-            save = save or (every > 0 and state.step % every == 0)
+            save = save or any(every and state.step % every == 0 for every in intervals)
             if end_of_epoch or end or stop or save or state.step == first_step or state.step % cfg.log_every_steps == 0:
                 mean_loss, stop_now, _ = pending.read()
                 stop, speed = stop or stop_now, clock.lap()

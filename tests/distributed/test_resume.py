@@ -68,3 +68,21 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Pa
         assert same(contents[0][part], contents[1][part]), part
     rows = [{row["step"]: row for row in helpers.rows(tmp_path / name)} for name in ("whole", "broken")]
     assert [rows[0][step]["loss"] for step in range(1, 27)] == [rows[1][step]["loss"] for step in range(1, 27)]
+
+
+def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_named(tmp_path: Path) -> None:
+    first = [*helpers.LOCAL, "ranks_per_node=1", "epochs=1", "max_steps=10", f"run_dir={tmp_path}/first"]
+    ended = helpers.run([*first, "keep_every_steps=3", "keep_checkpoints=1"])
+    assert ended.status == 0, ended.out
+    found = sorted(path.name for path in (tmp_path / "first/checkpoints").glob("step-*"))
+    assert found == [f"step-{step:08d}.pt" for step in (3, 6, 9, 10)]
+    for pointer in ("latest", "best"):
+        again = [
+            *first[:-1],
+            "max_steps=12",
+            f"run_dir={tmp_path}/{pointer}",
+            f"resume={tmp_path}/first/checkpoints/{pointer}",
+        ]
+        ended = helpers.run(again)
+        assert ended.status == 0, ended.out
+        assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10

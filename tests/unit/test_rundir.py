@@ -1,5 +1,6 @@
 """The run directory: where it is, files that are whole or not there, and the story that its records tell."""
 
+import errno
 import json
 import os
 import re
@@ -386,3 +387,20 @@ def test_a_requeued_attempt_that_never_began_is_a_failure_of_the_job(tmp_path: P
     closed = rundir.close(tmp_path, "7.1")
     assert closed
     assert (closed["state"], closed["attempt"]) == ("failed", 1)
+
+
+def test_what_a_run_came_to_is_said_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "7.0")
+    rundir.begin_attempt_at(tmp_path, 0)
+    rundir.write_status(tmp_path, "running", attempt=0, step=5)
+
+    def full(*arguments: object, **words: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir, "write_json", full)
+    closed = rundir.close(tmp_path, "7.0")
+    assert closed
+    assert (closed["state"], closed["step"]) == ("failed", 5)
+    assert rundir.exit_code(closed, 1) == 1
