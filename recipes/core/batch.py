@@ -48,7 +48,11 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     ``$RECIPES_RESUBMITS`` wins over ``resubmits``, and ``$RECIPES_LEFT_OUT`` has the nodes so far: a script that is submitted
     again is the same.
     """
-    settings = config.parse(words, recipe=recipe)
+    try:
+        settings = config.parse(words, recipe=recipe)
+    except config.ConfigError as error:  # they were right when it was submitted: a config= file has changed since
+        print(f"{recipe}: {error}", file=sys.stderr)
+        return rundir.EXIT_CONFIG
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
     keys = {"device": settings.run.device.name, "network": settings.run.network}
     if data_dir := getattr(settings.config, "data_dir", ""):
@@ -56,7 +60,13 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL", "--wait=60"]
     step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", sys.executable, "-u", "-m", "recipes.doctor"]
-    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)
+    try:
+        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is none on these nodes
+    except OSError as error:
+        print(
+            f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
+        )
+        return rundir.EXIT_MACHINE
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],

@@ -100,10 +100,9 @@ class Server:
 
 
 def listener(port: int) -> socket.socket:
-    """A listening socket of both families, as TCPStore's is."""
-    with contextlib.suppress(OSError):
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    """A listening socket of both families where the machine has both, as TCPStore's is. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
 
 

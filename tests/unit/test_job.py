@@ -740,3 +740,16 @@ def test_finish_of_a_run_that_never_began_gives_sruns_status(
     assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
     assert finish(tmp_path) == rundir.EXIT_CRASH
     assert "before the run began" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_examined_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    environ = {"SLURM_JOB_ID": "7"}
+    for words, status, expected in (
+        (["epoch=3"], 2, "mnist: epoch=3: recipe mnist has no key 'epoch'"),
+        ([f"run_dir={tmp_path}/file"], 3, f"mnist: run_dir={tmp_path}/file: cannot be written (Not a directory)"),
+    ):
+        assert batch.examine("mnist", 2, words, environ) == status
+        said = capsys.readouterr().err
+        assert said.startswith(expected)
+        assert said.count("\n") == 1

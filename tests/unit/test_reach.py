@@ -123,6 +123,13 @@ def test_garbage_does_no_harm_to_the_server(server: Server) -> None:
     assert reach.probe(3, "127.0.0.1", port, "this run", 5).fault == ""
 
 
+def test_a_port_that_is_taken_in_one_family_is_taken(server: Server) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
+        server.listen(other.getsockname()[1])
+
+
 def test_who_listens(server: Server) -> None:
     assert "(py" in reach.who_listens(server.listen())
     assert reach.who_listens(1) == ""
