@@ -18,8 +18,9 @@ from recipes.core import rundir
 from recipes.core.rundir import MachineError
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
+STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written
 TERM_GRACE_S = 5.0  # and this long after SIGTERM
-SAVE_GRACE_S = 60.0  # after a stop that was asked for: a checkpoint is being written
+SAVING_S = 20.0  # without a word more in its file, a checkpoint is not being written any longer
 PR_SET_PDEATHSIG = 1
 
 
@@ -111,7 +112,7 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
             )
         if listener:
             listener.close()
-        first, early = _watch(ranks, stop)
+        first, early = _watch(ranks, stop, run_dir)
     return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
 
 
@@ -155,8 +156,10 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> tuple[int | None, int | None]:
-    """Waits until every rank has ended, helping where that takes too long.
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop, run_dir: Path | None
+) -> tuple[int | None, int | None]:
+    """Waits until every rank has ended, helping where that takes too long, unless a checkpoint is being written in ``run_dir``.
 
     Gives the first that failed by itself, if any; and one that had ended with status 0 before that, as a rank alone never should.
     """
@@ -175,9 +178,11 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop) -> tuple[int |
         if stop.asked > told:
             told = stop.asked
             _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
-            deadline = time.monotonic() + SAVE_GRACE_S
+            deadline = time.monotonic() + STOP_GRACE_S
             if told == 1:
                 print("stopping: the ranks save and end; once more to stop at once", file=sys.stderr)
+        if time.monotonic() > deadline and run_dir and _is_saving(run_dir):
+            deadline = time.monotonic() + PEERS_GRACE_S  # the others have yet to hear of its end
         if time.monotonic() > deadline:
             _signal(ranks, signal.SIGTERM)
             time.sleep(TERM_GRACE_S)
@@ -197,6 +202,15 @@ def _ended(rank: subprocess.Popen[bytes]) -> bool:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
     return rank.poll() is not None
+
+
+def _is_saving(run_dir: Path) -> bool:
+    """Whether a checkpoint that has no name yet has grown in the last seconds."""
+    for path in (run_dir / "checkpoints").glob(".step-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < SAVING_S:
+                return True
+    return False
 
 
 def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
@@ -239,6 +253,8 @@ def _outcome(
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
     if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
+        if run_dir:
+            rundir.close(run_dir, launch)  # where that rank could not, its disk being full
         return code  # the rank has said why
     killed = ranks[first].returncode < 0
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"

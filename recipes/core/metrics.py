@@ -55,9 +55,8 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
 
 
-def accuracy(counts: Tensor) -> dict[str, Any]:
+def accuracy(top1: int, top5: int, samples: int) -> dict[str, Any]:
     """``val_top1``, ``val_top5`` (fractions) and ``val_samples`` of what `right` counted."""
-    top1, top5, samples = counts.tolist()
     return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
 
 

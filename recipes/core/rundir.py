@@ -141,10 +141,14 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "") -> int:
 
 
 def begin_attempt_at(run_dir: Path, step: int) -> None:
-    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``."""
-    record = {**(read_json(run_dir / "attempt.json") or {}), "from_step": step}
+    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``. Raises MachineError, OSError."""
+    record = read_json(run_dir / "attempt.json")
+    if record is None:
+        raise MachineError(
+            f"{run_dir}/attempt.json, which this run has just written, cannot be read: the file system is at fault"
+        )
     record.pop("before", None)
-    write_json(run_dir / "attempt.json", record)
+    write_json(run_dir / "attempt.json", {**record, "from_step": step})
 
 
 def _begun(record: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """One attempt of one run, from the process group to the exit status: what every recipe's ``main`` is called inside of."""
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -137,12 +138,16 @@ class Run:
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
 
+    def told_to_stop(self) -> str:
+        """Why a rank was told to stop, "" where none was; the same on all ranks. Called by all ranks."""
+        reasons = [""] * self.world.size
+        torch.distributed.all_gather_object(reasons, self.stop.reason)
+        return next((reason for reason in reasons if reason), "")
+
     def stop_where_asked(self) -> None:
         """Raises Stopped, on all ranks, when one was told to stop; for what has nothing to save. Called by all ranks."""
-        reasons: list[str] = [""] * self.world.size
-        torch.distributed.all_gather_object(reasons, self.stop.reason)
-        if any(reasons):
-            raise Stopped(next(reason for reason in reasons if reason))
+        if reason := self.told_to_stop():
+            raise Stopped(reason)
 
     def _compare_keys(self, keys: dict[str, Any]) -> None:
         """Raises InputError on a rank whose recipe keys are not rank 0's: several machines started by hand can differ."""
@@ -180,7 +185,10 @@ class Run:
         checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
             checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
-        state.meta["best"] = meta.get("best")
+        if (
+            Path(chosen).parent == self.checkpoints
+        ):  # where the best one is kept: in a folder of its own, this run has none yet
+            state.meta["best"] = meta.get("best")
         self.resumed_from_step = state.step
         self.say(f"resumed from {chosen}, step {state.step}")
         other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
@@ -296,7 +304,12 @@ class Run:
         step = self.step
         if self.stopping:
             rundir.write_status(self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping)
-            self.say(f"stopped by {self.stopping} at step {step}, saved in {self.dir}")
+            where = (
+                "before the evaluation's end"
+                if self.settings.config.evaluate
+                else f"at step {step}, saved in {self.dir}"
+            )
+            self.say(f"stopped by {self.stopping} {where}")
             return
         if results or not (self.dir / "summary.json").exists():
             summary = {
@@ -459,6 +472,11 @@ def _fail(run: Run, error: BaseException) -> int:
     world, recipe, step = run.world, run.settings.recipe, run.step
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = MachineError(
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; started again, the run goes on from its "
+            "last checkpoint"
+        )
     code, kind, line, behind = rundir.EXIT_CRASH, "error", rundir.one_line(error), None
     if isinstance(error, (InputError, MachineError)):
         code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)

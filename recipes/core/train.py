@@ -96,13 +96,28 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
 
 
 def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Top-1 and top-5 over all ranks: every rank counts its own samples, logits and labels, and the counts are added."""
-    counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
+    """Top-1 and top-5 over all ranks: every rank counts its own samples, logits and labels, and the counts are added.
+
+    Nothing where a rank was told to stop meanwhile: it may not have the time to come to the end.
+    """
+    counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
     for logits, labels in answers:
+        if run.stop:
+            counts[3] = 1
+            break
         run.world.pulse.beat(watchdog.EVALUATION)
-        counts += metrics.right(logits, labels)
+        counts[:3] += metrics.right(logits, labels)
     run.world.pulse.beat(watchdog.COUNT)
-    return metrics.accuracy(run.world.sum(counts))
+    *right, stopped = run.world.sum(counts).tolist()
+    return {} if stopped else metrics.accuracy(*right)
+
+
+def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What ``evaluate`` gives; where that is nothing, since a rank was told to stop, the run is stopping."""
+    results = evaluate()
+    if not results:
+        run.stopping = run.told_to_stop()
+    return results
 
 
 @contextlib.contextmanager
@@ -175,7 +190,7 @@ def fit(
     state, world, total = run.state, run.world, total_steps(cfg, batches)
     if state.step >= total:
         run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
-        return {} if run.was_done else evaluate()
+        return {} if run.was_done else _evaluate(run, evaluate)
     results: Mapping[str, Any] = {}
     pending: _Totals | None = None
     clock, pulse = _Clock(), world.pulse
@@ -206,14 +221,13 @@ def fit(
             if end_of_epoch or end or stop or save or state.step == first_step or state.step % cfg.log_every_steps == 0:
                 mean_loss, stop_now, _ = pending.read()
                 stop, speed = stop or stop_now, clock.lap()
-                results = evaluate() if (end_of_epoch or end) and not stop else {}
+                results = _evaluate(run, evaluate) if (end_of_epoch or end) and not stop else {}
+                stop = stop or bool(run.stopping)
                 best = run.is_best(results) and run.keys.keep_best
                 run.check_saved()
                 _row(run, epoch, mean_loss, lr, speed, results)
                 if stop and not end:
-                    reasons = [""] * world.size
-                    torch.distributed.all_gather_object(reasons, run.stop.reason)
-                    run.stopping = next(reason for reason in reasons if reason)
+                    run.stopping = run.told_to_stop()
                 if save or stop or end or best:
                     run.save(sampler_state(batches), best=best, wait=stop or end)
                     clock.saved()
@@ -224,7 +238,7 @@ def fit(
                 break
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
-    results = results if results or run.stopping else evaluate()
+    results = results if results or run.stopping else _evaluate(run, evaluate)
     pulse.beat(watchdog.UNWATCHED)
     return results
 
@@ -256,7 +270,7 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
         raise InputError(
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
-    results = evaluate()
+    results = _evaluate(run, evaluate)
     run.world.pulse.beat(watchdog.UNWATCHED)
     run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
     return results

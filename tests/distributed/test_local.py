@@ -269,7 +269,7 @@ def launch(code: str, ranks: int, run_dir: Path | None = None) -> list[str]:
     """The command of a process that runs ``code`` on that many ranks and ends with the launcher's status."""
     program = (
         "import os, sys; from pathlib import Path; from recipes.core import local\n"
-        "local.PEERS_GRACE_S = local.TERM_GRACE_S = 0.3\n"
+        "local.PEERS_GRACE_S = local.STOP_GRACE_S = local.TERM_GRACE_S = 0.3\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
         "layout = local.Layout((int(ranks),))\n"
@@ -282,6 +282,35 @@ STUBBORN = (
     "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); rank = int(os.environ['RANK'])\n"
 )
 SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_checkpoint_that_is_being_written_is_waited_for(tmp_path: Path, stop: bool) -> None:
+    """Rank 1 has failed, or a stop was asked for; rank 0 takes longer over its save than the others are given to end."""
+    part, whole = (tmp_path / "checkpoints" / name for name in (".step-00000001.pt.x", "step-00000001.pt"))
+    part.parent.mkdir()
+    save = f"""if rank == 0:
+    with open({str(part)!r}, "wb") as file:
+        os.write(1, b"up\\n")
+        for _ in range(30):
+            os.write(file.fileno(), b"more")
+            time.sleep(0.1)
+    os.rename({str(part)!r}, {str(whole)!r})
+else:
+    os.write(1, b"up\\n")
+"""
+    end = "time.sleep(0.5); sys.exit(7)"
+    if stop:
+        end = f"while not os.path.exists({str(whole)!r}): time.sleep(0.02)"
+    code = f"{STUBBORN}{save}    {end}"
+    launcher = helpers.start(launch(code, 2, tmp_path))
+    if stop:
+        assert launcher.stdout
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        launcher.terminate()
+    ended = helpers.finish(launcher, timeout_s=30)
+    assert ended.status == (0 if stop else 7), ended.out
+    assert whole.read_bytes() == 30 * b"more"
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -51,6 +51,13 @@ def fail_later(run: Run) -> float:
     raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")
 
 
+def no_room(run: Run) -> float:
+    """A file of no importance, which does not fit on its disk."""
+    with open("/dev/full", "w") as file:
+        file.write("x")
+    return 1.0
+
+
 def exit0(run: Run) -> float:
     os._exit(0)
 

@@ -268,6 +268,18 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(start: Start, disk: 
 
 
 @pytest.mark.fault(30)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_any_file_that_does_not_fit_is_a_line(start: Start, tmp_path: Path, rank: int) -> None:
+    ended = helpers.finish(start(tmp_path, "max_steps=9", FAULT="no_room", FAULT_RANK=str(rank)))
+    assert ended.status == 3, ended.out
+    said = [line for line in ended.lines if "cannot be written (No space left on device): make room" in line]
+    assert len([line for line in said if not line.startswith("broken: failed: ")]) == 1, ended.out
+    assert "Traceback" not in ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["exit_status"], status["first_failing_rank"]) == ("failed", 3, rank)
+
+
+@pytest.mark.fault(30)
 def test_plain_torch_leaves_a_part_on_a_full_disk(disk: Path) -> None:
     with pytest.raises(RuntimeError, match="unexpected pos"):
         torch.save(torch.zeros(16 << 20, dtype=torch.uint8), disk / "model.pt")

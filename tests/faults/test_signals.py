@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint
+from recipes.core import checkpoint, rundir
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start
@@ -103,7 +103,7 @@ def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path:
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("where", [pytest.param("start", marks=pytest.mark.long), "evaluate"])
-def test_a_signal_during_the_start_or_an_evaluation_saves_at_the_next_step(
+def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_evaluation_at_this(
     start: Start, tmp_path: Path, marks: Path, where: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -114,8 +114,39 @@ def test_a_signal_during_the_start_or_an_evaluation_saves_at_the_next_step(
     helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
     go(marks)
     step = assert_saved(run_dir, helpers.finish(launcher))
-    assert step <= (2 if where == "start" else 12)  # an epoch has ten steps
+    if where == "start":
+        assert step <= 2
+    else:
+        assert step == 10  # an epoch has ten
+        assert "val_top1" not in helpers.rows(run_dir)[-1]  # not a part of it
     assert_goes_on(start, run_dir, step)
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("of", [pytest.param("the last step", marks=pytest.mark.long), "evaluate=true"])
+def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path: Path, marks: Path, of: str) -> None:
+    run_dir, words = tmp_path / "run", ("max_steps=4",)
+    if of == "evaluate=true":
+        first = helpers.finish(start(run_dir, *words, ranks=0))
+        assert first.status == 0, first.out
+        words = ("max_steps=4", "evaluate=true")
+    environ = {"FAULT": "wait", "FAULT_AT": "evaluate", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
+    told = start(run_dir, *words, ranks=0, **environ)
+    conftest.wait_for_file(marks / "reached.0")
+    told.terminate()
+    folder = run_dir / rundir.EVALUATION if of == "evaluate=true" else run_dir
+    helpers.wait_until(noted(folder, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    go(marks)
+    ended = helpers.finish(told)
+    assert ended.status == 75, ended.out
+    status = helpers.read(folder, "status")
+    assert (status["state"], status["step"], status["reason"]) == ("preempted", 4, "SIGTERM")
+    assert not (folder / "summary.json").exists()
+    assert conftest.newest(run_dir).name == "step-00000004.pt"
+    again = helpers.finish(start(run_dir, *words, ranks=0))
+    assert again.status == 0, again.out
+    assert helpers.read(folder, "status")["state"] == "done"
+    assert helpers.read(folder, "summary")["val_samples"] == 320
 
 
 @pytest.mark.fault(23)
@@ -317,6 +348,7 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
     finally:
         terminal.close()
     assert terminal.status not in (0, 75), terminal.said
+    assert terminal.said, "nothing was read from the terminal"
     assert helpers.read(run_dir, "status")["state"] == "failed"
     assert conftest.newest(run_dir).name == "step-00000005.pt"
     assert not re.search(r"^Traceback", terminal.said, re.MULTILINE), terminal.said
