@@ -202,7 +202,10 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
         result = call()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())[:120]
-        if not any(sign in why.lower() for sign in ("support", "not implemented", "cannot use")):
+        missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
+        if (
+            not missing or "CUDA error" in why or "NCCL error" in why
+        ):  # the device's own: "operation not supported" is one
             raise
     run.world.store.set(f"{name}/{run.world.rank}", why)
     answers = run.world.store.multi_get([f"{name}/{rank}" for rank in range(run.world.size)])

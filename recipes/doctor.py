@@ -93,6 +93,8 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
         return begin + share * cfg.seconds
 
     run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
+    if (run_dir / "config.yaml").exists():
+        run_dir /= "doctor"  # a training run keeps its own status
     # A job's steps come one after another, and each is an examination of its own.
     meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}")
     nonce = meeting.folder.as_posix()
@@ -124,7 +126,8 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
 
 def _group_name(info: RankInfo) -> str | None:
     """A folder that all ranks know by themselves, where no scheduler names the job."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("RECIPES_LAUNCH") or ""
+    one_machine = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # another on each
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or one_machine
     return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
 
 
@@ -135,10 +138,12 @@ def _data_dir(cfg: Config) -> str:
 def _listen(server: reach.Server, info: RankInfo) -> tuple[dict[str, Any], list[Finding]]:
     """Where this node listens for the others; on the first node also on the port that the ranks would meet at, if it is free."""
     word: dict[str, Any] = {"port": server.listen(), "host": socket.gethostname(), "master": False}
+    if not info.nodes and (choice := _interface(info)):
+        word["host"] = choice.address  # by hand no node knows another's name
     if info.rank != 0 or info.num_nodes == 1 or not info.master_port or "TORCHELASTIC_RUN_ID" in os.environ:
         return word, []
     try:
-        server.listen(info.master_port)
+        server.listen(info.master_port, int(os.environ.get("RECIPES_LISTEN_FD", -1)))  # launch.py listens there already
         word["master"] = True
     except OSError as error:
         who = reach.who_listens(info.master_port)
@@ -146,6 +151,12 @@ def _listen(server: reach.Server, info: RankInfo) -> tuple[dict[str, Any], list[
         what = f"port {info.master_port}, at which the ranks meet, cannot be listened on ({why}{f': {who}' if who else ''})"
         return word, [Finding(what, "set MASTER_PORT to a free one for all ranks, or end what listens there")]
     return word, []
+
+
+def _interface(info: RankInfo) -> network.Choice | None:
+    with contextlib.suppress(network.NetworkError):
+        return network.choose(info)
+    return None
 
 
 def _ask_peers(meeting: Meeting, info: RankInfo, nonce: str, end: float, timeout_s: float) -> list[dict[str, Any]]:
@@ -222,9 +233,8 @@ def _measure(
     if info.rank not in ranks_:
         return {}
     environ = dict(os.environ)
-    with contextlib.suppress(network.NetworkError):
-        if chosen := network.choose(info):
-            environ.update(network.settings(chosen, environ))
+    if choice := _interface(info):
+        environ.update(network.settings(choice, environ))
     local = [rank for rank, node in zip(ranks_, nodes, strict=True) if node == info.node_rank]
     environ.update(
         RANK=str(ranks_.index(info.rank)), WORLD_SIZE=str(len(ranks_)), LOCAL_RANK=str(local.index(info.rank)),
@@ -252,7 +262,9 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
     """Waits for all final reports until ``end``, and says what they come to. Gives the exit status."""
     finals = meeting.wait([f"final-{rank}" for rank in range(info.world_size)], end)
     early = meeting.wait([f"report-{rank}" for rank in range(info.world_size) if f"final-{rank}" not in finals], 0)
-    found = verdict.judge(_expected(info), [*finals.values(), *early.values()])
+    found = verdict.judge(
+        _expected(info), [*finals.values(), *({**report, "early": True} for report in early.values())]
+    )
     rundir.write_json(run_dir / "doctor.json", verdict.as_json(found))
     meeting.tell("verdict", {"exclude": found.exclude, "healthy": found.healthy})
     code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_MACHINE

@@ -109,7 +109,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
         else:
             excluded = ",".join(filter(None, [environ.get("RECIPES_LEFT_OUT", ""), *bad]))
             asked = subprocess.run(
-                ["sbatch", "--parsable", f"--exclude={excluded}", str(run_dir / "job.sh"), *words],
+                ["sbatch", "--parsable", f"--exclude={excluded}", *_as_submitted(environ), str(run_dir / "job.sh"), *words],
                 capture_output=True, text=True, timeout=120, check=True,
                 env={**submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded},
             )  # fmt: skip
@@ -118,6 +118,32 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
         return f"not submitted again ({why}): submit it with exclude={','.join(bad)}"
     return f"submitted again without them, as job {job_id} ({left} more at most)"
+
+
+# What sbatch was told on its command line is in the job's variables alone, beside what the script's directives say.
+TOLD = {
+    "SLURM_JOB_PARTITION": "partition",
+    "SLURM_JOB_ACCOUNT": "account",
+    "SLURM_JOB_QOS": "qos",
+    "SLURM_JOB_RESERVATION": "reservation",
+    "SLURM_JOB_NAME": "job-name",
+    "SLURM_JOB_NUM_NODES": "nodes",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+}
+
+
+def _as_submitted(environ: Mapping[str, str]) -> list[str]:
+    """Options of sbatch for a job of the same size, place and time limit as this one."""
+    known = {option: environ.get(name, "") for name, option in TOLD.items()}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--jobs", str(rundir.job_id(environ)), "--format=%l"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        known["time"] = asked.stdout.strip()
+    return [f"--{option}={value}" for option, value in known.items() if value and value != "(null)"]
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:

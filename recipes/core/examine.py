@@ -78,7 +78,8 @@ def everything(here: Surroundings, deadline_s: float) -> Report:
         if answer not in answered:
             report.findings.append(
                 Finding(
-                    f"its {name} could not be looked at in {deadline_s:g} s", f"log in there and see what hangs: {name}"
+                    f"its {name} could not be looked at in {deadline_s:g} s",
+                    "log in there and see what hangs; where it is only slow, a larger seconds= waits for it",
                 )
             )
             continue
@@ -359,7 +360,11 @@ def names(here: Surroundings) -> tuple[Facts, list[Finding]]:
     took = time.monotonic() - begin
     if wrong:
         return {}, [
-            Finding(f"it does not resolve its own name {host} ({wrong})", f"add {host} to DNS or to /etc/hosts there")
+            Finding(
+                f"it does not resolve its own name {host} ({wrong})",
+                f"add {host} to DNS or to /etc/hosts there",
+                bad=bool(here.info.nodes),  # where the others are known by their names
+            )
         ]
     addresses, reverse_s = json.loads(out)
     facts: Facts = {"addresses": addresses, "seconds": round(took, 2), "reverse_s": reverse_s}

@@ -62,9 +62,12 @@ class Server:
         self._thread = threading.Thread(target=self._loop.run_forever, name="reach", daemon=True)
         self._thread.start()
 
-    def listen(self, port: int = 0) -> int:
-        """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any that is free), which is given. Raises OSError."""
-        listening = listener(port)
+    def listen(self, port: int = 0, descriptor: int = -1) -> int:
+        """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any that is free), which is given. Raises OSError.
+
+        descriptor: of a socket that listens already, in place of a port.
+        """
+        listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
 
         async def begin() -> None:
             self._servers.append(await asyncio.start_server(self._answer, sock=listening))

@@ -90,6 +90,7 @@ def judge(expected: Expected, reports: Iterable[object]) -> Verdict:
     for node, report in nodes.items():
         verdict.hosts[node] = verdict.hosts[node] or _text(report.get("host"))
     _missing(expected, nodes, verdict)
+    _ended_early(nodes, verdict)
     own: dict[tuple[str, str, bool, bool], list[int]] = {}
     for node, report in nodes.items():
         for finding in _findings(report):
@@ -204,6 +205,17 @@ def _missing(expected: Expected, nodes: Mapping[int, Any], verdict: Verdict) -> 
         )
 
 
+def _ended_early(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """Nodes of which a rank gave its first report and not its last."""
+    gone = [
+        node for node, report in nodes.items() if any(one.get("early") is True for one in (report, *report["more"]))
+    ]
+    if gone:
+        what = "answered at first, and then no more: it hangs, or has died, in an all_reduce with the others"
+        alike = len(gone) == len(verdict.hosts) > 1
+        verdict.entries.append(Entry(gone, what, "log in there, or leave it out", True, leave_out=not alike))
+
+
 def _findings(report: Mapping[str, Any]) -> Iterable[tuple[str, str, bool, bool]]:
     for one in (report, *_list(report.get("more"))):
         for found in _list(one.get("findings") if isinstance(one, dict) else None):
@@ -227,13 +239,19 @@ def _compare(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         alike = often > counted[1][1]
         odd: dict[Any, list[int]] = {}
         for node, value in values.items():
-            if value != usual or not alike:
+            if (value != usual or not alike) and not (name == "count" and _as_many_as_wanted(nodes[node])):
                 odd.setdefault(value, []).append(node)
         for value, where in odd.items():
             most = f", {_show(usual)} on {often} others" if alike else ", and others have others"
             verdict.entries.append(
                 Entry(where, f"{called} is {_show(value)}{most}", "the same on all nodes is what is tested, and NCCL wants", bad and alike)
             )  # fmt: skip
+
+
+def _as_many_as_wanted(report: Mapping[str, Any]) -> bool:
+    """Whether a node has the GPUs that it was granted, or one for each of its ranks: nodes may differ in that (8 and 2, say)."""
+    facts = _dict(_dict(report.get("facts")).get("gpus"))
+    return bool(report["gpus"]) and len(report["gpus"]) in (facts.get("granted"), facts.get("ranks"))
 
 
 def _fact(report: Mapping[str, Any], part: str, name: str) -> Any:
@@ -271,7 +289,7 @@ def _links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """Ways that fail. Where most ways of a node fail, and those of the nodes at their other ends do not, it is that node."""
     asked: Counter[int] = Counter()
     failed: Counter[int] = Counter()
-    faults: list[tuple[int, int, str, str, bool]] = []
+    faults: list[tuple[int, int, str, str]] = []
     for node, report in nodes.items():
         for link in _list(report.get("links")):
             peer = link.get("peer") if isinstance(link, dict) else None
@@ -285,14 +303,15 @@ def _links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             asked.update((node, peer))
             if _text(link.get("fault")) in FAULTS:
                 failed.update((node, peer))
-                faults.append((node, peer, link["fault"], _text(link.get("why")), link.get("own") is True))
+                faults.append((node, peer, link["fault"], _text(link.get("why"))))
     accused_already = {node for entry in verdict.entries if entry.bad for node in entry.nodes}
 
     def share(node: int) -> float:
         return failed[node] / asked[node]
 
     grouped: dict[tuple[int, str, str], list[tuple[int, int]]] = {}
-    for node, peer, fault, why, _ in faults:
+    either: set[tuple[int, int]] = set()
+    for node, peer, fault, why in faults:
         first, second = (node, peer)
         if node in accused_already and peer not in accused_already:
             guilty = node
@@ -302,11 +321,13 @@ def _links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             guilty = first if share(first) > share(second) else second
         else:
             guilty = max(first, second)  # the first node is the last to be given up: it is the master
+            either.add((node, peer))
         grouped.setdefault((guilty, fault, why), []).append((node, peer))
     for (guilty, fault, why), ways in grouped.items():
         told = ", ".join(f"{verdict.hosts[a] or a} to {verdict.hosts[b] or b}" for a, b in ways[:4])
         more = f" and {len(ways) - 4} more" if len(ways) > 4 else ""
         node, peer = ways[0]
+        more += "; which of the two it is, no other node can tell" if either.issuperset(ways) else ""
         verdict.entries.append(
             Entry([guilty], f"{verdict.hosts[node] or node} {FAULTS[fault].replace(' it', f' {verdict.hosts[peer] or peer}', 1)} ({why}; ways that fail: {told}{more})",
                   MENDS[fault], True)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,7 +51,9 @@ def machines() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def start(machine: str, node_rank: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
+def start(
+    machine: str, node_rank: int, *words: str, cwd: Path, command: Sequence[str] = (*LOCAL, *WORDS)
+) -> subprocess.Popen[str]:
     inside = [
         "nsenter",
         f"--net=/run/netns/{machine}",
@@ -62,7 +64,7 @@ def start(machine: str, node_rank: int, *words: str, cwd: Path) -> subprocess.Po
         'hostname "$0"; exec "$@"',
         machine,
     ]
-    return helpers.start([*inside, *LOCAL, *WORDS, f"node_rank={node_rank}", *words], cwd=cwd)
+    return helpers.start([*inside, *command, f"node_rank={node_rank}", *words], cwd=cwd)
 
 
 def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, str], ranks: tuple[int, int]) -> None:
@@ -97,6 +99,17 @@ def test_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> None:
     second = start(machines[1], 1, *layout, cwd=tmp_path)
     ended = (helpers.finish(first), helpers.finish(second))
     check_run(tmp_path / "run", ended, machines, (1, 1))
+
+
+@pytest.mark.long
+def test_the_doctor_by_hand(machines: tuple[str, str], tmp_path: Path) -> None:
+    layout = ("recipe=doctor", "gpus=1,1", "master=10.83.0.1:29413", f"run_dir={tmp_path}/run", "seconds=40")
+    words = [word for word in LOCAL if not word.startswith(("recipe=", "dataset="))]
+    both = [start(name, node, *layout, cwd=tmp_path, command=words) for node, name in enumerate(machines)]
+    ended = [helpers.finish(process) for process in both]
+    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
+    assert "healthy: 2 nodes" in ended[0].lines, ended[0].out
+    assert not [line for line in ended[0].lines if line.startswith("BAD")]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

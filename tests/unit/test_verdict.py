@@ -65,6 +65,42 @@ def test_nothing_is_wrong_with_healthy_nodes(count: int) -> None:
     assert len(found.table) == count
 
 
+@pytest.mark.parametrize("wanted", ["granted", "ranks"])
+def test_nodes_of_which_each_has_the_gpus_that_it_should_may_differ(wanted: str) -> None:
+    reports = healthy(3)
+    few = reports[2]["facts"]["gpus"]
+    few["gpus"] = few["gpus"][:2]
+    few["granted"] = 0
+    assert "the number of GPUs is 2, 8 on 2 others" in bad(judged(reports, 3))["node2"]
+    few[wanted] = 2
+    assert judged(reports, 3).entries == []
+
+
+def test_a_node_that_answers_at_first_and_then_no_more_is_accused() -> None:
+    reports = healthy(4)
+    reports[3] = {**reports[3], "early": True}
+    del reports[3]["bandwidth"]
+    for report in reports[:3]:
+        report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
+    found = judged(reports, 4)
+    assert "answered at first, and then no more" in bad(found)["node3"]
+    assert found.exclude == ["node3"]
+
+
+def test_of_two_nodes_that_do_not_reach_each_other_it_is_said_that_either_may_be_at_fault() -> None:
+    reports = healthy(2)
+    for report in reports:
+        report["links"][0].update(fault="connect", why="timed out")
+    found = judged(reports, 2)
+    assert bad(found)["node1"].endswith("; which of the two it is, no other node can tell)")
+    reports = healthy(4)
+    for report in reports:
+        for link in report["links"]:
+            if 2 in (report["node_rank"], link["peer"]):
+                link.update(fault="connect", why="timed out")
+    assert "which of the two" not in bad(judged(reports, 4))["node2"]
+
+
 def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
     reports: list[Any] = healthy(64)
     for report in reports:  # node 9's network is slow, whoever measures
