@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from recipes.conf.collectives import OPERATIONS, bytes_of, sizes_of
 from recipes.core import bandwidth, outliers
 from tests import helpers
 
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 LESSONS = (
     "send_and_recv", "isend_and_irecv", "batch_isend_irecv", "broadcast", "reduce sum", "reduce product", "reduce max", "reduce min",
     "reduce avg", "all_reduce sum", "all_reduce product", "all_reduce max", "all_reduce min", "all_reduce avg", "gather", "scatter",
@@ -39,7 +41,7 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
     return helpers.run([*command, f"run_dir={run_dir}", *words])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [long(1), 2, long(3), 4])
 def test_every_lesson_is_right_on_every_rank(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, ranks)
     assert ended.status == 0, ended.out
@@ -50,7 +52,7 @@ def test_every_lesson_is_right_on_every_rank(tmp_path: Path, ranks: int) -> None
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [long(1), long(2), 3, long(4)])
 def test_what_is_timed_is_right_too(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, ranks, "mode=bench", "sizes=4,4K,1M", "seconds=0.01")
     assert ended.status == 0, ended.out
