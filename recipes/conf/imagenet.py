@@ -77,7 +77,7 @@ class Config(TrainKeys):
     flip: bool = key(True, "half of the training images are mirrored")
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = key(Dtype.auto, "arithmetic of the model; auto: bfloat16 on a GPU that has it; bfloat16; float32")
-    val_batch_size: int = key(256, "images that a rank evaluates at once", low=1, high=65536)
+    val_batch_size: int = key(256, "images that a rank evaluates at once", low=1, high=65536, may_change=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

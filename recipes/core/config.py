@@ -62,15 +62,26 @@ def key(
     pattern: str = "",
     form: str = "",
     path: bool = False,
+    may_change: bool = False,
     sbatch: str = "",
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
     low, high: the inclusive range of a number. pattern: a full-match expression that a text that is not empty must meet;
-    form: that pattern in words. path: made absolute when a job is submitted. sbatch: the option of sbatch that sets the same.
+    form: that pattern in words. path: made absolute when a job is submitted. may_change: a resumed run may have another (paths
+    may, too). sbatch: the option of sbatch that sets the same.
     """
-    meta = {"help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "sbatch": sbatch}
+    meta = {
+        "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
+        "sbatch": sbatch,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
+
+
+def may_change(keys: type) -> set[str]:
+    """The keys of a dataclass that a resumed run may have otherwise: what a base declares so, a default of one's own does not undo."""
+    declared = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
+    return {field.name for field in declared if field.metadata.get("may_change") or field.metadata.get("path")}
 
 
 def check(keys: Any) -> None:
@@ -250,21 +261,27 @@ class TrainKeys:
 
     dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
     data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
-    epochs: int = key(1, "passes over the training set", low=0, high=1_000_000)
-    max_steps: int = key(0, "stop after so many optimiser steps; 0: no limit", low=0)
+    epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
+    max_steps: int = key(0, "stop after so many optimiser steps; 0: no limit", low=0, may_change=True)
     global_batch_size: int = key(
         128, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
     )
     lr: float = key(0.1, "peak learning rate", low=0)
     seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
-    num_workers: int = key(0, "loader processes of a rank, where samples are read from files", low=0, high=1024)
-    accumulate: int = key(1, "parts into which a rank's batch is cut, one after another, to fit in memory", low=1)
+    num_workers: int = key(
+        0, "loader processes of a rank, where samples are read from files", low=0, high=1024, may_change=True
+    )
+    accumulate: int = key(
+        1, "parts into which a rank's batch is cut, one after another, to fit in memory", low=1, may_change=True
+    )
     dtype: Dtype = key(
         Dtype.float32, "arithmetic of the model; bfloat16 by autocast; auto: bfloat16 on a GPU that has it"
     )
-    compile: bool = key(False, "torch.compile the model")
-    evaluate: bool = key(False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training")
-    log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1)
+    compile: bool = key(False, "torch.compile the model", may_change=True)
+    evaluate: bool = key(
+        False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training", may_change=True
+    )
+    log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
 
     def __post_init__(self) -> None:
         check(self)

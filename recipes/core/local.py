@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 from recipes.core import rundir
 from recipes.core.rundir import MachineError
@@ -83,33 +84,54 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
     }
 
 
-def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
-    """Runs ``command`` once a rank of this machine and gives the run's exit status.
+class Rank(Protocol):
+    """A process, as subprocess.Popen is one."""
 
-    run_dir: for its status; None on a machine that is not the first, where rank 0 is elsewhere.
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> Any: ...  # int, or None while it runs
+    def poll(self) -> int | None: ...
+    def wait(self) -> object: ...
+
+
+def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
+    """Runs ``command`` once a rank of this machine, in the folder ``root``, as `supervise` does."""
+
+    def start(variables: dict[str, str], listener: socket.socket | None) -> Rank:
+        handed = (listener.fileno(),) if listener else ()
+        if listener:
+            variables["RECIPES_LISTEN_FD"] = str(listener.fileno())
+        prepare = die_with(os.getpid())
+        return subprocess.Popen(
+            command, env=variables, cwd=root, pass_fds=handed, start_new_session=True, preexec_fn=prepare
+        )
+
+    return supervise(start, layout, run_dir, environ)
+
+
+def supervise(
+    start: Callable[[dict[str, str], socket.socket | None], Rank],
+    layout: Layout,
+    run_dir: Path | None,
+    environ: Mapping[str, str],
+) -> int:
+    """Starts the ranks of this machine, waits for them, and gives the run's exit status.
+
+    start: a process of a session of its own, which dies with this one; called with its variables, and for rank 0 with the socket
+    that it is to accept its peers on. run_dir: for the run's status; None on a machine that is not the first, where rank 0 is elsewhere.
     """
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     stop = _Stop()
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop)
         stack.callback(_kill, ranks)
         for local_rank in range(layout.ranks[layout.node_rank]):
-            variables, handed = rank_environment(layout, local_rank, port, environ), ()
-            if listener and local_rank == 0:
-                variables["RECIPES_LISTEN_FD"], handed = str(listener.fileno()), (listener.fileno(),)  # type: ignore[assignment]
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=variables,
-                    cwd=root,
-                    pass_fds=handed,
-                    start_new_session=True,
-                    preexec_fn=_die_with(os.getpid()),
-                )
-            )
+            variables = rank_environment(layout, local_rank, port, environ)
+            ranks.append(start(variables, listener if local_rank == 0 else None))
         if listener:
             listener.close()
         first, early = _watch(ranks, stop, run_dir)
@@ -144,7 +166,7 @@ class _Stop:
             signal.signal(number, handler)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """What a rank does before it starts: asks the kernel to be killed when the launcher dies, however that happens."""
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -156,9 +178,7 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], stop: _Stop, run_dir: Path | None
-) -> tuple[int | None, int | None]:
+def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[int | None, int | None]:
     """Waits until every rank has ended, helping where that takes too long, unless a checkpoint is being written in ``run_dir``.
 
     Gives the first that failed by itself, if any; and one that had ended with status 0 before that, as a rank alone never should.
@@ -194,7 +214,7 @@ def _watch(
     return first, early
 
 
-def _ended(rank: subprocess.Popen[bytes]) -> bool:
+def _ended(rank: Rank) -> bool:
     """Whether a rank has ended. What one that failed has left, a loader process over a sample, is killed."""
     if rank.returncode is None:
         found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -213,7 +233,7 @@ def _is_saving(run_dir: Path) -> bool:
     return False
 
 
-def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
+def _is_stopped(rank: Rank) -> bool:
     """Whether a rank was stopped (SIGSTOP)."""
     if rank.returncode is not None:
         return False
@@ -222,7 +242,7 @@ def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
     """To every rank that lives; SIGKILL to its whole session, loader processes included."""
     for rank in ranks:
         if rank.poll() is None:
@@ -230,14 +250,14 @@ def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) ->
                 (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
 
 
-def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: Sequence[Rank]) -> None:
     _signal(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
 
 
 def _outcome(
-    ranks: Sequence[subprocess.Popen[bytes]],
+    ranks: Sequence[Rank],
     first: int | None,
     early: int | None,
     stop: _Stop,
@@ -275,6 +295,6 @@ def _outcome(
     return code
 
 
-def _status(rank: subprocess.Popen[bytes]) -> int:
+def _status(rank: Rank) -> int:
     """The exit status as a shell gives it: 128 and the signal's number where a signal ended it."""
     return 128 - rank.returncode if rank.returncode < 0 else rank.returncode

@@ -35,10 +35,6 @@ FENCE_S = 5.0  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
-# On resume; and paths.
-MAY_CHANGE = {
-    "epochs", "max_steps", "num_workers", "accumulate", "compile", "val_batch_size", "log_every_steps", "evaluate",
-}  # fmt: skip
 OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
 OF_THE_BITS = (
     "torch",
@@ -68,6 +64,7 @@ class Run:
     samples: int = 0  # trained on, in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    _saved_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
@@ -144,6 +141,23 @@ class Run:
         torch.distributed.all_gather_object(reasons, self.stop.reason)
         return next((reason for reason in reasons if reason), "")
 
+    def agree(self) -> tuple[str, bool]:
+        """Why all ranks stop now, "" where they do not, and whether a checkpoint is due; the same on all ranks.
+
+        Called by all ranks after each step, in a loop of one's own; that of `train.fit` does not wait for the answer.
+        """
+        self.world.pulse.beat(watchdog.DATA, self.step)
+        every_s = self.keys.checkpoint_every_s
+        due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        answers = [("", False)] * self.world.size
+        torch.distributed.all_gather_object(answers, (self.stop.reason, due))
+        return next((reason for reason, _ in answers if reason), ""), answers[0][1] or self.interval_ends()
+
+    def interval_ends(self) -> bool:
+        """Whether checkpoint_every_steps= or keep_every_steps= asks for a checkpoint of this step."""
+        intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
+        return any(every and self.step % every == 0 for every in intervals)
+
     def stop_where_asked(self) -> None:
         """Raises Stopped, on all ranks, when one was told to stop; for what has nothing to save. Called by all ranks."""
         if reason := self.told_to_stop():
@@ -166,15 +180,16 @@ class Run:
         state = self.state
         self._await_file(Path(chosen))
         content = checkpoint.read(Path(chosen))
-        meta, paths = content["meta"], {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
+        meta = content["meta"]
+        free = config.may_change(type(self.settings.config))
         if meta.get("recipe") != self.settings.recipe:
             raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
         evaluate, now = self.settings.config.evaluate, state.meta["config"]
-        may_change = set(now) - OF_THE_MODEL if evaluate else MAY_CHANGE | paths
+        may_change = set(now) - OF_THE_MODEL if evaluate else free
         changed = checkpoint.differences(
             meta["config"], now, may_change | (set(meta["config"]) - set(now) if evaluate else set())
         )
-        if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | MAY_CHANGE | paths)):
+        if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | free)):
             self.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
         if not evaluate:
             changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
@@ -266,6 +281,7 @@ class Run:
 
         best: ``checkpoints/best`` is to name it. Raises MachineError on rank 0 where this one, or the last one, cannot be written.
         """
+        self._saved_at = time.monotonic()
         self.world.pulse.beat(watchdog.SAVING)
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
@@ -298,6 +314,7 @@ class Run:
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
+        self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
         self.check_mine()

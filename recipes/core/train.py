@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -215,9 +216,8 @@ def fit(
             before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
             # What all ranks decide by is one step old, so that no step waits for it; at a row it is read at once.
             _, stop, save = before.read() if before else (0.0, False, False)
-            intervals = (run.keys.checkpoint_every_steps, run.keys.keep_every_steps)
             end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total
-            save = save or any(every and state.step % every == 0 for every in intervals)
+            save = save or run.interval_ends()
             if end_of_epoch or end or stop or save or state.step == first_step or state.step % cfg.log_every_steps == 0:
                 mean_loss, stop_now, _ = pending.read()
                 stop, speed = stop or stop_now, clock.lap()
@@ -225,7 +225,7 @@ def fit(
                 stop = stop or bool(run.stopping)
                 best = run.is_best(results) and run.keys.keep_best
                 run.check_saved()
-                _row(run, epoch, mean_loss, lr, speed, results)
+                log_row(run, epoch, mean_loss, lr, speed, results)
                 if stop and not end:
                     run.stopping = run.told_to_stop()
                 if save or stop or end or best:
@@ -239,7 +239,6 @@ def fit(
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
     results = results if results or run.stopping else _evaluate(run, evaluate)
-    pulse.beat(watchdog.UNWATCHED)
     return results
 
 
@@ -271,7 +270,6 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
     results = _evaluate(run, evaluate)
-    run.world.pulse.beat(watchdog.UNWATCHED)
     run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
     return results
 
@@ -302,7 +300,15 @@ def sampler_state(batches: Batches) -> dict[str, Any]:
     }
 
 
-def _row(run: Run, epoch: int, loss: float, lr: float, speed: float, results: Mapping[str, Any]) -> None:
+def log_row(
+    run: Run, epoch: int, loss: float, lr: float, speed: float, results: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """A row of ``metrics.jsonl`` and a line, from rank 0; loss, speed (samples per second) and results are those of all ranks.
+
+    Called by all ranks. Raises RunError, on all alike, where the loss is not finite.
+    """
+    if not math.isfinite(loss):
+        raise RunError(f"the loss at step {run.step} is {loss}: a lower lr, or the data, is where to look")
     if not run.rows:
         return
     run.check_mine()

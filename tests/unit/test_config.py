@@ -496,6 +496,14 @@ def test_checking_takes_a_fraction_of_a_second() -> None:
     assert float(ran.stdout) < 1.5, os.getloadavg()
 
 
+def test_what_a_resumed_run_may_change_is_declared_with_the_key() -> None:
+    from recipes.conf import imagenet, mnist
+
+    of_all = {"epochs", "max_steps", "num_workers", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
+    assert config.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
+    assert config.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+
+
 def test_settings_know_what_was_typed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "k.yaml").write_text("lr: 0.5\npartition: gpu\n")
     found: Mapping[str, Any] = parse(f"config={tmp_path}/k.yaml", "epochs=2", "nodes=3").typed

@@ -1,0 +1,148 @@
+"""toy, whose loop is written out: the same bits by whatever starts it, stopped and gone on with, and its processes looked after."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import checkpoint
+from tests import helpers
+
+TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
+LAUNCHED = (
+    sys.executable,
+    str(helpers.ROOT / "launch.py"),
+    "recipe=toy",
+    "launcher=local",
+    "device=cpu",
+    "cpu_threads=1",
+)
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *TOY[2:],
+)  # fmt: skip
+ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5", "global_batch_size=60")
+
+
+def content(run_dir: Path, step: int) -> dict[str, Any]:
+    return checkpoint.read(run_dir / "checkpoints" / f"step-{step:08d}.pt")
+
+
+def ranks(pid: int) -> list[int]:
+    """The processes that a parent has spawned, without the one that multiprocessing keeps for itself."""
+    return [child for child in helpers.children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_what_starts_it_changes_no_bit(tmp_path: Path) -> None:
+    words = ("epochs=2", "log_every_steps=1")
+    commands = {
+        "spawned": [*TOY, "spawn=2"], "launched": [*LAUNCHED, "ranks_per_node=2"], "torchrun": list(TORCHRUN),
+    }  # fmt: skip
+    for name, command in commands.items():
+        ended = helpers.run([*command, *words, f"run_dir={tmp_path / name}"])
+        assert ended.status == 0, ended.out
+        assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
+        for rank in range(2):
+            assert f"[GPU{rank}] Epoch 2 | Batchsize: 64 | Steps: 16" in ended.lines
+    digests = {name: checkpoint.digest(content(tmp_path / name, 32)) for name in commands}
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
+    ended = helpers.run([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"])
+    assert ended.status == 0, ended.out
+    rows = helpers.rows(tmp_path)
+    assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
+    assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
+    summary = helpers.read(tmp_path, "summary")
+    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
+    assert summary["loss"] < 0.01
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-{16 * epoch:08d}.pt" for epoch in (5, 10, 15, 20)
+    ]  # save_every=5
+    again = helpers.run([*TOY, f"run_dir={tmp_path}"])
+    assert again.status == 0
+    assert "already finished: step 320; more epochs= continue it" in again.lines
+    evaluated = helpers.run([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
+    assert evaluated.status == 0, evaluated.out
+    assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
+
+
+@pytest.mark.parametrize("to", [pytest.param("the parent", marks=pytest.mark.long), "one rank"])
+def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_bits(tmp_path: Path, to: str) -> None:
+    spawned = [*TOY, "spawn=2", *ENDLESS]
+    process = helpers.start([*spawned, f"run_dir={tmp_path}/broken"])
+    try:
+        helpers.wait_until(lambda: (tmp_path / "broken/checkpoints/latest").exists(), 60, "a checkpoint")
+        os.kill(process.pid if to == "the parent" else ranks(process.pid)[1], signal.SIGTERM)
+        stopped = helpers.finish(process)
+    finally:
+        process.kill()
+    assert stopped.status == 75, stopped.out
+    status = helpers.read(tmp_path / "broken", "status")
+    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
+    last = status["step"] + 40  # an epoch has 35
+    for name in ("broken", "whole"):
+        ended = helpers.run([*spawned, f"max_steps={last}", f"run_dir={tmp_path}/{name}"])
+        assert ended.status == 0, ended.out
+    assert helpers.read(tmp_path / "broken", "summary")["resumed_from_step"] == status["step"]
+    digests = {name: checkpoint.digest(content(tmp_path / name, last)) for name in ("broken", "whole")}
+    assert digests["broken"] == digests["whole"]
+
+
+@pytest.mark.long
+def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path) -> None:
+    process = helpers.start([*TOY, "spawn=3", *ENDLESS, f"run_dir={tmp_path}"])
+    try:
+        helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), 60, "a checkpoint")
+        pids = ranks(process.pid)
+        os.kill(pids[1], signal.SIGKILL)
+        ended = helpers.finish(process)
+    finally:
+        process.kill()
+    assert ended.status == 137, ended.out
+    assert ended.lines[-1].startswith(f"failed: rank 1 on {socket.gethostname()} was killed by SIGKILL"), ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["first_failing_rank"]) == ("failed", 1)
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+@pytest.mark.long
+def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    process = helpers.start([*TOY, "spawn=2", *ENDLESS, f"run_dir={tmp_path}"])
+    helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), 60, "a checkpoint")
+    pids = ranks(process.pid)
+    process.kill()
+    helpers.finish(process)
+    helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 10, "the ranks' end")
+
+
+@pytest.mark.parametrize(
+    ("place", "by"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, "torchrun (or who set RANK)"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun"),
+    ],
+)  # fmt: skip
+def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, tmp_path: Path) -> None:
+    environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
+    ended = helpers.run([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
+    assert ended.status == 2, ended.out
+    words = (
+        f"toy: spawn=2: {by} has started this process already, as rank 0 of 2: leave spawn= out, or start plain python"
+    )
+    assert ended.lines == [words]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_it_in_a_line(tmp_path: Path) -> None:
+    ended = helpers.run([*TOY, "lr=1e20", f"run_dir={tmp_path}"])
+    assert ended.status == 1, ended.out
+    assert re.search(r"^toy: failed: .*the loss at step \d+ is (nan|inf)", ended.out, re.MULTILINE), ended.out
+    assert "Traceback" not in ended.out
