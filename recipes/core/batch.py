@@ -171,7 +171,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     elif status["state"] == "preempted":
         again = (
             "not queued again, since no step was gained since it was queued the last time"
-            if int(environ.get("SLURM_RESTART_COUNT") or 0) and rundir.gained_nothing(rundir.of_launch(run_dir, launch))
+            if int(environ.get("SLURM_RESTART_COUNT") or 0)
+            and rundir.gained_nothing(rundir.of_launch(run_dir, launch), launch)
             else requeue(settings.run.max_requeues, environ)
         )
         print(f"{recipe}: saved at step {status['step']}; {again}; run directory {run_dir}")

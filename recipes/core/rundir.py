@@ -170,9 +170,9 @@ def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
     return None
 
 
-def gained_nothing(run_dir: Path) -> bool:
-    """Whether the newest attempt, and it is not the first, has ended at the step that it began at."""
-    attempt, status = owner(run_dir), read_status(run_dir)
+def gained_nothing(run_dir: Path, launch: str) -> bool:
+    """Whether this launch's attempt, and it is not the run's first, has ended before it began or at the step that it began at."""
+    attempt, status = owner(run_dir, launch=launch), read_status(run_dir)
     if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
         return False
     return "from_step" not in attempt or bool(status["step"] <= attempt["from_step"])

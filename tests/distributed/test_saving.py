@@ -237,8 +237,18 @@ def test_an_attempt_that_gained_no_step_is_known(
     tmp_path: Path, attempt: int, begun_at: int, step: int, gained: bool
 ) -> None:
     for _ in range(attempt + 1):
-        assert rundir.gained_nothing(tmp_path) is False  # nothing is said of it before it has ended
+        assert rundir.gained_nothing(tmp_path, "") is False  # nothing is said of it before it has ended
         rundir.open_attempt(tmp_path, ["a"])
     rundir.begin_attempt_at(tmp_path, begun_at)
     rundir.write_status(tmp_path, "preempted", attempt=attempt, step=step)
-    assert rundir.gained_nothing(tmp_path) is not gained
+    assert rundir.gained_nothing(tmp_path, "") is not gained
+
+
+def test_an_attempt_that_was_stopped_before_it_began_gained_nothing(tmp_path: Path) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "7.0")
+    rundir.begin_attempt_at(tmp_path, 0)
+    rundir.write_status(tmp_path, "preempted", attempt=0, step=5)
+    assert rundir.gained_nothing(tmp_path, "7.0") is False
+    rundir.open_attempt(tmp_path, ["a"], "7.1")
+    rundir.write_status(tmp_path, "preempted", attempt=1, step=5)
+    assert rundir.gained_nothing(tmp_path, "7.1") is True
