@@ -5,6 +5,7 @@ some variables of the env files are read when torch is loaded.
 """
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -52,6 +53,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     # Slurm may signal a short job while it starts; held back until there is a handler (preempt.stop_flag), it is not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
+    if "RANK" in os.environ:  # python -m torch.distributed.launch says in a word what is in the environment too
+        argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     if any(word in ("-h", "--help") for word in argv):
         print(config.help_text(recipe))
         sys.exit(rundir.EXIT_DONE)
