@@ -103,10 +103,6 @@ def local_layout(settings: Settings) -> Layout:
         )
     if job.gpus:
         ranks = tuple(int(n) for n in job.gpus.split(","))
-        if job.ranks_per_node is not None:
-            raise config.ConfigError(
-                f"ranks_per_node={job.ranks_per_node}: beside gpus={job.gpus}, which names each machine's; give one of the two"
-            )
         if 0 in ranks:
             raise config.ConfigError(f"gpus={job.gpus}: a machine without a rank has no part in the run; leave it out")
         if job.node_rank >= len(ranks):

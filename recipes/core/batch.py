@@ -70,6 +70,8 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
+            # A task of the doctor is to see all GPUs of its node, also where the ranks are granted one each.
+            env={name: value for name, value in environ.items() if name != "SLURM_GPUS_PER_TASK"},
             timeout=DOCTOR_S,
         )
     found = rundir.read_json(run_dir / "doctor" / "doctor.json")
@@ -128,7 +130,9 @@ TOLD = {
     "SLURM_JOB_RESERVATION": "reservation",
     "SLURM_JOB_NAME": "job-name",
     "SLURM_JOB_NUM_NODES": "nodes",
+    "SLURM_NTASKS": "ntasks",
     "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_GPUS_PER_TASK": "gpus-per-task",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
 }
@@ -143,6 +147,8 @@ def _as_submitted(environ: Mapping[str, str]) -> list[str]:
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         known["time"] = asked.stdout.strip()
+    if known["ntasks-per-node"]:
+        known["ntasks"] = ""
     return [f"--{option}={value}" for option, value in known.items() if value and value != "(null)"]
 
 

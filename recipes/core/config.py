@@ -154,8 +154,8 @@ class JobKeys:
         sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = key(
-        "", "ranks of each machine where they differ, launcher=local by hand: 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
-        form="whole numbers with commas between them, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
+        "", "so many GPUs, and ranks, over whichever nodes have them: 10; launcher=local by hand: of each machine, 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
+        form="a whole number, or several with commas between them, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
     )  # fmt: skip
     node_rank: int = key(
         0, "which of gpus=… this machine is, launcher=local by hand", low=0, sbatch="no option: srun's own"
@@ -383,6 +383,11 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
                 f"{shown(name)}={shown(value)}: recipe {recipe} has no key '{shown(name)}'{nearest(name, known)}"
             )
 
+    for name in ("gpus_per_node", "ranks_per_node"):
+        if "gpus" in words and name in words:
+            raise ConfigError(
+                f"{name}={shown(words[name])}: beside gpus={shown(words['gpus'])}, which says how many ranks there are; give one of the two"
+            )
     variant = words.get("variant", "")
     if variant and variant not in variants:
         there = ", ".join(variants) or "none"

@@ -24,7 +24,8 @@ class Job:
     """What is submitted: a recipe with its arguments, and what it asks of Slurm.
 
     arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs; None in a ready script, which
-    is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value.
+    is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
+    whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
     """
 
     recipe: str
@@ -40,6 +41,7 @@ class Job:
     modules: tuple[str, ...] = ()
     directives: tuple[tuple[str, str], ...] = ()
     resubmits: int | None = None
+    ranks: int = 0
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -64,16 +66,18 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
 def describe(settings: Settings, root: Path, base: Path) -> Job:
     """The job that ``settings`` describe. Paths typed are relative to ``base``. Raises ConfigError."""
     job, on_cpu = settings.job, settings.run.device is Device.cpu
-    for name in ("gpus", "master"):
-        if getattr(job, name):
-            raise ConfigError(
-                f"{name}={getattr(job, name)}: is for launcher=local; with launcher=slurm give nodes= and gpus_per_node="
-            )
+    if job.master:
+        raise ConfigError(f"master={job.master}: is for launcher=local; with launcher=slurm rank 0's node is known")
+    if "," in job.gpus:
+        total = sum(map(int, job.gpus.split(",")))
+        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
+    if job.gpus and int(job.gpus) < job.nodes:
+        raise ConfigError(f"gpus={job.gpus}: wants one for each of nodes={job.nodes} at least")
     if job.node_rank:
         raise ConfigError(
             f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
         )
-    ranks = ranks_per_node(job, settings.run.device)
+    ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     recipe_class, _ = config.recipe_conf(settings.recipe)
@@ -88,7 +92,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
-        nodes=job.nodes,
+        nodes=0 if job.gpus and job.nodes == 1 else job.nodes,
         ranks_per_node=ranks,
         gpus_per_node=0 if on_cpu else ranks,
         cpus_per_rank=cpus,
@@ -99,14 +103,18 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         modules=tuple(profile.get("modules", ())),
         directives=tuple((name, getattr(job, name)) for name in options if getattr(job, name)),
         resubmits=job.max_resubmits if job.doctor else None,
+        ranks=int(job.gpus or 0),
     )
 
 
 def directives(job: Job) -> dict[str, str]:
     """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
-    size = {"nodes": str(job.nodes), "ntasks-per-node": str(job.ranks_per_node)}
-    if job.gpus_per_node:
-        size["gpus-per-node"] = str(job.gpus_per_node)
+    size = {"nodes": str(job.nodes)} if job.nodes else {}
+    if job.ranks:
+        size |= {"ntasks": str(job.ranks)} | ({"gpus-per-task": "1"} if job.gpus_per_node else {})
+    else:
+        size["ntasks-per-node"] = str(job.ranks_per_node)
+        size |= {"gpus-per-node": str(job.gpus_per_node)} if job.gpus_per_node else {}
     return {
         "job-name": job.name,
         **size,
@@ -117,6 +125,11 @@ def directives(job: Job) -> dict[str, str]:
         "open-mode": "append",
         "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
     }
+
+
+def srun_options(job: Job) -> tuple[str, ...]:
+    """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
+    return (*SRUN_OPTIONS, "--gpu-bind=none") if job.ranks and job.gpus_per_node else SRUN_OPTIONS
 
 
 def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
@@ -153,7 +166,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     if job.resubmits is not None:
         lines += [f'"$python" -m recipes.core.batch examine {recipe} {job.resubmits} "$@" || exit']
     lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(SRUN_OPTIONS)} \\',
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} \\',
         f'    "$python" -u -m recipes.{recipe} "$@"',
         f'"$python" -m recipes.core.batch finish {recipe} $? "$@"',
     ]
@@ -208,8 +221,8 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
     options = directives(job)
     native: dict[str, object] = {
         "job_name": options.pop("job-name"),
-        "nodes": int(options.pop("nodes")),
-        "ntasks_per_node": int(options.pop("ntasks-per-node")),
+        "nodes": int(options.pop("nodes")) if "nodes" in options else None,
+        "ntasks_per_node": int(options.pop("ntasks-per-node")) if "ntasks-per-node" in options else None,
         "cpus_per_task": int(options.pop("cpus-per-task")),
         "time": int(options.pop("time")),
         "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
@@ -230,7 +243,7 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         "wckey": None,  # some sites refuse submitit's own
         "stderr_to_stdout": True,
         "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
-        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *SRUN_OPTIONS],
+        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job)],
         "setup": setup,
         "teardown": [f"{finish} $? {shlex.join(job.arguments)}"],
     }

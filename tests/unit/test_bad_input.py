@@ -92,7 +92,7 @@ JOB: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 
 SUBMITTED: tuple[tuple[str, ...], ...] = (
-    ("gpus=8,2",), ("master=h:1",), ("node_rank=1",), ("gpus_per_node=0",), ("gpus_per_node=2", "ranks_per_node=3"),
+    ("gpus=8,2",), ("gpus=0",), ("gpus=2", "nodes=3"), ("gpus=4", "gpus_per_node=2"), ("gpus=4", "ranks_per_node=2"), ("master=h:1",), ("node_rank=1",), ("gpus_per_node=0",), ("gpus_per_node=2", "ranks_per_node=3"),
 )  # fmt: skip
 
 HERE: tuple[tuple[str, ...], ...] = (

@@ -35,6 +35,9 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("device=cpu", "cpu_threads=4"),
     ("gpus_per_node=4", "cpus_per_rank=6", "time=1-02:30:01"),
     ("ranks_per_node=2", "time=90"),
+    ("gpus=10",),
+    ("gpus=10", "nodes=2", "cluster=example"),
+    ("gpus=6", "device=cpu"),
     ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
     ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
     ("name=a.job@x:y=z",),
@@ -109,6 +112,10 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
         (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
         (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
         (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+        (("gpus=10",), {"--nodes": None, "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
+        (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
+        (("gpus=6", "device=cpu"), {"--nodes": None, "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
+        (("gpus=6", "cluster=example"), {"--ntasks": "6", "--gpus-per-task": "1", "--gpus-per-node": None}),
         (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
         (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
         (("cluster=example", "partition=x"), {"--partition": "x"}),
@@ -119,7 +126,8 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
 def test_what_a_job_asks_for(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
     found = directives(slurm.script(describe(*words)))
     assert {name: found.get(name) for name in expected} == expected
-    assert not {"--mem", "--gres", "--ntasks"} & set(found)
+    assert not {"--mem", "--gres"} & set(found)
+    assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
 
 
 def test_paths_are_made_absolute_against_the_folder_that_one_submits_from() -> None:
