@@ -119,7 +119,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     with _environment(clean_environment(os.environ)), rundir.umask(0o077):
         executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(python))
         if job.ranks:
-            executor._num_tasks = lambda: job.ranks  # it would count nodes, of which Slurm finds the number
+            executor._num_tasks = lambda: job.ranks  # type: ignore[method-assign]  # it would count nodes, of which Slurm finds the number
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
             submitted = executor.submit(os.execv, python, command)

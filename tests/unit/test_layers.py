@@ -129,8 +129,9 @@ def after(code: str, *arguments: str, first: str = "") -> dict[str, list[str]]:
         "import launch; assert launch.main(['recipe=mnist', 'launcher=print', 'nodes=2']) == 0",
         "from recipes.core import batch; assert batch.main(['check', 'mnist', 'epochs=1']) == 0",
         "from recipes.core import submit, ready, entry; import submitit; assert ready.main(['check']) in (0, 1)",
+        "from recipes import report; assert report.main(['--help']) == 0",
     ],
-    ids=["launch", "batch", "submit"],
+    ids=["launch", "batch", "submit", "report"],
 )
 def test_the_way_to_a_submission_never_loads_torch(code: str) -> None:
     assert after(code)["heavy"] == []

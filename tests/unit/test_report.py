@@ -1,0 +1,102 @@
+"""The table of runs: what it says of done, failed, running, damaged and unbegun ones, and where they differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import report
+from recipes.core import rundir
+from tests import helpers
+
+
+def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **keys: Any) -> Path:
+    folder.mkdir(parents=True)
+    rundir.open_attempt(folder, ["a"])
+    rundir.write_status(folder, state, attempt=0, step=step, reason=reason)
+    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()))
+    if state == "done":
+        rundir.write_json(
+            folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5}
+        )
+    return folder
+
+
+def lines(*words: str) -> list[list[str]]:
+    """The table's cells, as far as no cell has a space in it."""
+    ended = helpers.run([sys.executable, "-m", "recipes.report", *words])
+    assert ended.status == 0, ended.out
+    return [line.split() for line in ended.lines]
+
+
+def test_runs_side_by_side_with_the_keys_in_which_they_differ(tmp_path: Path) -> None:
+    make(tmp_path / "cifar/7_0", lr=0.1, seed=1, epochs=3, data_dir="${oc.env:X}")
+    make(tmp_path / "cifar/7_1", lr=0.2, seed=1, epochs=3, data_dir="${oc.env:X}")
+    make(tmp_path / "cifar/7_2", "failed", 4, "rank 1 on node3 failed first: out of memory", lr=0.4, seed=1, epochs=3)
+    (tmp_path / "cifar/7_2/metrics.jsonl").write_text(
+        '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
+    )
+    for number in range(3):
+        os.utime(tmp_path / f"cifar/7_{number}", (number, number))
+    head, *rows = lines(str(tmp_path))
+    assert head == ["run", "state", "step", "lr", "val_top1", "loss", "samples_per_second", "note"]
+    assert rows[0] == [str(tmp_path / "cifar/7_0"), "done", "10", "0.1", "0.9412", "-", "1234.5"]
+    assert rows[1][:5] == [str(tmp_path / "cifar/7_1"), "done", "10", "0.2", "0.9412"]
+    assert rows[2][:7] == [str(tmp_path / "cifar/7_2"), "failed", "4", "0.4", "-", "2.25", "-"]
+    assert " ".join(rows[2][7:]) == "rank 1 on node3 failed first: out of memory"
+
+
+def test_what_is_below_a_run_is_no_run(tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    make(tmp_path / "run/evaluation", step=3)
+    (tmp_path / "doctor").mkdir()
+    assert len(lines(str(tmp_path))) == len(lines(str(tmp_path / "run"))) == 2
+
+
+def test_a_run_that_says_running_tells_its_last_word(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "running")
+    updated = rundir.read_status(folder)["updated"]  # type: ignore[index]
+    for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
+        assert report.look(folder, updated + seconds).note == f"last word {told} ago"
+
+
+def test_damaged_and_unbegun_ones_cost_their_own_words_alone(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a/run", lr=0.1)
+    for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
+        (folder / name).write_text("[{: nothing")
+    found = report.look(folder, time.time())
+    assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
+    (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
+    (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
+    make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
+    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
+    assert ended.status == 0, ended.out
+    assert len(ended.lines) == 3
+    assert "\x1b" not in ended.out
+
+
+def test_as_json_and_to_a_pipe_that_closes(tmp_path: Path) -> None:
+    make(tmp_path / "run", lr=0.1)
+    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(tmp_path)])
+    told = json.loads(ended.out)
+    assert (told["state"], told["values"], told["results"]["val_top1"]) == ("done", {"lr": 0.1}, 0.9412)
+    ended = helpers.run(["sh", "-c", f"{sys.executable} -m recipes.report {tmp_path} | true"])
+    assert (ended.status, ended.out) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("make_it", "words"), [(False, "cannot be read (No such file or directory)"), (True, "no run is there")]
+)
+def test_where_there_is_no_run_it_is_one_line(tmp_path: Path, make_it: bool, words: str) -> None:
+    if make_it:
+        (tmp_path / "none").mkdir()
+    ended = helpers.run([sys.executable, "-m", "recipes.report", f"{tmp_path}/none"])
+    assert ended.status == 2
+    assert len(ended.lines) == 1
+    assert ended.lines[0].startswith(f"report: {tmp_path}/none: {words}")
