@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def show(settings: Settings) -> int:
 
 def submit(settings: Settings) -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
-    from recipes.core import slurm, submit
+    from recipes.core import runs, slurm, submit
 
     job = slurm.describe(settings, ROOT, _here())
     if data := os.environ.get("RECIPES_DATA"):
@@ -63,13 +64,23 @@ def submit(settings: Settings) -> int:
     expected = submit.ask_controller(job)
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
-    print(f"run directory: {submitted.run_dir}")
-    print(f"log: tail -F {shlex.quote(str(submitted.log))}")
+    if elements := submitted.elements:
+        for element, words in zip(elements, job.elements, strict=True):
+            print(f"{element.job_id}: {shlex.join(words)}")
+        folders = shlex.join(str(element.run_dir) for element in elements)
+        print(f"a table of what came of them: python -m recipes.report {folders}")
+    else:
+        print(f"run directory: {submitted.run_dir}")
+        print(f"log: tail -F {shlex.quote(str(submitted.log))}")
     sys.stdout.flush()
     if not settings.job.wait:
         return 0
     try:
-        return submit.wait(submitted)
+        if not elements:
+            return submit.wait(submitted)
+        code = submit.wait_for_all(submitted)
+        print("\n".join(runs.table([runs.look(element.run_dir, time.time()) for element in elements])))
+        return code
     except KeyboardInterrupt:
         print(f"\njob {submitted.job_id} goes on; to end it: scancel {submitted.job_id}", file=sys.stderr)
         return 130
@@ -97,6 +108,10 @@ def local_layout(settings: Settings) -> Layout:
     from recipes.core.rundir import MachineError
 
     job, on_cpu = settings.job, settings.run.device is config.Device.cpu
+    if settings.sweep:
+        raise config.ConfigError(
+            f"{', '.join(config.SWEEP + name for name in settings.sweep[0])}: a sweep is a job array of Slurm's; here give one value each"
+        )
     if job.nodes != 1:
         raise config.ConfigError(
             f"nodes={job.nodes}: launcher=local is this machine; for several by hand give gpus=8,8 node_rank= master="

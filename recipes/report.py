@@ -11,134 +11,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from recipes.core import config, rundir
+from recipes.core import config, rundir, runs
 from recipes.core.rundir import InputError
-
-DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID
-INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # of a run directory; no runs of their own
-RESULTS = ("val_top1", "val_top5", "loss", "samples_per_second")
-WIDEST, LONGEST_NOTE = 60, 300  # characters of a value, and of a note, in the table
-
-
-@dataclass(frozen=True)
-class Found:
-    """One run. values: its recipe's keys. results: of its summary, else of its last row."""
-
-    folder: Path
-    recipe: str
-    state: str
-    step: int
-    note: str
-    values: dict[str, Any]
-    results: dict[str, Any]
-
-
-def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The run directories in ``folder``, itself among them, the oldest first. Raises OSError where it cannot be read."""
-    if (folder / "attempt.json").exists():
-        yield folder
-    elif depth:
-        inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
-        for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
-            yield from run_directories(Path(entry.path), depth - 1)
-
-
-def look(folder: Path, now: float) -> Found:
-    """What a run directory says. now: of time.time()."""
-    status, summary = rundir.read_status(folder) or {}, rundir.read_json(folder / "summary.json") or {}
-    values = _keys(folder / "config.yaml")
-    row = {} if summary else _last_row(folder / "metrics.jsonl")
-    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
-    if state == "running":
-        note = f"last word {_ago(now - _number(status.get('updated'), now))} ago"
-    recipe = str(summary.get("recipe") or folder.parent.name)
-    results = {name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None}
-    return Found(
-        folder, recipe, state, int(_number(row.get("step"), _number(status.get("step"), 0))), note, values, results
-    )
-
-
-def _keys(path: Path) -> dict[str, Any]:
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception:  # a run that was refused has none; a damaged one costs its keys alone
-        return {}
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
-
-
-def _last_row(path: Path) -> dict[str, Any]:
-    """The last whole row of metrics.jsonl, however long that is."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # being written, or cut by a kill
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}
-
-
-def _number(value: Any, otherwise: float) -> float:
-    return value if isinstance(value, (int, float)) and abs(value) < 1e15 else otherwise
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def differing(runs: Sequence[Found]) -> list[str]:
-    """The keys in which runs of one recipe differ, in the order in which they are declared."""
-    seen: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        for name, value in run.values.items():
-            seen.setdefault((run.recipe, name), set()).add(repr(value))
-    return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
-
-
-def table(runs: Sequence[Found]) -> list[str]:
-    """Lines of a table: a run each, with what it differs in and what came of it."""
-    keys = differing(runs)
-    results = [name for name in RESULTS if any(name in run.results for run in runs)]
-    head = ["run", "state", "step", *keys, *results, "note"]
-    rows = [
-        [
-            _short(run.folder), config.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
-            *(_text(run.results.get(name)) for name in results), config.shown(run.note, LONGEST_NOTE),
-        ]
-        for run in runs
-    ]  # fmt: skip
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
-
-
-def _short(folder: Path) -> str:
-    """The path from here, where that is below."""
-    relative = os.path.relpath(folder)
-    return str(folder) if relative.startswith("..") else relative
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.5g}" if isinstance(value, float) else config.shown(value, WIDEST)
 
 
 def main(argv: list[str]) -> int:
@@ -147,18 +23,18 @@ def main(argv: list[str]) -> int:
         return rundir.EXIT_DONE
     folders = [Path(word) for word in argv if word != "--json"] or [config.ROOT / "runs"]
     try:
-        runs = [look(path, time.time()) for folder in folders for path in run_directories(folder)]
+        found = [runs.look(path, time.time()) for folder in folders for path in runs.run_directories(folder)]
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
         ) from None
-    if not runs:
+    if not found:
         raise InputError(f"{', '.join(map(str, folders))}: no run is there: name a run directory, or a folder of them")
     if "--json" in argv:
-        for run in runs:
+        for run in found:
             print(json.dumps({**vars(run), "folder": str(run.folder)}, default=str))
     else:
-        print("\n".join(table(runs)))
+        print("\n".join(runs.table(found)))
     return rundir.EXIT_DONE
 
 

@@ -7,6 +7,7 @@ Precedence: the dataclass's default < the cluster's profile (job keys, ``network
 import dataclasses
 import difflib
 import importlib
+import itertools
 import math
 import os
 import re
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_SHOWN = 60  # characters of a bad value that are shown
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, and not be read back
+SWEEP = "sweep."
+MOST_RUNS = 1000  # of a sweep; Slurm's MaxArraySize is 1001 where nobody has set it
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some reader, or speaks to a terminal
 
 
@@ -190,6 +193,13 @@ class JobKeys:
         pattern=r"[A-Za-z0-9_-]{1,64}",
         form="letters, digits, _ and - only",
     )
+    parallel: int = key(
+        0,
+        "runs of a sweep (sweep.KEY=A,B,C) that go on at once; 0: as many as there is room for",
+        low=0,
+        high=100000,
+        sbatch="--array",
+    )
     doctor: bool = key(False, "examine the nodes first, and submit the job again without those that are bad")
     max_resubmits: int = key(2, "how often doctor=true submits a job again", low=0, high=100)
     wait: bool = key(False, "wait for the job, follow rank 0's log, and return the job's outcome")
@@ -299,6 +309,7 @@ class Settings:
     """A command line, checked.
 
     typed: run and recipe keys as given (from ``config=`` and the command line), in the text that gives them again.
+    sweep: the keys of each run, where there are several; the rest of this is then of the first.
     saved: the recipe's config for ``config.yaml``, with interpolations such as ``${oc.env:X}`` left as they are.
     """
 
@@ -308,6 +319,7 @@ class Settings:
     config: Any
     typed: dict[str, str]
     saved: DictConfig
+    sweep: tuple[dict[str, str], ...] = ()
 
 
 def recipe_names() -> list[str]:
@@ -368,6 +380,13 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
             )
         words = {**from_file, **words}
     of_launch = not recipe
+    if swept := {name: words[name] for name in words if name.startswith(SWEEP)}:
+        if not of_launch:
+            name, value = next(iter(swept.items()))
+            raise ConfigError(
+                f"{name}={shown(value)}: is for launch.py, which makes a job of each value; here give one"
+            )
+        return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
     if of_launch:
         recipe = words.get("recipe", "")
         if not recipe:
@@ -407,6 +426,37 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
     typed = {k: v for k, v in words.items() if k not in job_names}
     return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved)
+
+
+def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """The settings of each combination of the values that are swept, checked; those of the first, with all of them beside it."""
+    values: dict[str, list[str]] = {}
+    for word, given in swept.items():
+        name = word.removeprefix(SWEEP)
+        values[name] = [value.strip(" ") for value in given.split(",")]
+        if name in words:
+            raise ConfigError(f"{word}={shown(given)}: beside {name}={shown(words[name])}; give one of the two")
+        if name in _names(JobKeys) | {"run_dir", "config", "umask"}:
+            raise ConfigError(
+                f"{word}={shown(given)}: a sweep is over a recipe's keys, or a run's; {name}= is one for all"
+            )
+        if "" in values[name] or len(set(values[name])) < len(values[name]):
+            raise ConfigError(f"{word}={shown(given)}: wants different values with commas between them")
+    if math.prod(map(len, values.values())) > MOST_RUNS:
+        raise ConfigError(
+            f"{' '.join(map(shown, swept))}: {math.prod(map(len, values.values()))} runs; a job array has at most {MOST_RUNS}"
+        )
+    runs = tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+    try:
+        each = [parse([f"{k}={v}" for k, v in {**words, **run}.items()], environ=environ) for run in runs]
+    except ConfigError as error:
+        name = str(error).partition("=")[0]
+        where = f"{SWEEP}{name}={shown(swept[SWEEP + name])}: " if name in values else ""
+        raise ConfigError(f"{where}{error}") from None
+    if len(runs) == 1:
+        return each[0]
+    common = {name: value for name, value in each[0].typed.items() if name not in values}
+    return dataclasses.replace(each[0], typed=common, sweep=runs)
 
 
 def parse_keys(cls: type, argv: Sequence[str]) -> Any:
@@ -519,7 +569,7 @@ def _split(argv: Sequence[str]) -> dict[str, str]:
     words: dict[str, str] = {}
     for word in argv:
         name, equals, value = word.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not equals or not re.fullmatch(r"(sweep\.)?[A-Za-z_][A-Za-z0-9_]*", name):
             bare = re.fullmatch(r"--?([A-Za-z_][A-Za-z0-9_-]*)(=.*)?", word, re.DOTALL)
             mend = (
                 f"; write {bare[1].replace('-', '_')}{shown(bare[2] or '=VALUE')}"

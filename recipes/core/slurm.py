@@ -26,6 +26,7 @@ class Job:
     arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs; None in a ready script, which
     is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
     whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
+    elements: further arguments of each job of an array, ``parallel`` of which run at once.
     """
 
     recipe: str
@@ -42,6 +43,8 @@ class Job:
     directives: tuple[tuple[str, str], ...] = ()
     resubmits: int | None = None
     ranks: int = 0
+    elements: tuple[tuple[str, ...], ...] = ()
+    parallel: int = 0
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -87,6 +90,10 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
                 f"folder {config.shown(folder)}: has a character in its name that cannot be printed; give it another"
             )
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), base)
+    elements = [config.absolute(run, (config.RunKeys, recipe_class), base) for run in settings.sweep]
+    if elements and "run_dir" in words:
+        parent = words.pop("run_dir")
+        elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation")
     return Job(
@@ -104,6 +111,8 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         directives=tuple((name, getattr(job, name)) for name in options if getattr(job, name)),
         resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
+        elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
+        parallel=job.parallel,
     )
 
 
@@ -121,10 +130,24 @@ def directives(job: Job) -> dict[str, str]:
         "cpus-per-task": str(job.cpus_per_rank),
         "time": str(job.minutes),
         **dict(job.directives),
+        **({"array": f"0-{len(job.elements) - 1}%{_at_once(job)}"} if job.elements else {}),
         "requeue": "",
         "open-mode": "append",
         "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
     }
+
+
+def _at_once(job: Job) -> int:
+    return min(job.parallel or len(job.elements), len(job.elements))
+
+
+def _element(job: Job) -> list[str]:
+    """Shell lines that add the arguments of this element of the array to those that are there."""
+    if not job.elements:
+        return []
+    lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
+    last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
+    return ["case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
 
 
 def srun_options(job: Job) -> tuple[str, ...]:
@@ -139,7 +162,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
         options["chdir"] = str(job.root)
     # In the folder that the job starts in, since that one is always there: a log's folder that is missing fails the job
     # without a word (sbatch, 0:53).
-    options["output"] = "%x-%j.out"
+    options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
     recipe = job.recipe
@@ -160,6 +183,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [
+        *_element(job),
         *_PYTHON.splitlines(),
         f'RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check {recipe} "$@" || exit',
     ]
@@ -232,12 +256,16 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
     for name in ("partition", "qos", "constraint", "exclude", "account"):
         if name in options:
             native[name] = options.pop(name)
-    del options["open-mode"]  # submitit writes it by itself
+    for name in {"open-mode", "array"} & options.keys():  # submitit writes these by itself
+        del options[name]
     batch = [python, "-m", "recipes.core.batch"]
     finish = shlex.join([*batch, "finish", job.recipe])
-    setup = _setup(job)
+    setup, words = _setup(job), shlex.join(job.arguments)
+    if job.elements:
+        native["array_parallelism"] = _at_once(job)
+        setup, words = [*setup, f"set -- {words}", *_element(job)], '"$@"'
     if job.resubmits is not None:
-        setup += [f"{shlex.join([*batch, 'examine', job.recipe, str(job.resubmits), *job.arguments])} || exit"]
+        setup += [f"{shlex.join([*batch, 'examine', job.recipe, str(job.resubmits)])} {words} || exit"]
     return {
         **native,
         "wckey": None,  # some sites refuse submitit's own
@@ -245,5 +273,5 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
         "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job)],
         "setup": setup,
-        "teardown": [f"{finish} $? {shlex.join(job.arguments)}"],
+        "teardown": [f"{finish} $? {words}"],
     }

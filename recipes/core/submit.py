@@ -36,11 +36,13 @@ ENDED = (
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has taken. log: where rank 0's output and srun's own messages go."""
+    """A job that Slurm has taken. log: where rank 0's output and srun's own messages go. elements: of an array; run_dir and log are
+    then those of the first."""
 
     job_id: str
     run_dir: Path
     log: Path
+    elements: tuple["Submitted", ...] = ()
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -115,27 +117,46 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
-    command = [python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments]
+    commands = [[python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]]
     with _environment(clean_environment(os.environ)), rundir.umask(0o077):
         executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(python))
         if job.ranks:
             executor._num_tasks = lambda: job.ranks  # type: ignore[method-assign]  # it would count nodes, of which Slurm finds the number
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
-            submitted = executor.submit(os.execv, python, command)
+            if job.elements:
+                taken = executor.map_array(os.execv, [python] * len(commands), commands)
+            else:
+                taken = [executor.submit(os.execv, python, commands[0])]
         except submitit.core.utils.FailedSubmissionError as error:
             raise MachineError(f"Slurm refuses this job: {' '.join(str(error).split())[:300]}") from None
-    job_id = str(submitted.job_id)
+    script, found = Path(taken[0].paths.submission_file), []
+    for number, (one, command) in enumerate(zip(taken, commands, strict=True)):
+        each = job
+        if job.elements:
+            each = dataclasses.replace(job, arguments=(*job.arguments, *job.elements[number]), elements=(), parallel=0)
+        typed = next((word.partition("=")[2] for word in each.arguments if word.startswith("run_dir=")), run_dir)
+        found.append(
+            Submitted(str(one.job_id), _note(each, str(one.job_id), typed, script, command), Path(one.paths.stdout))
+        )
+    if not job.elements:
+        return found[0]
+    return dataclasses.replace(found[0], job_id=found[0].job_id.partition("_")[0], elements=tuple(found))
+
+
+def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str]) -> Path:
+    """Leaves what was submitted in the run directory, which it gives."""
+    assert job.root is not None
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     described = {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
     try:
         where.mkdir(parents=True, exist_ok=True)
-        script = Path(submitted.paths.submission_file).read_bytes()
-        rundir.write_whole(where / "job.sh", lambda file: file.write(script))  # never through a link that lay in wait
+        text = script.read_bytes()
+        rundir.write_whole(where / "job.sh", lambda file: file.write(text))  # never through a link that lay in wait
         rundir.write_json(where / "job.yaml", described)
     except OSError as error:  # the job is in the queue, and will say the same
         print(f"run_dir={where}: cannot be written ({error.strerror}); job {job_id} will fail there", file=sys.stderr)
-    return Submitted(job_id, where, Path(submitted.paths.stdout))
+    return where
 
 
 def job_state(job_id: str) -> tuple[str, int]:
@@ -156,8 +177,14 @@ def job_state(job_id: str) -> tuple[str, int]:
     return fields.get("JobState", ""), int(status) or (128 + int(signal) if int(signal or 0) else 0)
 
 
-def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
-    """Waits for the job to end, shows rank 0's log meanwhile, and gives the job's outcome as an exit status.
+def wait_for_all(submitted: Submitted) -> int:
+    """Waits for each element of an array, and gives the exit status of the first that did not end well, or 0."""
+    codes = [wait(element, show=False) for element in submitted.elements]
+    return next((code for code in codes if code), rundir.EXIT_DONE)
+
+
+def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
+    """Waits for the job to end, with ``show`` rank 0's log meanwhile, and gives the job's outcome as an exit status.
 
     A controller that does not answer is asked again for ``patience_s`` seconds.
     """
@@ -172,13 +199,14 @@ def wait(submitted: Submitted, patience_s: float = 300.0) -> int:
             state, code, silent_since = "UNKNOWN", 0, silent_since or time.monotonic()
             if time.monotonic() - silent_since > patience_s:
                 raise MachineError(f"job {submitted.job_id} goes on, but {error}") from None
-        shown = _follow(submitted.log, shown)
+        shown = _follow(submitted.log, shown) if show else 0
         if state in ENDED or state == "":
             break
         time.sleep(interval_s)
         interval_s = min(5.0, interval_s * 1.1)  # kind to a controller that many people ask
-    time.sleep(0.2)
-    _follow(submitted.log, shown)
+    if show:
+        time.sleep(0.2)
+        _follow(submitted.log, shown)
     status = _status(submitted)
     if state == "COMPLETED" or (not state and status and status["state"] == "done"):
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")

@@ -38,6 +38,8 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("gpus=10",),
     ("gpus=10", "nodes=2", "cluster=example"),
     ("gpus=6", "device=cpu"),
+    ("sweep.lr=0.1,0.2,0.4", "sweep.seed=1,2", "parallel=2"),
+    ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
     ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
     ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
     ("name=a.job@x:y=z",),
@@ -66,7 +68,7 @@ def directives(text: str) -> dict[str, str]:
 
 def submitit_text(job: Job) -> str:
     parameters: dict[str, Any] = slurm.submitit_parameters(job, "/py thon")
-    return str(_make_sbatch_string(command="x", folder="/f", **parameters))
+    return str(_make_sbatch_string(command="x", folder="/f", map_count=len(job.elements) or None, **parameters))
 
 
 # --- one description
@@ -77,8 +79,9 @@ def submitit_text(job: Job) -> str:
 def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: Path) -> None:
     job = describe(*words, root=root)
     ours, theirs = directives(slurm.script(job)), directives(submitit_text(job))
-    assert ours.pop("--output") == "%x-%j.out"
-    assert theirs.pop("--output") == "/f/%j_0_log.out"
+    number = "%A_%a" if job.elements else "%j"
+    assert ours.pop("--output") == f"%x-{number}.out"
+    assert theirs.pop("--output") == f"/f/{number}_0_log.out"
     assert ours == theirs
     assert ours["--chdir"] == str(root)
 
@@ -128,6 +131,42 @@ def test_what_a_job_asks_for(words: tuple[str, ...], expected: dict[str, str | N
     assert {name: found.get(name) for name in expected} == expected
     assert not {"--mem", "--gres"} & set(found)
     assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
+
+
+def elements(text: str, count: int) -> list[list[str]]:
+    """The arguments that bash has for each element of an array, by the lines of a script that set them."""
+    begin = text.index("\nset -- ") if "\nset -- " in text else text.index("\ncase $")
+    lines = text[begin : text.index("\nesac", begin) + len("\nesac")]
+    found = []
+    for number in range(count):
+        shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script"]
+        done = subprocess.run(shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True)
+        found.append(done.stdout.decode().split("\0")[:-1])
+    return found
+
+
+@pytest.mark.parametrize("make", [slurm.script, submitit_text])
+def test_each_run_of_a_sweep_has_its_own_values_whatever_is_in_them(make: Any, tmp_path: Path) -> None:
+    hostile = [word for word in HOSTILE if "," not in word]
+    given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
+    text = make(describe(given, "sweep.seed=1,2", "epochs=3"))
+    assert elements(text, 2 * len(hostile)) == [
+        ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
+    ]
+    outside = subprocess.run(
+        ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
+    )
+    assert (outside.returncode, outside.stderr) == (2, "mnist: no run of this sweep has the number \n")
+
+
+def test_a_sweeps_runs_have_folders_of_their_own() -> None:
+    job = describe("sweep.lr=0.1,0.2", "run_dir=rel", "device=cpu")
+    assert job.arguments == ("device=cpu",)
+    assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
+    assert directives(slurm.script(job))["--array"] == "0-1%2"
+    assert directives(slurm.script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
+    one = describe("sweep.lr=0.1")
+    assert (one.elements, one.arguments) == ((), ("lr=0.1",))
 
 
 def test_paths_are_made_absolute_against_the_folder_that_one_submits_from() -> None:

@@ -14,7 +14,7 @@ STDLIB = {
     "hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder", "signatures",
     "variables", "findings", "gpus", "examine", "reach", "verdict", "outliers",
 }  # fmt: skip
-LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging"}
+LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging", "runs"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}
 
 

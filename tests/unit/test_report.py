@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipes import report
-from recipes.core import rundir
+from recipes.core import rundir, runs
 from tests import helpers
 
 
@@ -63,14 +62,14 @@ def test_a_run_that_says_running_tells_its_last_word(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", "running")
     updated = rundir.read_status(folder)["updated"]  # type: ignore[index]
     for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
-        assert report.look(folder, updated + seconds).note == f"last word {told} ago"
+        assert runs.look(folder, updated + seconds).note == f"last word {told} ago"
 
 
 def test_damaged_and_unbegun_ones_cost_their_own_words_alone(tmp_path: Path) -> None:
     folder = make(tmp_path / "a/run", lr=0.1)
     for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
         (folder / name).write_text("[{: nothing")
-    found = report.look(folder, time.time())
+    found = runs.look(folder, time.time())
     assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
     (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')

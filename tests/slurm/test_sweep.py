@@ -1,0 +1,64 @@
+"""A sweep is one job array: throttled, a run directory each, a table of what came of them. On a real Slurm."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import helpers
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+KEYS = ("recipe=toy", "device=cpu", "cpu_threads=1", "cpus_per_rank=1", "max_steps=3")
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
+
+
+def test_six_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
+    rates = ("0.01", "0.02", "0.03", "1e20", "0.04", "0.05")
+    words = (f"sweep.lr={','.join(rates)}", "parallel=3", "wait=true")
+    done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    job = found[1]
+    for number, rate in enumerate(rates):
+        assert f"{job}_{number}: lr={rate}" in done.stdout.splitlines()
+        run_dir = repo / "runs/toy" / f"{job}_{number}"
+        status = jobs.read(run_dir / "status.json")
+        assert status["state"] == ("failed" if rate == "1e20" else "done"), status
+        [line] = [line for line in (run_dir / "config.yaml").read_text().splitlines() if line.startswith("lr: ")]
+        assert float(line.removeprefix("lr: ")) == float(rate)
+        assert (run_dir / "job.sh").exists()
+        assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
+    told = done.stdout.splitlines()[-7:]
+    assert told[0].split() == ["run", "state", "step", "lr", "loss", "samples_per_second", "note"]
+    assert [line.split()[1] for line in told[1:]] == ["done", "done", "done", "failed", "done", "done"]
+    assert "the loss at step " in told[4]
+    assert all(record["ArrayTaskThrottle"] == "3" for record in slurm.jobs(job))
+    asked = next(line for line in done.stdout.splitlines() if line.startswith("a table of what came of them: "))
+    again = helpers.run(["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo)
+    assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in told]
+
+
+def test_a_script_of_print_in_a_folder_of_ones_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
+    done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)
+    (tmp_path / "job.sh").write_text(done.stdout)
+    job = slurm.submit(str(tmp_path / "job.sh"), cwd=repo, env=jobs.PYTHON)
+    assert slurm.wait_job(job, 240) == "COMPLETED"
+    for number, (seed, rate) in enumerate((("1", "0.1"), ("1", "0.2"), ("2", "0.1"), ("2", "0.2"))):
+        run_dir = tmp_path / "sweep" / str(number)
+        assert jobs.read(run_dir / "status.json")["state"] == "done"
+        lines = (run_dir / "config.yaml").read_text().splitlines()
+        assert {f"seed: {seed}", f"lr: {rate}"} <= set(lines)
+        log = repo / f"toy-{job}_{number}.out"
+        assert f"toy: done; run directory {run_dir}" in log.read_text().splitlines()
