@@ -31,6 +31,11 @@ def main(argv: list[str]) -> int:
         return 0 if argv else rundir.EXIT_CONFIG
     try:
         settings = config.parse(argv)
+        if spawn := getattr(settings.config, "spawn", 0):
+            mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
+            raise config.ConfigError(
+                f"spawn={spawn}: is for plain python, and launch.py starts the ranks itself: {mend}"
+            )
         os.umask(int(settings.run.umask, 8))
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
         return run(settings)

@@ -26,11 +26,12 @@ def processes(module: str, start: Start) -> None:
     if SPAWNED in os.environ:
         return
     info, count = start.ranks, start.settings.config.spawn
-    if info.launcher in STARTED_BY and info.world_size > 1:
+    batch = "RECIPES_BATCH" in os.environ  # the job reads how the ranks of its own srun ended
+    if batch or (info.launcher in STARTED_BY and info.world_size > 1):
         if info.rank:
             time.sleep(1.5)
         else:
-            by = f"{STARTED_BY[info.launcher]} has started this process already, as rank {info.rank} of {info.world_size}"
+            by = f"{STARTED_BY.get(info.launcher, 'srun')} has started this process already, as rank 0 of {info.world_size}"
             print(
                 f"{start.settings.recipe}: spawn={count}: {by}: leave spawn= out, or start plain python",
                 file=sys.stderr,

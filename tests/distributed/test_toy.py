@@ -123,9 +123,17 @@ def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
     helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 10, "the ranks' end")
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "print", "local"])
+def test_launch_starts_the_ranks_itself(launcher: str, tmp_path: Path) -> None:
+    ended = helpers.run([*LAUNCHED, f"launcher={launcher}", "spawn=2", f"run_dir={tmp_path}/run"])
+    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
+    assert ended.lines[0].startswith("launch.py: spawn=2: is for plain python")
+
+
 @pytest.mark.parametrize(
     ("place", "by"),
     [
+        ({"RECIPES_BATCH": "1"}, "srun"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, "torchrun (or who set RANK)"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun"),
     ],
@@ -134,9 +142,7 @@ def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, 
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
     ended = helpers.run([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
     assert ended.status == 2, ended.out
-    words = (
-        f"toy: spawn=2: {by} has started this process already, as rank 0 of 2: leave spawn= out, or start plain python"
-    )
+    words = f"toy: spawn=2: {by} has started this process already, as rank 0 of {1 if by == 'srun' else 2}: leave spawn= out, or start plain python"
     assert ended.lines == [words]
     assert not (tmp_path / "run").exists()
 
