@@ -117,7 +117,7 @@ def local_layout(settings: Settings) -> Layout:
         raise config.ConfigError(
             f"{', '.join(config.SWEEP + name for name in settings.sweep[0])}: a sweep is a job array of Slurm's; here give one value each"
         )
-    if job.nodes != 1:
+    if job.nodes not in (None, 1):
         raise config.ConfigError(
             f"nodes={job.nodes}: launcher=local is this machine; for several by hand give gpus=8,8 node_rank= master="
         )

@@ -91,7 +91,14 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == steps
             stop, save = run.agree()  # a signal may have reached one rank alone: all stop at one step
             run.stopping = "" if last else stop
-            if last_of_epoch or last or run.stopping or state.step % cfg.log_every_steps == 0 or state.step == 1:
+            if (
+                save
+                or last_of_epoch
+                or last
+                or run.stopping
+                or state.step % cfg.log_every_steps == 0
+                or state.step == 1
+            ):
                 mean = world.sum(loss.detach().double()).item() / shard.global_size
                 train.log_row(run, epoch, mean, cfg.lr, samples / (time.perf_counter() - begin))
             if save or last or run.stopping or (last_of_epoch and (epoch + 1) % cfg.save_every == 0):

@@ -149,6 +149,8 @@ def _as_submitted(environ: Mapping[str, str]) -> list[str]:
         known["time"] = asked.stdout.strip()
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
+    if known["gpus-per-task"]:
+        known["nodes"] = ""  # Slurm found that many, and may find others
     known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # of a sweep this run alone
     return [f"--{option}={value}" for option, value in known.items() if value and value != "(null)"]
 

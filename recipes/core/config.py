@@ -144,7 +144,9 @@ class JobKeys:
     launcher: Launcher = key(
         Launcher.slurm, "slurm: submit; local: start the ranks here; print: show the sbatch script"
     )
-    nodes: int = key(1, "number of nodes", low=1, high=65536, sbatch="--nodes")
+    nodes: int | None = key(
+        None, "number of nodes; default: 1, with gpus= as many as Slurm finds best", low=1, high=65536, sbatch="--nodes"
+    )
     gpus_per_node: int | None = key(
         None, "GPUs, and so ranks, of each node; default: the cluster profile's, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
@@ -198,7 +200,7 @@ class JobKeys:
         "runs of a sweep (sweep.KEY=A,B,C) that go on at once; 0: as many as there is room for",
         low=0,
         high=100000,
-        sbatch="--array",
+        sbatch="--array, behind its %",
     )
     doctor: bool = key(False, "examine the nodes first, and submit the job again without those that are bad")
     max_resubmits: int = key(2, "how often doctor=true submits a job again", low=0, high=100)
@@ -341,6 +343,11 @@ def recipe_conf(recipe: str) -> tuple[type, Differences]:
     return module.Config, getattr(module, "VARIANTS", {})
 
 
+def recipe_keys(recipe: str) -> set[str]:
+    """The names of a recipe's own keys. Raises ConfigError for a name that is none."""
+    return _names(recipe_conf(recipe)[0])
+
+
 def _by_dataset(recipe: str, dataset: str) -> Mapping[str, Any]:
     """What recipes/conf/RECIPE.py has in ``DATASETS`` for one of its datasets: keys that a smaller set wants otherwise."""
     module = importlib.import_module(f"recipes.conf.{recipe}")
@@ -436,7 +443,11 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
         values[name] = [value.strip(" ") for value in given.split(",")]
         if name in words:
             raise ConfigError(f"{word}={shown(given)}: beside {name}={shown(words[name])}; give one of the two")
-        if name in _names(JobKeys) | {"run_dir", "config", "umask"}:
+        if name in {"cpu_threads", "num_workers"} and "cpus_per_rank" not in words:
+            raise ConfigError(
+                f"{word}={shown(given)}: all runs of an array ask for as many CPUs: give cpus_per_rank= too"
+            )
+        if name in _names(JobKeys) | {"run_dir", "config", "umask", "device"}:
             raise ConfigError(
                 f"{word}={shown(given)}: a sweep is over a recipe's keys, or a run's; {name}= is one for all"
             )

@@ -180,7 +180,9 @@ def gained_nothing(run_dir: Path, launch: str) -> bool:
 
 def for_evaluation(run_dir: Path) -> Path:
     """Where an evaluation of a run's checkpoint is kept: beside the run, which may be training; a new folder is its own."""
-    return run_dir / EVALUATION if (run_dir / "attempt.json").exists() else run_dir
+    return (
+        run_dir / EVALUATION if (run_dir / "config.yaml").exists() else run_dir
+    )  # which a training leaves, an evaluation does not
 
 
 def of_launch(run_dir: Path, launch: str) -> Path:

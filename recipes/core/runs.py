@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,28 +32,45 @@ class Found:
 
 
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The run directories in ``folder``, itself among them, the oldest first. Raises OSError where it cannot be read."""
-    if (folder / "attempt.json").exists():
+    """The run directories in ``folder``, itself among them, the oldest first; those of jobs that wait in the queue too.
+
+    Raises OSError where the folder itself cannot be read; one below it that cannot is left out, with a line.
+    """
+    if any((folder / name).exists() for name in ("attempt.json", "job.yaml")):
         yield folder
     elif depth:
         inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
         for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
-            yield from run_directories(Path(entry.path), depth - 1)
+            try:
+                yield from run_directories(Path(entry.path), depth - 1)
+            except OSError as error:
+                print(f"{entry.path}: cannot be read ({error.strerror}), and is left out", file=sys.stderr)
 
 
 def look(folder: Path, now: float) -> Found:
     """What a run directory says. now: of time.time()."""
     status, summary = rundir.read_status(folder) or {}, rundir.read_json(folder / "summary.json") or {}
-    values = _keys(folder / "config.yaml")
-    row = {} if summary else _last_row(folder / "metrics.jsonl")
+    values, job = _keys(folder / "config.yaml"), rundir.read_json(folder / "job.yaml") or {}
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
+    if state != "done":  # what an earlier attempt has left
+        summary = {}
+    row = {} if summary else _last_row(folder / "metrics.jsonl")
     if state == "running":
         note = f"last word {_ago(now - _number(status.get('updated'), now))} ago"
-    recipe = str(summary.get("recipe") or folder.parent.name)
+    if not status and (refusal := rundir.read_json(folder / "refused.json")):
+        note = str(refusal.get("line") or "")
+    recipe = str(job.get("recipe") or _recipe_with(set(values)))
+    typed = (word.partition("=") for word in job.get("arguments") or () if isinstance(word, str))
+    values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}
     results = {name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None}
     return Found(
         folder, recipe, state, int(_number(row.get("step"), _number(status.get("step"), 0))), note, values, results
     )
+
+
+def _recipe_with(keys: set[str]) -> str:
+    """The recipe that has these keys, "" for none."""
+    return next((name for name in config.recipe_names() if config.recipe_keys(name) == keys), "")
 
 
 def _keys(path: Path) -> dict[str, Any]:
@@ -97,7 +115,7 @@ def differing(runs: Sequence[Found]) -> list[str]:
     seen: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         for name, value in run.values.items():
-            seen.setdefault((run.recipe, name), set()).add(repr(value))
+            seen.setdefault((run.recipe, name), set()).add(str(value))
     return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
 
 

@@ -34,6 +34,7 @@ PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks
 FENCE_S = 5.0  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
+STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
 SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
 OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
 OF_THE_BITS = (
@@ -65,6 +66,7 @@ class Run:
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     _saved_at: float = field(default_factory=time.monotonic)
+    _store_asked_at: float = 0.0
 
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
@@ -134,6 +136,17 @@ class Run:
             rundir.begin_attempt_at(self.dir, self.step)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
+
+    def stop_is_near(self) -> bool:
+        """Whether this rank was told to stop, or another, of which the store is asked once a second. For between two steps: no
+        collective, and not the same on all ranks."""
+        if self.stop:
+            self.world.store.set(STOP_IS_NEAR, self.stop.reason)
+            return True
+        if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
+            return False
+        self._store_asked_at = time.monotonic()
+        return bool(self.world.store.check([STOP_IS_NEAR]))
 
     def told_to_stop(self) -> str:
         """Why a rank was told to stop, "" where none was; the same on all ranks. Called by all ranks."""

@@ -74,8 +74,11 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     if "," in job.gpus:
         total = sum(map(int, job.gpus.split(",")))
         raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
-    if job.gpus and int(job.gpus) < job.nodes:
-        raise ConfigError(f"gpus={job.gpus}: wants one for each of nodes={job.nodes} at least")
+    nodes = job.nodes or (0 if job.gpus else 1)
+    if job.gpus and int(job.gpus) < max(1, nodes):
+        raise ConfigError(f"gpus={job.gpus}: wants one for each of nodes={max(1, nodes)} at least")
+    if job.parallel and not settings.sweep:
+        raise ConfigError(f"parallel={job.parallel}: is for a sweep of several runs: sweep.KEY=A,B,C")
     if job.node_rank:
         raise ConfigError(
             f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
@@ -99,7 +102,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
-        nodes=0 if job.gpus and job.nodes == 1 else job.nodes,
+        nodes=nodes,
         ranks_per_node=ranks,
         gpus_per_node=0 if on_cpu else ranks,
         cpus_per_rank=cpus,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from recipes.core import config, local, rundir
+from recipes.core import config, local, network, rundir
 from recipes.core.entry import Start
 from recipes.core.local import Rank
 
@@ -45,7 +45,12 @@ def processes(module: str, start: Start) -> None:
         process.start()
         return _Process(process)
 
-    sys.exit(local.supervise(begin, local.Layout((count,)), run_dir, {**os.environ, SPAWNED: str(os.getpid())}))
+    # What this process has set for itself each rank sets for itself, and says so.
+    mine = dict(start.from_files)
+    if start.interface:
+        mine |= network.settings(start.interface, {})
+    environ = {name: value for name, value in os.environ.items() if mine.get(name) != value}
+    sys.exit(local.supervise(begin, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
 
 
 class _Process:
@@ -71,6 +76,7 @@ def _one(parent: int, module: str, argv: list[str], variables: dict[str, str], l
     """What a process that was started does: becomes the rank."""
     os.setsid()
     local.die_with(parent)()
+    os.environ.clear()
     os.environ.update(variables)
     if listener:
         os.environ["RECIPES_LISTEN_FD"] = str(listener.detach())

@@ -135,7 +135,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         each = job
         if job.elements:
             each = dataclasses.replace(job, arguments=(*job.arguments, *job.elements[number]), elements=(), parallel=0)
-        typed = next((word.partition("=")[2] for word in each.arguments if word.startswith("run_dir=")), run_dir)
+        typed = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
         found.append(
             Submitted(str(one.job_id), _note(each, str(one.job_id), typed, script, command), Path(one.paths.stdout))
         )

@@ -103,7 +103,7 @@ def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
     """
     counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
     for logits, labels in answers:
-        if run.stop:
+        if run.stop_is_near():
             counts[3] = 1
             break
         run.world.pulse.beat(watchdog.EVALUATION)
@@ -270,7 +270,8 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
     results = _evaluate(run, evaluate)
-    run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
+    if results:
+        run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
     return results
 
 

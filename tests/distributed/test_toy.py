@@ -48,6 +48,8 @@ def test_what_starts_it_changes_no_bit(tmp_path: Path) -> None:
         ended = helpers.run([*command, *words, f"run_dir={tmp_path / name}"])
         assert ended.status == 0, ended.out
         assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
+        assert "network: lo (one node)" in ended.lines
+        assert "from env files: NCCL_DEBUG" in ended.lines
         for rank in range(2):
             assert f"[GPU{rank}] Epoch 2 | Batchsize: 64 | Steps: 16" in ended.lines
     digests = {name: checkpoint.digest(content(tmp_path / name, 32)) for name in commands}
@@ -147,8 +149,11 @@ def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_it_in_a_line(tmp_path: Path) -> None:
-    ended = helpers.run([*TOY, "lr=1e20", f"run_dir={tmp_path}"])
+def test_a_loss_that_is_not_finite_ends_it_in_a_line_before_it_is_saved(tmp_path: Path) -> None:
+    words = ("lr=1e6", "checkpoint_every_steps=1", "log_every_steps=1000", "global_batch_size=16")
+    ended = helpers.run([*TOY, *words, f"run_dir={tmp_path}"])
+    for path in checkpoint.candidates(tmp_path / "checkpoints"):
+        assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.read(path)["model"].values()), path
     assert ended.status == 1, ended.out
     assert re.search(r"^toy: failed: .*the loss at step \d+ is (nan|inf)", ended.out, re.MULTILINE), ended.out
     assert "Traceback" not in ended.out

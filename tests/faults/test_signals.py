@@ -150,6 +150,39 @@ def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path
 
 
 @pytest.mark.fault(23)
+@pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start, tmp_path: Path, told: int) -> None:
+    """As rank 0 alone sees the end of the job come; an evaluation here takes 60 s."""
+    launcher = start(tmp_path, *ENDLESS, "evaluate_s=60")
+    conftest.wait_for_step(launcher, tmp_path, 9)
+    helpers.wait_until(lambda: (tmp_path / "evaluating.1").exists(), 30, "the evaluation")
+    begin = time.monotonic()
+    os.kill(helpers.children(launcher.pid)[told], signal.SIGTERM)
+    ended = helpers.finish(launcher)
+    assert time.monotonic() - begin < 20
+    assert assert_saved(tmp_path, ended) == 10
+
+
+@pytest.mark.fault(23)
+def test_an_evaluation_in_a_folder_of_its_own_is_done_again_there(start: Start, tmp_path: Path, marks: Path) -> None:
+    trained, run_dir = tmp_path / "trained", tmp_path / "evaluated"
+    first = helpers.finish(start(trained, "max_steps=4", ranks=0))
+    assert first.status == 0, first.out
+    words = ("max_steps=4", "evaluate=true", f"resume={trained}/checkpoints/step-00000004.pt")
+    told = start(run_dir, *words, ranks=0, FAULT="wait", FAULT_AT="evaluate", FAULT_RANK="0", FAULT_DIR=str(marks))
+    conftest.wait_for_file(marks / "reached.0")
+    told.terminate()
+    helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    go(marks)
+    assert helpers.finish(told).status == 75
+    again = helpers.finish(start(run_dir, *words, ranks=0))
+    assert again.status == 0, again.out
+    assert helpers.read(run_dir, "status")["state"] == "done"
+    assert helpers.read(run_dir, "summary")["val_samples"] == 320
+    assert not (run_dir / rundir.EVALUATION).exists()
+
+
+@pytest.mark.fault(23)
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Start, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_types(word: str, expected: object) -> None:
     [
         ("nodes=two", "a whole number"),
         ("nodes=1.5", "a whole number"),
-        ("nodes=null", "a whole number"),
+        ("parallel=null", "a whole number"),
         ("gpus_per_node=x", "a whole number"),
         ("lr=fast", "a number"),
         ("compile=maybe", "true or false"),

@@ -116,6 +116,7 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
         (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
         (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
         (("gpus=10",), {"--nodes": None, "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
+        (("gpus=8", "nodes=1"), {"--nodes": "1", "--ntasks": "8"}),
         (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
         (("gpus=6", "device=cpu"), {"--nodes": None, "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
         (("gpus=6", "cluster=example"), {"--ntasks": "6", "--gpus-per-task": "1", "--gpus-per-node": None}),

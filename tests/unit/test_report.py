@@ -51,6 +51,29 @@ def test_runs_side_by_side_with_the_keys_in_which_they_differ(tmp_path: Path) ->
     assert " ".join(rows[2][7:]) == "rank 1 on node3 failed first: out of memory"
 
 
+def test_runs_of_an_array_that_wait_or_were_refused_or_go_on_again(tmp_path: Path) -> None:
+    """In folders whose names say nothing of the recipe; keys of the run are told by what was submitted."""
+    for number in range(4):
+        words = ["device=cpu", f"lr=0.{number + 1}", f"cpu_threads={number}", f"run_dir={tmp_path}/{number}"]
+        if number in (0, 3):
+            make(tmp_path / f"{number}", lr=(number + 1) / 10, seed=0)
+        (tmp_path / f"{number}").mkdir(exist_ok=True)
+        rundir.write_json(
+            tmp_path / f"{number}/job.yaml", {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
+        )
+    rundir.refuse(tmp_path / "2", "7_2.0", 3, "node7: no GPU")
+    rundir.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
+    (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
+    head, *rows = lines(*(f"{tmp_path}/{number}" for number in range(4)))
+    assert head == ["run", "state", "step", "lr", "cpu_threads", "val_top1", "loss", "samples_per_second", "note"]
+    assert [row[1:] for row in rows] == [
+        ["done", "10", "0.1", "0", "0.9412", "-", "1234.5"],
+        ["not", "begun", "0", "0.2", "1", "-", "-", "-"],
+        ["not", "begun", "0", "0.3", "2", "-", "-", "-", "node7:", "no", "GPU"],
+        ["failed", "50", "0.4", "3", "0.95", "0.5", "-", "lost"],
+    ]
+
+
 def test_what_is_below_a_run_is_no_run(tmp_path: Path) -> None:
     make(tmp_path / "run")
     make(tmp_path / "run/evaluation", step=3)
