@@ -617,6 +617,21 @@ def test_no_slurm_names_launcher_local(tmp_path: Path, monkeypatch: pytest.Monke
         submit.ask_controller(describe())
 
 
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
+) -> None:
+    (tmp_path / "runs").mkdir()
+    stub(tmp_path, monkeypatch, "sbatch", "echo Submitted batch job 7")
+    monkeypatch.setenv("T_SCRATCH", f"{tmp_path}/s")
+    job = describe("run_dir=${oc.env:T_SCRATCH}/r", *(["sweep.lr=0.1,0.2"] if swept else []), root=tmp_path)
+    submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
+    found = [one.run_dir for one in submitted.elements or (submitted,)]
+    assert found == ([tmp_path / "s/r/0", tmp_path / "s/r/1"] if swept else [tmp_path / "s/r"])
+    assert all((folder / "job.yaml").exists() for folder in found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]
+
+
 def test_local_takes_the_run_directory_that_an_interpolation_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
