@@ -60,7 +60,8 @@ def look(folder: Path, now: float) -> Found:
     if not status and (refusal := rundir.read_json(folder / "refused.json")):
         note = str(refusal.get("line") or "")
     recipe = str(job.get("recipe") or _recipe_with(set(values)))
-    typed = (word.partition("=") for word in job.get("arguments") or () if isinstance(word, str))
+    arguments = job.get("arguments")
+    typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}
     results = {name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None}
     return Found(

@@ -42,7 +42,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["files", "jpeg", "raw"])
+@pytest.fixture(scope="module", params=["files", "jpeg", pytest.param("raw", marks=pytest.mark.long)])
 def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "files":
         return photos
@@ -101,6 +101,7 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
     assert counts == {(37, trained["val_top1"], trained["val_top5"])}
 
 
+@pytest.mark.long
 def test_dev_runs_whole_on_random_images(tmp_path: Path) -> None:
     words = ["variant=dev", "max_steps=3", "ranks_per_node=2", "accumulate=2", "optimizer=lars", f"run_dir={tmp_path}"]
     ended = helpers.run([*LOCAL, *words, "schedule=step", "small_px=32"])

@@ -101,6 +101,7 @@ dist.all_gather_into_tensor = bent
     assert "all_gather of 1K: 1 ranks had a wrong answer" in ended.out
 
 
+@pytest.mark.long
 def test_what_the_backend_has_not_is_told(tmp_path: Path) -> None:
     missing = """
 def bent(*args, **kwargs):
@@ -115,6 +116,7 @@ dist.all_to_all_single = bent
     assert helpers.read(tmp_path, "summary")["missing"] == ["all_to_all"]
 
 
+@pytest.mark.long
 def test_any_other_error_is_no_missing_operation(tmp_path: Path) -> None:
     broken = """
 def bent(*args, **kwargs):

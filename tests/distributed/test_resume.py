@@ -70,6 +70,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Pa
     assert [rows[0][step]["loss"] for step in range(1, 27)] == [rows[1][step]["loss"] for step in range(1, 27)]
 
 
+@pytest.mark.long
 def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_named(tmp_path: Path) -> None:
     first = [*helpers.LOCAL, "ranks_per_node=1", "epochs=1", "max_steps=10", f"run_dir={tmp_path}/first"]
     ended = helpers.run([*first, "keep_every_steps=3", "keep_checkpoints=1"])

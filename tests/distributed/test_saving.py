@@ -149,6 +149,7 @@ def test_a_run_that_was_sent_back_removes_none_of_later_steps(tmp_path: Path) ->
     assert [checkpoint.step_of(path) for path in checkpoint.candidates(tmp_path)] == [4, 3, 30]
 
 
+@pytest.mark.long
 def test_a_run_of_its_own_does_not_take_over_the_best_of_the_one_it_began_from(tmp_path: Path) -> None:
     """The file is not there: `best` in the new folder is the best of what the new run has seen."""
     first = helpers.run([*LOCAL, "max_steps=30", f"run_dir={tmp_path}/first"])

@@ -130,6 +130,7 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
     assert (status["state"], status["reason"], status["first_failing_rank"]) == ("done", "", None)
 
 
+@pytest.mark.long
 def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path: Path) -> None:
     launcher = helpers.start([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
     try:

@@ -76,7 +76,8 @@ def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
     assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
 
 
-@pytest.mark.parametrize("to", [pytest.param("the parent", marks=pytest.mark.long), "one rank"])
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["the parent", "one rank"])
 def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_bits(tmp_path: Path, to: str) -> None:
     spawned = [*TOY, "spawn=2", *ENDLESS]
     process = helpers.start([*spawned, f"run_dir={tmp_path}/broken"])

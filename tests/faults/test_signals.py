@@ -164,6 +164,7 @@ def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start
 
 
 @pytest.mark.fault(23)
+@pytest.mark.long
 def test_an_evaluation_in_a_folder_of_its_own_is_done_again_there(start: Start, tmp_path: Path, marks: Path) -> None:
     trained, run_dir = tmp_path / "trained", tmp_path / "evaluated"
     first = helpers.finish(start(trained, "max_steps=4", ranks=0))

@@ -95,6 +95,7 @@ def test_damaged_and_unbegun_ones_cost_their_own_words_alone(tmp_path: Path) -> 
     found = runs.look(folder, time.time())
     assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
     (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
+    (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
     ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
