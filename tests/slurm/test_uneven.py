@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ UNEVEN = {"node1": 8, "node2": 2}
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
     if reason := missing():
+        if os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
+            pytest.fail(reason)
         pytest.skip(reason)
     with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()))) as cluster:
         yield cluster
