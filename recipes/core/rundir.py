@@ -180,9 +180,8 @@ def gained_nothing(run_dir: Path, launch: str) -> bool:
 
 def for_evaluation(run_dir: Path) -> Path:
     """Where an evaluation of a run's checkpoint is kept: beside the run, which may be training; a new folder is its own."""
-    return (
-        run_dir / EVALUATION if (run_dir / "config.yaml").exists() else run_dir
-    )  # which a training leaves, an evaluation does not
+    trained = (run_dir / "config.yaml").exists()  # an evaluation leaves none
+    return run_dir / EVALUATION if trained else run_dir
 
 
 def of_launch(run_dir: Path, launch: str) -> Path:

@@ -20,7 +20,7 @@ WIDEST, LONGEST_NOTE = 60, 300  # characters of a value, and of a note, in the t
 
 @dataclass(frozen=True)
 class Found:
-    """One run. values: its recipe's keys. results: of its summary, else of its last row."""
+    """One run. values: its recipe's keys, and what was submitted besides. results: of its summary, else of its last row."""
 
     folder: Path
     recipe: str
