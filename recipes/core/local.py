@@ -198,7 +198,8 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
         if stop.asked > told:
             told = stop.asked
             _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
-            deadline = time.monotonic() + STOP_GRACE_S
+            # On a machine that is not the first nothing shows whether rank 0 still saves: there the ranks' own timeouts bound it.
+            deadline = time.monotonic() + STOP_GRACE_S if run_dir else float("inf")
             if told == 1:
                 print("stopping: the ranks save and end; once more to stop at once", file=sys.stderr)
         if time.monotonic() > deadline and run_dir and _is_saving(run_dir):

@@ -385,11 +385,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         def tell(name: str) -> None:
             if info.local_rank == 0:
-                print(
-                    f"rank {info.rank} on {socket.gethostname()}: {name}: saves at the next step",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                ends = "stops" if start.settings.config.evaluate else "saves at the next step"
+                print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
 
         with (
             dist.process_group(start, device) as world,

@@ -385,6 +385,17 @@ def test_asked_twice_the_launcher_does_not_wait() -> None:
     assert not any(helpers.alive(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("first_machine", [True, False])
+def test_ranks_that_save_elsewhere_are_left_to_end_by_themselves(tmp_path: Path, first_machine: bool) -> None:
+    """After one stop. On a machine that is not the first nothing shows whether rank 0 still saves."""
+    code = STUBBORN + SLEEP.replace("30", "3")
+    process = helpers.start(launch(code, 1, tmp_path if first_machine else None))
+    ups(process, 1)
+    process.terminate()
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == (137 if first_machine else 0), ended.out
+
+
 def test_ranks_are_told_their_place() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
     code = (
