@@ -13,6 +13,7 @@ is over after ``seconds=120``.
 """
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -321,6 +322,7 @@ def main(argv: list[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print((__doc__ or "").strip(), config.help_text("doctor"), sep="\n\n")
         return rundir.EXIT_DONE
+    keep_all()
     settings = config.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
     envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
@@ -332,6 +334,11 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _told_to_end)
     return examine_all(settings, info)
+
+
+def keep_all() -> None:
+    """Without Python's collector, which walks all that the nodes have said again and again: this process is short, and keeps it all."""
+    gc.disable()
 
 
 def check_env_files(files: Sequence[str]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 
+from recipes import doctor
 from recipes.core import verdict
 from recipes.core.verdict import Expected
 from tests.benchmarks.measure import Figure, Size, interleaved
@@ -20,11 +22,15 @@ def figures(size: Size) -> list[Figure]:
     def cost(count: int) -> float:
         """Microseconds a node: its report read from JSON, judged, and the verdict in lines."""
         turns = max(1, AT_LEAST // count)
+        doctor.keep_all()
         begin = time.perf_counter()
         for _ in range(turns):
             found = verdict.judge(Expected(hosts(count), count), [json.loads(text) for text in texts[count]])
             assert verdict.lines(found)[-1] == f"healthy: {count} nodes"
-        return 1e6 * (time.perf_counter() - begin) / turns / count
+        spent = time.perf_counter() - begin
+        gc.enable()
+        gc.collect()
+        return 1e6 * spent / turns / count
 
     values = interleaved(size.rounds, {str(count): (lambda count=count: cost(count)) for count in SIZES})  # type: ignore[misc]
     return [
