@@ -101,6 +101,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             names = {f.name for f in dataclasses.fields(slurm.Job)}
             job = slurm.Job(**{name: value for name, value in described.items() if name in names})
             options = dict(job.directives)
+            options.pop("dependency", None)  # it was met, or this would not run
             options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
             typed = config.parse(words, recipe=job.recipe).run.run_dir
             again = dataclasses.replace(

@@ -133,6 +133,7 @@ class Dtype(Enum):
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
+DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
 TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
 
 
@@ -182,6 +183,16 @@ class JobKeys:
     )  # fmt: skip
     exclude: str = key("", "nodes not to use: node[3-4],node7", sbatch="--exclude")
     reservation: str = key("", "Slurm reservation", pattern=NAMES, form=NAME_FORM, sbatch="--reservation")
+    dependency: str = key(
+        "", "start only after other jobs: afterok:1234, afterany:1234:1235, singleton", pattern=DEPENDENCY,
+        form="what sbatch takes, such as afterok:1234 or singleton, with commas (all) or ? (any) between several",
+        sbatch="--dependency",
+    )  # fmt: skip
+    mail: str = key(
+        "", "who is told when the job ends, fails or is queued again", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
+        form="an address or a user's name", sbatch="--mail-user",
+    )  # fmt: skip
+    extra: str = key("", "further options of sbatch: extra='--mem=0 --switches=1'", sbatch="the options in it")
     name: str = key(
         "",
         "the job's name; default: the recipe's",
@@ -214,6 +225,43 @@ class JobKeys:
             except hostlist.HostListError as error:
                 raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
         minutes(self.time)
+        extra_options(self.extra)
+
+
+# Options of sbatch that extra= may not have, and why, beside those that a key of JobKeys is for.
+OUR_OPTIONS = {
+    "array": "sweep.KEY=A,B makes an array",
+    "chdir": "a job runs in the repository, and takes paths from where they were typed",
+    "clusters": "log in to that cluster",
+    "export": "what the ranks get is the launcher's to say",
+    "export-file": "what the ranks get is the launcher's to say",
+    **dict.fromkeys(("output", "error", "open-mode", "input"), "the log goes where launch.py says"),
+    **dict.fromkeys(("requeue", "no-requeue"), "give max_requeues="),
+    "signal": "give stop_before_s=",
+    "wait": "give wait=true",
+    "test-only": "type: python launch.py check",
+    **dict.fromkeys(("wrap", "parsable", "help", "usage", "version", "quiet", "verbose"), "has no place in a script"),
+}
+
+
+def extra_options(text: str) -> dict[str, str]:
+    """What ``extra=`` asks of sbatch: values by long names without dashes, "" where an option has none. Raises ConfigError."""
+    given = f"extra={shown(text)}"
+    options = {f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", "")) for f in dataclasses.fields(JobKeys)}
+    ours = {option: f"give {name}=" for name, own in options.items() for option in own} | OUR_OPTIONS
+    found: dict[str, str] = {}
+    for word in text.split():
+        option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
+        if not option:
+            raise ConfigError(f"{given}: '{shown(word)}' is not --option or --option=value, in plain characters")
+        name, value = option.groups(default="")
+        # sbatch takes the beginning of an option's name for it.
+        if whole := next((known for known in ours if known.startswith(name)), ""):
+            raise ConfigError(f"{given}: --{name} is not for extra=: {ours[whole]}")
+        if name in found:
+            raise ConfigError(f"{given}: --{name} stands there twice")
+        found[name] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -502,6 +550,7 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         "qos",
         "constraint",
         "reservation",
+        "extra",
         "gpus_per_node",
         "cpus_per_rank",
         "time",

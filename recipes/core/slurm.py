@@ -98,7 +98,10 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
-    options = ("partition", "account", "qos", "constraint", "exclude", "reservation")
+    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
+    if job.mail:
+        asked += [("mail-user", job.mail), ("mail-type", "END,FAIL,REQUEUE")]
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
@@ -111,7 +114,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         root=root,
         cluster=job.cluster,
         modules=tuple(profile.get("modules", ())),
-        directives=tuple((name, getattr(job, name)) for name in options if getattr(job, name)),
+        directives=tuple({**dict(asked), **config.extra_options(job.extra)}.items()),
         resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),

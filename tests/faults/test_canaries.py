@@ -162,7 +162,7 @@ def test_each_payload_fires_where_it_is_pasted(trap: Trap) -> None:
 OPTIONS = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "partition", "account", "qos",
     "constraint", "exclude",
-    "reservation", "requeue", "open-mode", "signal", "chdir", "output", "error", "no-requeue",
+    "dependency", "mail-user", "mail-type", "comment", "reservation", "requeue", "open-mode", "signal", "chdir", "output", "error", "no-requeue",
 }  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def attempt(trap: Trap, words: Sequence[str], capsys: pytest.CaptureFixture[str]
 JOB_KEYS = [field.name for field in dataclasses.fields(JobKeys)]
 JOB_TEXTS = (
     "gpus", "master", "time", "partition", "account", "qos", "constraint", "exclude", "reservation", "name",
-    "cluster",
+    "cluster", "dependency", "mail", "extra",
 )  # fmt: skip
 
 
@@ -208,6 +208,14 @@ JOB_TEXTS = (
 def test_a_jobs_key_runs_nothing(key: str, at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
     for payload in payloads(at_work):
         assert not attempt(at_work, [f"{key}={payload}"], capsys)
+
+
+def test_an_option_of_ones_own_runs_nothing(at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
+    touch = f"touch$IFS{at_work.canary}"
+    for payload in (f"$({touch})", f"a;{touch}", f"`{touch}`", f"a|{touch}&"):
+        assert attempt(at_work, [f"extra=--comment={payload}"], capsys), payload
+    for payload in payloads(at_work):
+        attempt(at_work, [f"extra=--comment={payload}"], capsys)
 
 
 @pytest.mark.parametrize("key", JOB_TEXTS)

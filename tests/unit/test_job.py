@@ -42,6 +42,8 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
     ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
     ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
+    ("dependency=afterok:12_3:4+5?singleton", "mail=a.b+c@d.org"),
+    ("extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
     ("name=a.job@x:y=z",),
     ("cluster=example", "gpus_per_node=2"),
     ("cluster=example", "device=cpu", "nodes=3"),
@@ -123,6 +125,10 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
         (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
         (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
         (("cluster=example", "partition=x"), {"--partition": "x"}),
+        (("dependency=afterany:7,singleton",), {"--dependency": "afterany:7,singleton"}),
+        (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
+        (("mail=a@b.org", "extra=--mail-type=ALL --switches=1"), {"--mail-type": "ALL", "--switches": "1"}),
+        (("extra=--mem-per-cpu=2G --hold",), {"--mem-per-cpu": "2G", "--hold": ""}),
         (("time=1:30",), {"--time": "2"}),
         ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
     ],
@@ -232,7 +238,7 @@ def test_a_hostile_argument_comes_back_as_it_was_and_nothing_is_run(tmp_path: Pa
     "word",
     [
         f"{key}={value}"
-        for key in ("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "cluster", "time")
+        for key in "name partition account qos reservation constraint exclude cluster time dependency mail extra".split()
         for value in (
             "a;touch canary",
             "$(touch canary)",
