@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -61,12 +62,14 @@ def show(settings: Settings) -> int:
 
 def submit(settings: Settings) -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
-    from recipes.core import runs, slurm, submit
+    from recipes.core import runs, slurm, snapshot, submit
 
     job = slurm.describe(settings, ROOT, _here())
     if data := os.environ.get("RECIPES_DATA"):
         os.environ["RECIPES_DATA"] = os.path.abspath(data)  # a job starts in the repository
     expected = submit.ask_controller(job)
+    if settings.job.snapshot:
+        job = dataclasses.replace(job, code=snapshot.take(ROOT))
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     if elements := submitted.elements:

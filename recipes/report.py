@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print((__doc__ or "").strip())
         return rundir.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [config.ROOT / "runs"]
+    folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(config.ROOT) / "runs"]
     try:
         found = [runs.look(path, time.time()) for folder in folders for path in runs.run_directories(folder)]
     except OSError as error:

@@ -42,11 +42,13 @@ fi
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
 elif [ -x .venv/bin/python ]; then
-    python=.venv/bin/python
+    python=$PWD/.venv/bin/python
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
-RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check imagenet "$@" || exit
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
-    "$python" -u -m recipes.imagenet "$@"
+lines=$(RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch begin imagenet "$@") || exit
+step=() inside=("$python")
+eval "${lines##*$'\n'}" # its last line: into a copy of the code, with whole paths
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 "${step[@]}" \
+    "${inside[@]}" -u -m recipes.imagenet "$@"
 "$python" -m recipes.core.batch finish imagenet $? "$@"

@@ -1,6 +1,7 @@
-"""What a batch script asks before and after srun: ``python -m recipes.core.batch check|examine|finish RECIPE …``. Never torch.
+"""What a batch script asks before and after srun: ``python -m recipes.core.batch begin|examine|finish RECIPE …``. Never torch.
 
-``check RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted.
+``begin RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted, and prints
+a line for the script's shell: into a copy of the code, the words with whole paths, and what the ranks are started with.
 ``examine RECIPE RESUBMITS WORDS``: has the doctor look at the job's nodes; where some are bad, submits the job again without them,
 if it may, and ends with status 3.
 ``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
@@ -10,36 +11,89 @@ into the queue, says how the run ended, and exits with what counts.
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, rundir
+from recipes.core import config, container, rundir, slurm, snapshot
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
 
-def check(recipe: str, words: list[str]) -> int:
+def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
     try:
         settings = config.parse(words, recipe=recipe)
+        here, folder = container_of(settings, environ), Path.cwd()
+        typed = config.absolute(settings.typed, (config.RunKeys, config.recipe_conf(recipe)[0]), folder)
+        _enter(here, settings, typed, folder, environ)
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    job, script = rundir.job_id(os.environ), os.environ.get("RECIPES_SCRIPT")
+    job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
+    run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
+    code = _code(run_dir, environ) if job else config.ROOT
     if job and script:
-        run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
             text = Path(script).read_bytes()
             rundir.write_whole(
                 run_dir / "job.sh", lambda file: file.write(text)
             )  # never through a link that lay in wait
-            rundir.write_json(run_dir / "job.yaml", {"job_id": job, "recipe": recipe, "arguments": words})
+            described = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
+            rundir.write_json(run_dir / "job.yaml", described)
+    lines = [f"cd {shlex.quote(str(code))} || exit"]
+    lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
+    if here:
+        step, inside = _enter(here, settings, typed, code, environ)
+        lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
+        lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
+    print("; ".join(lines))
     return rundir.EXIT_DONE
+
+
+def container_of(settings: config.Settings, environ: Mapping[str, str]) -> container.Container | None:
+    """The container that the surroundings, else the site's profile, name for a job's ranks. Raises ConfigError."""
+    cluster = settings.job.cluster
+    profile = config.cluster_profile(cluster) if cluster else {}
+    names = ("container", "container_runtime", "container_mounts")
+    values = {name: environ.get(f"RECIPES_{name.upper()}", profile.get(name, "")) for name in names}
+    keys = config.parse_keys(config.JobKeys, [f"{name}={value}" for name, value in values.items() if value])
+    return container.chosen(keys.container, keys.container_runtime.name, keys.container_mounts)
+
+
+def _enter(
+    here: container.Container | None,
+    settings: config.Settings,
+    words: Mapping[str, str],
+    code: Path,
+    environ: Mapping[str, str],
+) -> tuple[list[str], list[str]]:
+    """Options of srun, and what stands before a rank's arguments to Python, which starts in ``code``. Raises ConfigError."""
+    if not here:
+        return [], [sys.executable]
+    bound = slurm.container_folders(settings, words, rundir.home(config.ROOT))
+    variables = config.env_variables(settings.run.network, settings.job.cluster)
+    gpus = settings.run.device is not config.Device.cpu
+    return container.step(here, code, bound, container.names(variables, environ), gpus)
+
+
+def _code(run_dir: Path, environ: Mapping[str, str]) -> Path:
+    """The copy of the code that this job runs: the one that it has had, where it was queued again; else one of the code as it is."""
+    had = environ.get("RECIPES_CODE", "")
+    if int(environ.get("SLURM_RESTART_COUNT") or 0):
+        had = had or str((rundir.read_json(run_dir / "job.yaml") or {}).get("code", ""))
+    if had and rundir.stamp(Path(had)):
+        return Path(had)
+    try:
+        return snapshot.take(rundir.home(config.ROOT))
+    except rundir.MachineError as error:
+        print(f"{error}; the job runs the code as it is, and edits of it will show", file=sys.stderr)
+        return config.ROOT
 
 
 def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
@@ -58,8 +112,18 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     if data_dir := getattr(settings.config, "data_dir", ""):
         keys["data_dir"] = data_dir
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL", "--wait=60"]
-    step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", sys.executable, "-u", "-m", "recipes.doctor"]
+    here = container_of(settings, environ)
+    options, inside = _enter(here, settings, settings.typed, config.ROOT, environ)
+    step = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--export=ALL",
+        "--wait=60",
+        *options,
+    ]
+    step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", *inside, "-u", "-m", "recipes.doctor"]
     try:
         (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is none on these nodes
     except OSError as error:
@@ -93,7 +157,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
 
 def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, environ: Mapping[str, str]) -> str:
     """Submits this job again, on other nodes, and says in a few words what came of it."""
-    from recipes.core import slurm, submit  # submitit is of no use to any other job
+    from recipes.core import submit  # submitit is of no use to any other job
 
     described = rundir.read_json(run_dir / "job.yaml") or {}
     try:
@@ -105,7 +169,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
             typed = config.parse(words, recipe=job.recipe).run.run_dir
             again = dataclasses.replace(
-                job, root=Path(str(job.root)), arguments=tuple(job.arguments), modules=tuple(job.modules),
+                job, root=Path(str(job.root)), code=Path(str(job.code)) if job.code else None, arguments=tuple(job.arguments), modules=tuple(job.modules),
                 directives=tuple(options.items()), resubmits=left,
             )  # fmt: skip
             job_id = submit.submit(again, sys.executable, typed).job_id
@@ -113,8 +177,11 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             excluded = ",".join(filter(None, [environ.get("RECIPES_LEFT_OUT", ""), *bad]))
             asked = subprocess.run(
                 ["sbatch", "--parsable", f"--exclude={excluded}", *_as_submitted(environ), str(run_dir / "job.sh"), *words],
-                capture_output=True, text=True, timeout=120, check=True,
-                env={**submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded},
+                capture_output=True, text=True, timeout=120, check=True, cwd=rundir.home(config.ROOT),
+                env={
+                    **submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded,
+                    "RECIPES_CODE": str(config.ROOT),
+                },
             )  # fmt: skip
             job_id = asked.stdout.strip().partition(";")[0]
     except (OSError, rundir.MachineError, config.ConfigError, subprocess.SubprocessError) as error:
@@ -215,15 +282,15 @@ def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) >= 2 and argv[0] == "check":
-        return check(argv[1], argv[2:])
+    if len(argv) >= 2 and argv[0] == "begin":
+        return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
         return examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job at once: there are last words to say
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print(
-        "usage: python -m recipes.core.batch check RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
+        "usage: python -m recipes.core.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
         file=sys.stderr,
     )
     return rundir.EXIT_CONFIG

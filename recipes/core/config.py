@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
     print(f"{sys.executable} has no module '{missing.name}': {mend}", file=sys.stderr)
     raise SystemExit(3) from None
 
-from recipes.core import envfile, hostlist
+from recipes.core import container, envfile, hostlist
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SHOWN = 60  # characters of a bad value that are shown
@@ -124,6 +124,13 @@ class Device(Enum):
     cpu = "cpu"
 
 
+class Runtime(Enum):
+    auto = "auto"
+    apptainer = "apptainer"
+    singularity = "singularity"
+    pyxis = "pyxis"
+
+
 class Dtype(Enum):
     auto = "auto"
     float32 = "float32"
@@ -133,6 +140,7 @@ class Dtype(Enum):
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
+MOUNT = r"[A-Za-z0-9_./+@=~-]+(:[A-Za-z0-9_./+@=~-]+){0,2}"
 DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
 TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
 
@@ -206,6 +214,24 @@ class JobKeys:
         pattern=r"[A-Za-z0-9_-]{1,64}",
         form="letters, digits, _ and - only",
     )
+    container: str = key(
+        "", "an image that the ranks run in: a file (.sif, .sqsh), or an address that the runtime fetches, docker://…",
+        pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address, in letters, digits and _ . / : # @ + ~ -",
+        sbatch="no option: export RECIPES_CONTAINER",
+    )  # fmt: skip
+    container_runtime: Runtime = key(
+        Runtime.auto, "auto: pyxis for .sqsh and for names with #, else apptainer; singularity",
+        sbatch="no option: export RECIPES_CONTAINER_RUNTIME",
+    )  # fmt: skip
+    container_mounts: str = key(
+        "", "what the inside has beside the repository and the paths of a run: HOST or HOST:INSIDE, commas between several",
+        pattern=MOUNT + f"(,{MOUNT})*",
+        form="HOST or HOST:INSIDE in letters, digits and _ . / + @ = ~ -, commas between several",
+        sbatch="no option: export RECIPES_CONTAINER_MOUNTS",
+    )  # fmt: skip
+    snapshot: bool = key(
+        True, "run a copy of the code as it was when this was submitted; false: as it is when the job runs"
+    )
     parallel: int = key(
         0,
         "runs of a sweep (sweep.KEY=A,B,C) that go on at once; 0: as many as there is room for",
@@ -226,6 +252,8 @@ class JobKeys:
                 raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
         minutes(self.time)
         extra_options(self.extra)
+        if problem := container.image_problem(self.container):
+            raise ConfigError(f"container={shown(self.container)}: {problem}")
 
 
 # Options of sbatch that extra= may not have, and why, beside those that a key of JobKeys is for.
@@ -551,6 +579,9 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         "constraint",
         "reservation",
         "extra",
+        "container",
+        "container_runtime",
+        "container_mounts",
         "gpus_per_node",
         "cpus_per_rank",
         "time",
@@ -582,9 +613,14 @@ def env_variables(network: str, cluster: str) -> dict[str, str]:
     return envfile.merge(*(envfile.read(file) for file in files))
 
 
+def path_keys(classes: Sequence[type]) -> set[str]:
+    """The keys of dataclasses whose values are paths."""
+    return {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
+
+
 def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
     """``typed`` with every path made absolute against ``base``, so that a job finds it wherever it runs."""
-    paths = {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
+    paths = path_keys(classes)
 
     def full(name: str, value: str) -> str:
         is_path = (

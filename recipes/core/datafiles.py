@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from recipes.core import config, rundir
 from recipes.core.rundir import InputError
 
 CHUNK_BYTES = 1 << 20
@@ -128,8 +129,10 @@ CIFAR10_IDX = (
 
 
 def default_dir() -> str:
-    """Where data is kept where nothing else says: ``$RECIPES_DATA``, else ``data`` in the working folder."""
-    return os.environ.get("RECIPES_DATA") or "data"
+    """Where data is kept where nothing else says: ``$RECIPES_DATA``, else ``data`` in the working folder, or in the repository that a
+    copy of the code comes from."""
+    here = "data" if rundir.stamp(config.ROOT) is None else str(rundir.home(config.ROOT) / "data")
+    return os.environ.get("RECIPES_DATA") or here
 
 
 def search_folders(root: str | Path, dataset: Dataset) -> list[Path]:

@@ -4,14 +4,17 @@ A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" els
 some variables of the env files are read when torch is loaded.
 """
 
+import errno
 import os
 import re
 import signal
 import socket
+import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from recipes.core import config, envfile, network, ranks, rundir
@@ -25,7 +28,7 @@ class Start:
     """What a recipe knows before torch is there.
 
     from_files: variables set from the env files. interface: the one proven by route, None where nothing could be. pulse: how
-    far this rank has come, which a process beside it watches.
+    far this rank has come, which a process beside it watches. own_folder: of this job, for as long as it runs; one on each node.
     """
 
     settings: Settings
@@ -33,6 +36,7 @@ class Start:
     from_files: dict[str, str]
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
+    own_folder: Path | None = None
 
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
@@ -77,9 +81,36 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
+    own_folder = _own_folder(os.environ)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
-    return Start(settings, info, from_files, interface)
+    return Start(settings, info, from_files, interface, own_folder=own_folder)
+
+
+def _own_folder(environ: MutableMapping[str, str]) -> Path | None:
+    """Gives a job temporary files and caches of compiled code of its own, on its nodes' disks, where nothing else is set.
+
+    Caches that jobs share are written by several at once, and lie in a home that is slow from many nodes. `session.run` removes them.
+    """
+    folder = rundir.own_folder(environ)
+    if not folder:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "it is somebody else's")
+    except OSError as error:
+        print(
+            f"warning: {socket.gethostname()}: {folder}: cannot be used ({error.strerror}): caches are shared",
+            file=sys.stderr,
+        )
+        return None
+    environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
+    environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
+    if not environ.get("TMPDIR"):
+        environ["TMPDIR"] = str(folder)
+    return folder
 
 
 def _apply_env_files(settings: Settings) -> dict[str, str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import gpus as gpu_checks
-from recipes.core import hostlist, network
+from recipes.core import hostlist, network, rundir
 from recipes.core import variables as environment
 from recipes.core.findings import Finding
 from recipes.core.ranks import RankInfo
@@ -153,7 +153,10 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
     module = here.root / "proc/driver/nvidia/version"
     if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", _text(module)):
         facts["driver"] = found[1]
-    commit, _ = ask(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], 10)
+    if there := rundir.stamp(ROOT):
+        commit = str(there.get("commit") or "")
+    else:
+        commit, _ = ask(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10)
     facts["project"] = commit.strip()
     return facts, []
 

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.core import config
 from recipes.core.rundir import MachineError
 
 
@@ -58,21 +56,6 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
 def accuracy(top1: int, top5: int, samples: int) -> dict[str, Any]:
     """``val_top1``, ``val_top5`` (fractions) and ``val_samples`` of what `right` counted."""
     return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
-
-
-def git_commit(root: Path = config.ROOT) -> str | None:
-    """The repository's commit, ``-dirty`` behind it where files differ; None outside of one."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
 
 
 def _installed(package: str) -> str | None:

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION = "evaluation"  # a folder in a run directory
+STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
 
 
 class MachineError(RuntimeError):
@@ -47,6 +50,12 @@ def job_id(environ: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 
+def own_folder(environ: Mapping[str, str]) -> Path | None:
+    """A job step's own folder for what it needs while it runs, on each node; None outside Slurm."""
+    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "0")
+    return Path(environ.get("TMPDIR") or "/tmp", f"recipes-{os.getuid()}-{job}.{step}") if job else None
+
+
 def launch_id(environ: Mapping[str, str]) -> str:
     """What tells this launch of a run from an earlier one: the launcher's own word, else Slurm's job and restart; or ""."""
     job = job_id(environ)
@@ -54,11 +63,46 @@ def launch_id(environ: Mapping[str, str]) -> str:
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """The run directory: as given, else ``runs/<recipe>/<run_id>`` under ``base``, with a time stamp where there is no id."""
+    """The run directory: as given, else ``runs/<recipe>/<run_id>`` of the repository, with a time stamp where there is no id.
+
+    base: the repository, or a copy of its code.
+    """
     if run_dir:
         return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises where links lead in a circle
-    stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    return base / "runs" / recipe / (run_id or stamp)
+    now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    return home(base) / "runs" / recipe / (run_id or now)
+
+
+def stamp(code: Path) -> dict[str, Any] | None:
+    """What a copy of the code knows of where it comes from; None where ``code`` is the repository itself."""
+    found = read_json(code / STAMP)
+    return found if found and isinstance(found.get("root"), str) else None
+
+
+def home(code: Path) -> Path:
+    """The repository that ``code`` is, or is a copy from."""
+    found = stamp(code)
+    return Path(found["root"]) if found else code
+
+
+def private_folder(root: Path, name: str) -> Path:
+    """The folder ``runs/NAME``, made private: jobs run what lies there.
+
+    Raises MachineError where it belongs to, or can be written by, somebody else.
+    """
+    folder = root / "runs" / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise MachineError(
+            f"{folder}: cannot be made ({error.strerror}); what jobs run has to be written there"
+        ) from None
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise MachineError(
+            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
+        )
+    return folder
 
 
 def write_whole(

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
-from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir, watchdog
+from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir, snapshot, watchdog
 from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
@@ -67,6 +68,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     _saved_at: float = field(default_factory=time.monotonic)
     _store_asked_at: float = 0.0
+    _commit: str | None = None  # of the code, on rank 0
 
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
@@ -133,6 +135,9 @@ class Run:
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
+            self._commit = snapshot.git_commit(config.ROOT)
+            if diff := snapshot.difference(config.ROOT):
+                rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
             rundir.begin_attempt_at(self.dir, self.step)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
@@ -354,7 +359,7 @@ class Run:
                 "wall_seconds": round(time.monotonic() - self.started, 3),
                 "resumed_from_step": self.resumed_from_step,
                 "restarts": self.attempt,
-                "git_commit": metrics.git_commit(),
+                "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
             # Where nothing was trained in this attempt, what was said of the training stays.
@@ -396,6 +401,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             code = _attempt(main, start, world, stop)
             if code not in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
                 # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
+                _remove_own_folder(start)
                 _leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
@@ -411,6 +417,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         )
     except BaseException:
         traceback.print_exc()
+    _remove_own_folder(start)
     if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
         sys.exit(code)
     _leave(code)
@@ -427,6 +434,11 @@ def _end_of_job(start: Start, stop: preempt.StopFlag, tell: Callable[[str], None
         yield
     finally:
         over.set()
+
+
+def _remove_own_folder(start: Start) -> None:
+    if start.own_folder and start.ranks.local_rank == 0:
+        shutil.rmtree(start.own_folder, ignore_errors=True)
 
 
 def _leave(code: int) -> NoReturn:

@@ -3,12 +3,13 @@
 Values are checked where keys are (recipes/core/config.py) and quoted here: nothing typed reaches a script bare.
 """
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import config
+from recipes.core import config, container
 from recipes.core.config import ConfigError, Device, JobKeys, Settings
 
 # Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
@@ -26,7 +27,9 @@ class Job:
     arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs; None in a ready script, which
     is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
     whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
-    elements: further arguments of each job of an array, ``parallel`` of which run at once.
+    elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
+    it runs, None for the repository itself. image, runtime, mounts: of the container that the ranks run in; variables: what the env
+    files set, which its inside is to have; bound: the folders that it is to have.
     """
 
     recipe: str
@@ -45,6 +48,16 @@ class Job:
     ranks: int = 0
     elements: tuple[tuple[str, ...], ...] = ()
     parallel: int = 0
+    code: Path | None = None
+    image: str = ""
+    runtime: str = "auto"
+    mounts: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+    bound: tuple[str, ...] = ()
+
+    @property
+    def container(self) -> container.Container | None:
+        return container.chosen(self.image, self.runtime, self.mounts)
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -98,6 +111,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
+    image = Path(job.container).expanduser()
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
     if job.mail:
@@ -119,7 +133,25 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
+        image=os.path.realpath(base / image) if os.path.exists(base / image) else job.container,
+        runtime=job.container_runtime.name,
+        mounts=job.container_mounts,
+        variables=tuple(config.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
+        bound=tuple(container_folders(settings, words, root)) if job.container else (),
     )
+
+
+def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
+    """The folders that a run's container has to have, by absolute ``words``. Raises ConfigError for one that cannot be named to it."""
+    recipe_class, _ = config.recipe_conf(settings.recipe)
+    paths = [*config.path_keys((config.RunKeys, recipe_class)), "network", "resume", "RECIPES_DATA"]
+    found = container.folders({"RECIPES_DATA": os.environ.get("RECIPES_DATA", ""), **words}, paths, [root])
+    for folder in found:
+        if set(folder) & set(":,"):
+            raise ConfigError(
+                f"{config.shown(folder)}: a folder with : or , in its name cannot be shown to a container"
+            )
+    return found
 
 
 def directives(job: Job) -> dict[str, str]:
@@ -161,6 +193,14 @@ def srun_options(job: Job) -> tuple[str, ...]:
     return (*SRUN_OPTIONS, "--gpu-bind=none") if job.ranks and job.gpus_per_node else SRUN_OPTIONS
 
 
+def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
+    """Further options of srun, and what stands before a rank's arguments to Python: ``python`` itself, where there is no container."""
+    if not job.container:
+        return [], [python]
+    names = container.names(dict(job.variables), os.environ)
+    return container.step(job.container, job.code or job.root or Path(), job.bound, names, job.gpus_per_node > 0)
+
+
 def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     """The sbatch script of ``job``. ``path``: a ready script's own, relative to the repository; ``header``: lines of comment."""
     options = directives(job)
@@ -172,14 +212,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
     recipe = job.recipe
-    lines += [
-        "",
-        "stop() {",
-        '    echo "$1" >&2',
-        "    exit 2",
-        "}",
-        *_setup(job),
-    ]
+    lines += ["", *_setup(job)]
     if job.root is None:
         lines += [
             f"[ -f recipes/{recipe}.py ] ||",
@@ -191,13 +224,15 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines += [
         *_element(job),
         *_PYTHON.splitlines(),
-        f'RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch check {recipe} "$@" || exit',
+        f'lines=$(RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch begin {recipe} "$@") || exit',
+        'step=() inside=("$python")',
+        """eval "${lines##*$'\\n'}" # its last line: into a copy of the code, with whole paths""",
     ]
     if job.resubmits is not None:
         lines += [f'"$python" -m recipes.core.batch examine {recipe} {job.resubmits} "$@" || exit']
     lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} \\',
-        f'    "$python" -u -m recipes.{recipe} "$@"',
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} "${{step[@]}}" \\',
+        f'    "${{inside[@]}}" -u -m recipes.{recipe} "$@"',
         f'"$python" -m recipes.core.batch finish {recipe} $? "$@"',
     ]
     return "\n".join(lines) + "\n"
@@ -206,12 +241,19 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
 def _setup(job: Job) -> list[str]:
     """What the batch shell does before anything else, in every script."""
     lines = [
+        "stop() {",
+        '    echo "$1" >&2',
+        "    exit 2",
+        "}",
         "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
         'unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
     ]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
         lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
+    if job.image:
+        names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
+        lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items() if value]
     return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]
 
 
@@ -239,7 +281,7 @@ _PYTHON = """\
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
 elif [ -x .venv/bin/python ]; then
-    python=.venv/bin/python
+    python=$PWD/.venv/bin/python
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
@@ -267,6 +309,10 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
     batch = [python, "-m", "recipes.core.batch"]
     finish = shlex.join([*batch, "finish", job.recipe])
     setup, words = _setup(job), shlex.join(job.arguments)
+    if job.container:
+        setup += container.exports(job.container, dict(job.variables))
+    if job.code:
+        setup += [f"cd {shlex.quote(str(job.code))} || exit"]
     if job.elements:
         native["array_parallelism"] = _at_once(job)
         setup, words = [*setup, f"set -- {words}", *_element(job)], '"$@"'
@@ -277,7 +323,7 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         "wckey": None,  # some sites refuse submitit's own
         "stderr_to_stdout": True,
         "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
-        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job)],
+        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job), *enter(job, python)[0]],
         "setup": setup,
         "teardown": [f"{finish} $? {words}"],
     }

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -84,24 +83,6 @@ def ask_controller(job: Job) -> str:
     return words
 
 
-def job_folder(root: Path) -> Path:
-    """The folder of submitit's job files, made private: they are pickles, which a job runs as whatever they say.
-
-    Raises MachineError where it belongs to, or can be written by, somebody else.
-    """
-    folder = root / "runs" / "submitit"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise MachineError(f"{folder}: cannot be made ({error.strerror}); job files have to be written there") from None
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise MachineError(
-            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
-        )
-    return folder
-
-
 def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """Submits ``job`` through submitit and does not wait. ``run_dir``: as typed, absolute, or empty for the default.
 
@@ -111,23 +92,31 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     import submitit
 
     assert job.root is not None
-    folder = job_folder(job.root)
+    folder = rundir.private_folder(
+        job.root, "submitit"
+    )  # its job files are pickles, which a job runs as whatever they say
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
-    commands = [[python, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]]
+    _, inside = slurm.enter(job, python)
+    commands = [
+        [*inside, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]
+    ]
+    own = (
+        inside[0] if job.container and job.container.runtime == "pyxis" else python
+    )  # pyxis has submitit's process inside too
     with _environment(clean_environment(os.environ)), rundir.umask(0o077):
-        executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(python))
+        executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(own))
         if job.ranks:
             executor._num_tasks = lambda: job.ranks  # type: ignore[method-assign]  # it would count nodes, of which Slurm finds the number
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
             if job.elements:
-                taken = executor.map_array(os.execv, [python] * len(commands), commands)
+                taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
             else:
-                taken = [executor.submit(os.execv, python, commands[0])]
+                taken = [executor.submit(os.execvp, inside[0], commands[0])]
         except submitit.core.utils.FailedSubmissionError as error:
             raise MachineError(f"Slurm refuses this job: {' '.join(str(error).split())[:300]}") from None
     script, found = Path(taken[0].paths.submission_file), []
@@ -149,6 +138,7 @@ def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str])
     assert job.root is not None
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     described = {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
+    described["code"] = str(job.code) if job.code else None
     try:
         where.mkdir(parents=True, exist_ok=True)
         text = script.read_bytes()

@@ -341,9 +341,9 @@ def test_words_behind_a_ready_script_are_refused_or_taken_as_they_are(
     recipe: str, at_work: Trap, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for payload in payloads(at_work, PAYLOADS if recipe == RECIPE else PAYLOADS[::4]):
-        assert batch.main(["check", recipe, payload]) == 2
-        assert batch.main(["check", recipe, f"epochs={payload}"]) == 2
-        status = batch.main(["check", recipe, f"data_dir={payload}"])
+        assert batch.main(["begin", recipe, payload]) == 2
+        assert batch.main(["begin", recipe, f"epochs={payload}"]) == 2
+        status = batch.main(["begin", recipe, f"data_dir={payload}"])
         refused = (
             any(c < " " for c in payload) or payload in payloads(at_work, SEPARATED) or payload.startswith(("~", "${"))
         )
@@ -402,7 +402,7 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
         (folder / "runs" / "submitit").mkdir(parents=True)
         (folder / "runs" / "submitit").chmod(0o777)
         with pytest.raises(MachineError) as refused:
-            submit.job_folder(folder)
+            rundir.private_folder(folder, "submitit")
         at_work.bash("-c", "chmod 700 " + str(refused.value).rpartition("chmod 700 ")[2])
         assert stat.S_IMODE((folder / "runs" / "submitit").stat().st_mode) == 0o700
         assert not at_work.fired(), payload
@@ -485,7 +485,7 @@ def test_an_env_file_runs_nothing(line: str, at_work: Trap, capsys: pytest.Captu
     file = at_work.work / "evil.env"
     file.write_text(line.format(c=at_work.canary) + "\n")
     (at_work.work / "evil.sh").write_text(f"touch {at_work.canary}\n")
-    assert batch.main(["check", RECIPE, "network=evil.env"]) == 2
+    assert batch.main(["begin", RECIPE, "network=evil.env"]) == 2
     assert "evil.env:" in capsys.readouterr().err
     assert not at_work.fired()
     at_work.bash("-c", "set -a; . ./evil.env")
@@ -954,7 +954,7 @@ def test_a_link_in_a_run_directory_to_come_is_not_written_through(
     else:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("RECIPES_SCRIPT", str(READY[0]))
-        assert batch.main(["check", RECIPE, f"run_dir={run_dir}"]) == 0
+        assert batch.main(["begin", RECIPE, f"run_dir={run_dir}"]) == 0
     assert victim.read_text() == "mine"
     assert "srun" in (run_dir / "job.sh").read_text()
     assert json.loads((run_dir / "job.yaml").read_text())["job_id"] == "7"

@@ -187,7 +187,7 @@ def test_a_recipes_keys_behind_launch(words: tuple[str, ...], here: Path, capsys
 def test_a_recipes_keys_in_a_batch_script(
     words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(lambda: batch.main(["check", "mnist", *words]), here, capsys)
+    line = refused(lambda: batch.main(["begin", "mnist", *words]), here, capsys)
     assert line.startswith("mnist: ")
     names_its_key(line, words)
 
@@ -236,12 +236,12 @@ def test_keys_that_contradict_a_run_here(
 
 @pytest.mark.parametrize("word", ["nodes=2", "recipe=mnist", "launcher=local", "partition=$(touch canary)", "time=1", "cluster=example"])  # fmt: skip
 def test_a_jobs_key_behind_a_recipe(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (lambda: batch.main(["check", "mnist", word]), lambda: status_of_begin((word,))):
+    for command in (lambda: batch.main(["begin", "mnist", word]), lambda: status_of_begin((word,))):
         assert word in refused(command, here, capsys)
 
 
 def test_a_jobs_key_in_a_recipes_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--nodes=4" in refused(lambda: batch.main(["check", "mnist", "config=job.yaml"]), here, capsys)
+    assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capsys)
 
 
 @pytest.mark.parametrize("words", [[], ["check"], ["finish", "mnist"], ["finish", "mnist", "x"], ["x", "mnist", "1"]])
@@ -252,7 +252,7 @@ def test_the_batch_scripts_own_commands(words: list[str], here: Path, capsys: py
 @pytest.mark.parametrize("recipe", ["nosuch", "../mnist", "", "os;touch canary", "core", "a\nb"])
 def test_a_recipe_that_is_none(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(here.parent)
-    assert batch.main(["check", recipe]) == rundir.EXIT_CONFIG
+    assert batch.main(["begin", recipe]) == rundir.EXIT_CONFIG
     assert "recipe=" in capsys.readouterr().err
     assert tree(here.parent) == before
 
@@ -370,7 +370,7 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
         (("launch.py", "recipe=mnist", "launcher=local", "nodes=2"), 2),
         (("launch.py", "recipe=$(touch canary)"), 2),
         (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
-        (("-m", "recipes.core.batch", "check", "mnist", "lr=fast"), 2),
+        (("-m", "recipes.core.batch", "begin", "mnist", "lr=fast"), 2),
         (("-m", "recipes.mnist", "nodes=2"), 2),
         (("-m", "recipes.mnist", "data_dir=`touch canary`", "epochs=-1"), 2),
         (("-m", "recipes.prepare", "minst"), 2),

@@ -238,7 +238,20 @@ def test_a_hostile_argument_comes_back_as_it_was_and_nothing_is_run(tmp_path: Pa
     "word",
     [
         f"{key}={value}"
-        for key in "name partition account qos reservation constraint exclude cluster time dependency mail extra".split()
+        for key in (
+            "name",
+            "partition",
+            "account",
+            "qos",
+            "reservation",
+            "constraint",
+            "exclude",
+            "cluster",
+            "time",
+            "dependency",
+            "mail",
+            "extra",
+        )
         for value in (
             "a;touch canary",
             "$(touch canary)",
@@ -307,14 +320,17 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, tmp_path / "repository")
 
 
-@pytest.mark.parametrize("script", [path.name for path in READY])
-def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench, script: str) -> None:
-    status, stderr = bench.run(f"sbatch/{script}", *HOSTILE, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5", SRUN_DEBUG="3")
+@pytest.mark.parametrize(
+    ("script", "word"),
+    [*((path.name, HOSTILE[0]) for path in READY), *((READY[0].name, word) for word in HOSTILE[1:])],
+)
+def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench, script: str, word: str) -> None:
+    status, stderr = bench.run(f"sbatch/{script}", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5", SRUN_DEBUG="3")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == rundir.EXIT_CRASH
     recipe = script.split("_")[0]
     assert bench.srun == [
-        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, "python", "-u", "-m", f"recipes.{recipe}", *HOSTILE, "run_dir=/nosuch",
+        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, "python", "-u", "-m", f"recipes.{recipe}", word, "run_dir=/nosuch",
     ]  # fmt: skip
     assert not {"canary", "d", "x"} & bench.files
 
@@ -413,7 +429,7 @@ def test_a_ready_script_takes_the_repositorys_own_python(bench: Bench) -> None:
     (bench.folder / "bin" / "python").rename(bench.root / ".venv" / "bin" / "python")
     bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", VIRTUAL_ENV="")
     assert bench.srun
-    assert ".venv/bin/python" in bench.srun
+    assert f"{bench.root}/.venv/bin/python" in bench.srun
 
 
 def test_a_ready_script_takes_the_active_conda_environment(bench: Bench) -> None:
@@ -516,40 +532,40 @@ def test_clean_environment_keeps_what_sites_prescribe() -> None:
     assert submit.clean_environment({**kept, **scrubbed}) == kept
 
 
-def test_job_folder_is_private(tmp_path: Path) -> None:
+def test_a_private_folder_is_private(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     before = os.umask(0)
     try:
-        folder = submit.job_folder(tmp_path)
+        folder = rundir.private_folder(tmp_path, "submitit")
     finally:
         os.umask(before)
     assert folder == tmp_path / "runs" / "submitit"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert submit.job_folder(tmp_path) == folder
+    assert rundir.private_folder(tmp_path, "submitit") == folder
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702, 0o1777])
-def test_job_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_private_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "runs" / "submitit"
     folder.mkdir(parents=True)
     folder.chmod(mode)
     with pytest.raises(MachineError, match="chmod 700"):
-        submit.job_folder(tmp_path)
+        rundir.private_folder(tmp_path, "submitit")
 
 
-def test_job_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "submitit"
     folder.mkdir(parents=True, mode=0o700)
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     with pytest.raises(MachineError, match="must be yours"):
-        submit.job_folder(tmp_path)
+        rundir.private_folder(tmp_path, "submitit")
 
 
-def test_job_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_private_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(MachineError, match="runs/submitit: cannot be made"):
-        submit.job_folder(tmp_path)
+        rundir.private_folder(tmp_path, "submitit")
 
 
 def test_a_run_directory_that_cannot_be_made_is_found_before_submission(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The layers, lowest first: a module may import its own layer and those below.
 STDLIB = {
     "hostlist", "ranks", "network", "envfile", "rundir", "logs", "local", "preempt", "watchdog", "classfolder", "signatures",
-    "variables", "findings", "gpus", "examine", "reach", "verdict", "outliers",
+    "variables", "findings", "gpus", "examine", "reach", "verdict", "outliers", "snapshot", "container",
 }  # fmt: skip
 LOGIN = {"config", "slurm", "submit", "batch", "ready", "entry", "datafiles", "packing", "staging", "runs"}
 HEAVY = {"torch", "torchvision", "numpy", "sklearn"}
@@ -127,7 +127,7 @@ def after(code: str, *arguments: str, first: str = "") -> dict[str, list[str]]:
     "code",
     [
         "import launch; assert launch.main(['recipe=mnist', 'launcher=print', 'nodes=2']) == 0",
-        "from recipes.core import batch; assert batch.main(['check', 'mnist', 'epochs=1']) == 0",
+        "from recipes.core import batch; assert batch.main(['begin', 'mnist', 'epochs=1']) == 0",
         "from recipes.core import submit, ready, entry; import submitit; assert ready.main(['check']) in (0, 1)",
         "from recipes import report; assert report.main(['--help']) == 0",
     ],

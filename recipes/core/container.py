@@ -1,0 +1,114 @@
+"""Ranks in a container: what srun and a runtime are told, so that the inside has the code, the data and the variables. Standard library only.
+
+``apptainer`` (or ``singularity``) stands before a rank's command; pyxis is options of srun. Both leave Slurm's variables as they are.
+A variable that the image sets too is the image's, unless it is handed over by name: that is done for those that say how a network
+is used.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNTIMES = ("apptainer", "singularity", "pyxis")
+PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
+# Beginnings of names of variables that count inside whatever the image says.
+HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
+
+
+@dataclass(frozen=True)
+class Container:
+    """image: a file, or an address that the runtime fetches. mounts: HOST or HOST:INSIDE, beside what a run names itself."""
+
+    image: str
+    runtime: str
+    mounts: tuple[str, ...] = ()
+
+
+def chosen(image: str, runtime: str, mounts: str) -> Container | None:
+    """What the keys ``container``, ``container_runtime`` and ``container_mounts`` say; None for no container."""
+    if not image:
+        return None
+    if runtime == "auto":  # enroot's images, and the way it writes a registry's address
+        runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
+    return Container(image, runtime, tuple(filter(None, mounts.split(","))))
+
+
+def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:
+    """The folders that the inside has to have: ``always``, and those that absolute ``words`` of the keys ``paths`` name.
+
+    Only what is there, since a runtime refuses the rest; what lies in another of them is not named again.
+    """
+    named = [Path(value) for name in paths if (value := words.get(name, "")).startswith("/")]
+    found: list[Path] = []
+    for path in [*always, *named]:
+        while not path.is_dir() and path != path.parent:
+            path = path.parent
+        if path != path.parent and not any(path.is_relative_to(other) for other in found):
+            found.append(path)
+    return [str(path) for path in found]
+
+
+def step(
+    container: Container, code: Path, bound: Sequence[str], names: Iterable[str], gpus: bool
+) -> tuple[list[str], list[str]]:
+    """Options of srun, and what stands before a rank's arguments to Python.
+
+    code: the folder to start in. bound: folders that are the same inside. names: variables to hand over, those of the env files.
+    gpus: whether the ranks have any.
+    """
+    mounts = [*(f"{folder}:{folder}" for folder in bound), *container.mounts]
+    if container.runtime == "pyxis":
+        return [
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
+            f"--container-workdir={code}",
+            f"--container-env={','.join(sorted(names))}",
+        ], [PYTHON]
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    return [], [
+        container.runtime,
+        "exec",
+        *(["--nv"] if gpus else []),
+        *binds,
+        "--pwd",
+        str(code),
+        container.image,
+        PYTHON,
+    ]
+
+
+def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
+    """Shell lines, of bash, that make the inside have what the env files set, and what the user has set, over what the image sets.
+
+    variables: those of the env files, which hold where the user has not set them.
+    """
+    lines = [
+        f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in sorted(variables.items())
+    ]
+    if container.runtime != "pyxis":
+        prefix = f"{container.runtime.upper()}ENV_"
+        every = " ".join([*(f'"${{!{start}@}}"' for start in HANDED), *sorted(variables)])
+        lines += [
+            f'for name in {every}; do export "{prefix}$name=${{!name}}"; done',
+            f"export {prefix}PYTHONNOUSERSITE=1",  # what pip has put into a home is for another Python
+            f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile"',
+        ]
+    return lines
+
+
+def names(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """The variables that are handed over: those of the env files, and those of the surroundings that say how a network is used."""
+    return sorted({*variables, *(name for name in environ if name.startswith(HANDED))})
+
+
+def image_problem(image: str) -> str:
+    """What is wrong with an image's name, "" where nothing is: a file has to be there; an address is the runtime's to judge."""
+    if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
+        return ""
+    path = os.path.expanduser(image)
+    if os.path.isabs(path) or image.endswith((".sif", ".sqsh", ".img")) or image.startswith("."):
+        return "" if os.path.exists(path) else "there is no such file"
+    return ""

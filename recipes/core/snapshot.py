@@ -1,0 +1,139 @@
+"""A copy of the code, which a job runs: what is edited while it waits, runs or is queued again does it no harm. Standard library only.
+
+Copied are ``recipes/``, ``env/`` and whatever Python lies beside them: modules, and folders that hold any. A copy lies in
+``runs/code/<id>``, ``id`` by its content, so that jobs of the same code have one copy.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.core import rundir
+from recipes.core.rundir import MachineError
+
+DIFF = "code.diff"  # in a copy and in a run directory: how the code differs from that commit
+MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for each job to have anew
+MOST_DIFF = 4 << 20  # bytes of a difference that are kept
+LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}
+GIT_S = 20.0
+
+
+def take(root: Path) -> Path:
+    """A copy of the code in the repository ``root``, made unless there is one of the same content. Gives its folder.
+
+    Raises MachineError where it cannot be made, is too large, or is there and was changed.
+    """
+    content = _read(root)
+    commit, digest = git_commit(root), hashlib.sha256()
+    for name, data in sorted(content.items()):
+        digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
+    digest.update(str(commit).encode())
+    folder = rundir.private_folder(root, "code")
+    copy = folder / digest.hexdigest()[:16]
+    if not copy.is_dir():
+        _write(copy, content, {"root": str(root), "commit": commit}, difference(root))
+    if _read(copy) != content:
+        raise MachineError(
+            f"{copy}: was changed since it was made, and jobs may run it: remove it when they have ended"
+        )
+    return copy
+
+
+def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: bytes) -> None:
+    part = Path(tempfile.mkdtemp(prefix=f".{copy.name}.", dir=copy.parent))
+    try:
+        for name, data in content.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(data)
+        (part / DIFF).write_bytes(diff)
+        rundir.write_json(part / rundir.STAMP, stamp)
+        part.chmod(0o777 & ~_umask())
+        part.rename(copy)
+    except OSError as error:
+        if not copy.is_dir():  # another submission was first
+            raise MachineError(
+                f"{copy}: the copy of the code that the job would run cannot be made ({error.strerror}): make room in runs/"
+            ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _read(root: Path) -> dict[str, bytes]:
+    """The code's files by their paths under ``root``. Raises MachineError where they are too many bytes, or cannot be read."""
+    content: dict[str, bytes] = {}
+    size = 0
+    for path in _files(root):
+        try:
+            size += path.stat().st_size
+            if size > MOST_BYTES:
+                largest = max(_files(root), key=lambda file: file.stat().st_size)
+                raise MachineError(
+                    f"{root}: has more than {MOST_BYTES >> 20} MB of code to copy for the job ({largest} is the largest): "
+                    "move what is no code out of it, or give snapshot=false"
+                )
+            content[str(path.relative_to(root))] = path.read_bytes()
+        except OSError as error:
+            raise MachineError(f"{path}: cannot be copied for the job ({error.strerror})") from None
+    return content
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for entry in sorted(root.iterdir()):
+        if entry.name.startswith(".") or entry.name in LEFT_OUT:
+            continue
+        if entry.is_dir() and (entry.name == "env" or any(entry.glob("*.py"))):
+            for folder, folders, files in os.walk(entry):
+                folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+                for name in sorted(files):
+                    if (
+                        not name.startswith(".")
+                        and not name.endswith(".pyc")
+                        and stat.S_ISREG(_mode(Path(folder, name)))
+                    ):
+                        yield Path(folder, name)
+        elif entry.suffix == ".py" and entry.is_file():
+            yield entry
+
+
+def _mode(path: Path) -> int:
+    with contextlib.suppress(OSError):  # a link that leads nowhere
+        return path.stat().st_mode
+    return 0
+
+
+def git_commit(code: Path) -> str | None:
+    """The commit of the code, ``-dirty`` behind it where files differ; None outside of a repository."""
+    if there := rundir.stamp(code):
+        commit = there.get("commit")
+        return commit if isinstance(commit, str) else None
+    return _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip() or None
+
+
+def difference(code: Path) -> bytes:
+    """How the code differs from its commit, as ``git diff`` gives it; files that git does not know are not in it."""
+    if rundir.stamp(code):
+        with contextlib.suppress(OSError):
+            return (code / DIFF).read_bytes()
+        return b""
+    diff = _git(code, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".")
+    return diff if len(diff) <= MOST_DIFF else b"# more than can be kept here\n"
+
+
+def _git(root: Path, *words: str) -> bytes:
+    """What git says; nothing where there is no git, or no repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S, check=True).stdout
+    return b""
