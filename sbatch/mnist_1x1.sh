@@ -16,13 +16,16 @@
 
 stop() {
     echo "$1" >&2
-    exit 2
+    exit "${2:-2}"
 }
 trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
 unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/mnist.py ] ||
     stop "sbatch/mnist_1x1.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/mnist_1x1.sh"
+repository=$PWD code=${RECIPES_CODE:-}
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || code=runs/code/job-${SLURM_JOB_ID:-}
+[ ! -d "$code" ] || cd "$code" || exit
 words=()
 for word in "$@"; do
     case $word in
@@ -41,8 +44,8 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
 fi
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
-elif [ -x .venv/bin/python ]; then
-    python=$PWD/.venv/bin/python
+elif [ -x "$repository/.venv/bin/python" ]; then
+    python=$repository/.venv/bin/python
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi

@@ -27,7 +27,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
     try:
         settings = config.parse(words, recipe=recipe)
-        here, folder = container_of(settings, environ), Path.cwd()
+        here, folder = container_of(settings, environ), rundir.home(config.ROOT)
         typed = config.absolute(settings.typed, (config.RunKeys, config.recipe_conf(recipe)[0]), folder)
         _enter(here, settings, typed, folder, environ)
     except config.ConfigError as error:
@@ -36,7 +36,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
     run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
-    code = _code(run_dir, environ) if job else config.ROOT
+    code = _code(environ) if job else config.ROOT
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -82,18 +82,17 @@ def _enter(
     return container.step(here, code, bound, container.names(variables, environ), gpus)
 
 
-def _code(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """The copy of the code that this job runs: the one that it has had, where it was queued again; else one of the code as it is."""
-    had = environ.get("RECIPES_CODE", "")
-    if int(environ.get("SLURM_RESTART_COUNT") or 0):
-        had = had or str((rundir.read_json(run_dir / "job.yaml") or {}).get("code", ""))
-    if had and rundir.stamp(Path(had)):
-        return Path(had)
+def _code(environ: Mapping[str, str]) -> Path:
+    """The copy of the code that this job runs, found again by its link when the job is: this one, or one of the repository as it is."""
+    if rundir.stamp(config.ROOT):
+        return config.ROOT
     try:
-        return snapshot.take(rundir.home(config.ROOT))
+        code = snapshot.take(config.ROOT)
+        snapshot.keep_for(code, environ["SLURM_JOB_ID"])
     except rundir.MachineError as error:
         print(f"{error}; the job runs the code as it is, and edits of it will show", file=sys.stderr)
         return config.ROOT
+    return code
 
 
 def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:

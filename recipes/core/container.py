@@ -42,10 +42,9 @@ def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Pat
     Only what is there, since a runtime refuses the rest; what lies in another of them is not named again.
     """
     named = [Path(value) for name in paths if (value := words.get(name, "")).startswith("/")]
+    there = [next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in [*always, *named]]
     found: list[Path] = []
-    for path in [*always, *named]:
-        while not path.is_dir() and path != path.parent:
-            path = path.parent
+    for path in sorted(set(there), key=lambda path: (len(path.parts), path)):
         if path != path.parent and not any(path.is_relative_to(other) for other in found):
             found.append(path)
     return [str(path) for path in found]
@@ -94,7 +93,7 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
         lines += [
             f'for name in {every}; do export "{prefix}$name=${{!name}}"; done',
             f"export {prefix}PYTHONNOUSERSITE=1",  # what pip has put into a home is for another Python
-            f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile"',
+            f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]
     return lines
 

@@ -133,7 +133,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
-        image=os.path.realpath(base / image) if os.path.exists(base / image) else job.container,
+        image=os.path.realpath(base / image) if job.container and os.path.exists(base / image) else job.container,
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
         variables=tuple(config.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
@@ -217,8 +217,10 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
         lines += [
             f"[ -f recipes/{recipe}.py ] ||",
             f'    stop "{path}: $PWD is not the repository: cd to its top folder and type sbatch {path}"',
-            *_CLUSTER.splitlines(),
         ]
+    lines += _CODE.splitlines()
+    if job.root is None:
+        lines += _CLUSTER.splitlines()
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [
@@ -243,7 +245,7 @@ def _setup(job: Job) -> list[str]:
     lines = [
         "stop() {",
         '    echo "$1" >&2',
-        "    exit 2",
+        '    exit "${2:-2}"',
         "}",
         "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
         'unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
@@ -256,6 +258,13 @@ def _setup(job: Job) -> list[str]:
         lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items() if value]
     return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]
 
+
+# A job that is queued again, or submitted again without bad nodes, has its copy of the code (batch.begin makes it).
+_CODE = """\
+repository=$PWD code=${RECIPES_CODE:-}
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || code=runs/code/job-${SLURM_JOB_ID:-}
+[ ! -d "$code" ] || cd "$code" || exit
+"""
 
 # The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
 _CLUSTER = """\
@@ -280,8 +289,8 @@ fi
 _PYTHON = """\
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
-elif [ -x .venv/bin/python ]; then
-    python=$PWD/.venv/bin/python
+elif [ -x "$repository/.venv/bin/python" ]; then
+    python=$repository/.venv/bin/python
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi

@@ -1,7 +1,7 @@
 """A copy of the code, which a job runs: what is edited while it waits, runs or is queued again does it no harm. Standard library only.
 
 Copied are ``recipes/``, ``env/`` and whatever Python lies beside them: modules, and folders that hold any. A copy lies in
-``runs/code/<id>``, ``id`` by its content, so that jobs of the same code have one copy.
+``runs/code/<id>``, ``id`` by its content, so that jobs of the same code have one.
 """
 
 import contextlib
@@ -44,6 +44,17 @@ def take(root: Path) -> Path:
             f"{copy}: was changed since it was made, and jobs may run it: remove it when they have ended"
         )
     return copy
+
+
+def keep_for(copy: Path, job: str) -> None:
+    """Leaves a link by which a job that is queued again finds its copy. Raises MachineError."""
+    link = copy.with_name(f"job-{job}")
+    new = copy.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        new.symlink_to(copy.name)
+        new.replace(link)
+    except OSError as error:
+        raise MachineError(f"{link}: cannot be made ({error.strerror})") from None
 
 
 def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: bytes) -> None:

@@ -1,0 +1,108 @@
+"""A job runs what was submitted: from inside another allocation, from another folder, with the source edited right after. On a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import PYTHON
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+KEYS = ("device=cpu", "cpu_threads=1", "max_steps=3")
+BROKEN = "raise RuntimeError('edited after it was submitted')\n"
+
+
+def git(repo: Path, *words: str) -> str:
+    named = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(["git", *named, *words], cwd=repo, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """A clone with one change that is not committed."""
+    repo = jobs.copy_repository(tmp_path / "clone")
+    (repo / ".gitignore").write_text("runs/\n__pycache__/\n*.out\n")
+    git(repo, "init", "--quiet")
+    git(repo, "add", ".")
+    git(repo, "commit", "--quiet", "--message=all")
+    recipe = repo / "recipes" / "toy.py"
+    recipe.write_text(recipe.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 64, bias=True)"))
+    return repo
+
+
+def break_all(repo: Path) -> None:
+    """Whatever a job still read of the repository would now end it."""
+    for path in repo.glob("recipes/**/*.py"):
+        path.write_text(BROKEN)
+    for path in repo.glob("env/*.env"):
+        path.write_text("nonsense\n")
+
+
+def check_origin(repo: Path, run_dir: Path) -> None:
+    assert jobs.read(run_dir / "status.json")["state"] == "done"
+    assert jobs.read(run_dir / "summary.json")["git_commit"] == git(repo, "rev-parse", "HEAD") + "-dirty"
+    assert "+" in (run_dir / "code.diff").read_text()
+    assert "bias=True" in (run_dir / "code.diff").read_text()
+    code = Path(jobs.read(run_dir / "job.yaml")["code"])
+    assert code.parent == repo / "runs" / "code"
+    assert "bias=True" in (code / "recipes" / "toy.py").read_text()
+
+
+def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    inner = f"{sys.executable} ../clone/launch.py recipe=toy nodes=2 {' '.join(KEYS)} run_dir=mine"
+    # Holds both nodes while it submits, so that the new job waits until its source is broken.
+    argv = [
+        "salloc",
+        "--nodes=2",
+        "--exclusive",
+        "sh",
+        "-c",
+        f"{inner} && touch submitted && while [ -e submitted ]; do sleep 0.1; done",
+    ]
+    outer = subprocess.Popen(
+        argv,
+        cwd=elsewhere,
+        env=os.environ | PYTHON | slurm.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        jobs.until(lambda: (elsewhere / "submitted").exists() or outer.poll() is not None, 60, "the submission")
+        break_all(repo)
+        assert git(repo, "status", "--porcelain")
+    finally:
+        (elsewhere / "submitted").unlink(missing_ok=True)
+        said, _ = outer.communicate(timeout=60)
+    found = re.search(r"^job (\d+): ", said, re.MULTILINE)
+    assert found, said
+    assert slurm.wait_job(found[1], 120) == "COMPLETED", said
+    check_origin(repo, elsewhere / "mine")
+
+
+def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The source is broken while it trains; it is queued again, and goes on with the code that it began with."""
+    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
+    log = tmp_path / "log"
+    keys = ("device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=1", "run_dir=mine")
+    job = jobs.sbatch(slurm, repo, log, "--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh", *keys)
+    jobs.wait_for_training(slurm, job, repo / "mine")
+    break_all(repo)
+    slurm.run("scancel", "--signal=USR2", job)
+    jobs.wait_requeued(slurm, job, log, 60)
+    jobs.start_again(slurm, job)
+    jobs.wait_for_training(slurm, job, repo / "mine", attempt=1)
+    jobs.leave_no_job(slurm)
+    assert "edited after it was submitted" not in log.read_text()

@@ -1,0 +1,122 @@
+"""The copy of the code that a job runs: what is in it, when it is made anew, and what refuses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.core import rundir, snapshot
+from recipes.core.rundir import MachineError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository of one recipe, with what is no code beside it."""
+    files = {
+        "recipes/toy.py": "1", "recipes/core/x.py": "2", "recipes/words.txt": "3", "env/common.env": "A=1", "env/clusters/a.yaml": "",
+        "launch.py": "4", "mine/net.py": "5", "mine/kernel.cu": "6", "empty/notes.txt": "", "tests/test_x.py": "", "runs/toy/1/x.py": "",
+        "data/x.py": "", "recipes/__pycache__/toy.pyc": "", "recipes/.toy.py.swp": "", ".venv/x.py": "", "toy-12.out": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+CODE = {
+    "recipes/toy.py", "recipes/core/x.py", "recipes/words.txt", "env/common.env", "env/clusters/a.yaml", "launch.py", "mine/net.py",
+    "mine/kernel.cu",
+}  # fmt: skip
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def git(root: Path, *words: str) -> str:
+    named = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(["git", *named, *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_it_has_the_code_and_nothing_else(root: Path) -> None:
+    copy = snapshot.take(root)
+    assert copy.parent == root / "runs" / "code"
+    assert contents(copy) == CODE | {"snapshot.json", "code.diff"}
+    assert rundir.home(copy) == root
+    assert rundir.choose("", "toy", "7", copy) == root / "runs" / "toy" / "7"
+    assert (root / "runs/code").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_same_code_is_one_copy_and_other_code_another(root: Path) -> None:
+    first = snapshot.take(root)
+    (root / "recipes/__pycache__/other.pyc").write_text("x")
+    (root / "toy-13.out").write_text("x")
+    assert snapshot.take(root) == first
+    (root / "recipes/toy.py").write_text("other")
+    second = snapshot.take(root)
+    assert second != first
+    assert (first / "recipes/toy.py").read_text() == "1"
+    assert (second / "recipes/toy.py").read_text() == "other"
+    assert {path.name for path in (root / "runs/code").iterdir()} == {first.name, second.name}
+
+
+def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
+    assert rundir.stamp(snapshot.take(root)) == {"root": str(root), "commit": None}
+    (root / ".gitignore").write_text("runs/\n")
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message=all")
+    head = git(root, "rev-parse", "HEAD")
+    clean = snapshot.take(root)
+    assert (snapshot.git_commit(clean), snapshot.difference(clean)) == (head, b"")
+    (root / "recipes/toy.py").write_text("mine\n")
+    copy = snapshot.take(root)
+    (root / "recipes/toy.py").write_text("later\n")
+    assert snapshot.git_commit(copy) == f"{head}-dirty"
+    assert b"+mine" in snapshot.difference(copy)
+    assert b"+later" in snapshot.difference(root)
+
+
+def test_one_that_was_changed_is_refused(root: Path) -> None:
+    copy = snapshot.take(root)
+    (copy / "recipes/toy.py").write_text("changed")
+    with pytest.raises(MachineError, match="was changed since it was made"):
+        snapshot.take(root)
+
+
+def test_code_that_is_too_large_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 1 << 20)
+    (root / "recipes/weights.bin").write_bytes(b"0" * (1 << 20))
+    with pytest.raises(MachineError, match=r"more than 1 MB of code .*weights\.bin is the largest.*snapshot=false"):
+        snapshot.take(root)
+    assert not (root / "runs/code").exists()
+
+
+def test_half_a_copy_is_never_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(MachineError, match=r"cannot be made \(No space left on device\)"):
+        snapshot.take(root)
+    assert list((root / "runs/code").iterdir()) == []
+
+
+def test_links(root: Path) -> None:
+    """A file's content is copied; one that leads nowhere, and a pipe that nobody writes to, are no code."""
+    (root / "recipes/linked.py").symlink_to(root / "toy-12.out")
+    (root / "recipes/gone.py").symlink_to(root / "nothing")
+    os.mkfifo(root / "recipes" / "pipe")
+    copy = snapshot.take(root)
+    assert contents(copy) == CODE | {"snapshot.json", "code.diff", "recipes/linked.py"}
+    assert not (copy / "recipes/linked.py").is_symlink()
+
+
+def test_a_job_finds_its_copy_again(root: Path) -> None:
+    copy = snapshot.take(root)
+    snapshot.keep_for(copy, "12")
+    snapshot.keep_for(copy, "12")
+    assert (root / "runs/code/job-12").resolve() == copy
