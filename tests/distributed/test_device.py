@@ -58,6 +58,8 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
         ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "MIG-GPU-8a1f0c3d/1/0"}, 1, "cuda:0"),
         # Each task is shown its own alone: --gpus-per-task=1, --gpu-bind=single:1.
         ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        # Four of the eight that were granted, as the user has chosen.
+        ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "1,3,5,7"}, 4, "cuda:3"),
         ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": ""}, 0, "cpu"),
         ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": "-1"}, 0, "cpu"),
     ],

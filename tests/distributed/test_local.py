@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from launch import local_layout
+from recipes.core import config, rundir
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -260,6 +262,18 @@ def test_a_layout_that_cannot_be_is_one_line(words: list[str], status: int, expe
     assert ended.status == status, ended.out
     assert len(ended.lines) == 1, ended.out
     assert all(word in ended.out for word in expected), ended.out
+
+
+def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
+
+    def ranks(*words: str) -> tuple[int, ...]:
+        return local_layout(config.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
+
+    assert ranks() == (4,)
+    assert ranks("gpus_per_node=2") == (2,)
+    with pytest.raises(rundir.MachineError, match="5 ranks want a GPU each and 4 are visible"):
+        ranks("gpus_per_node=5")
 
 
 # The launcher itself, with ranks that are no recipes: fast, and as unruly as need be.
