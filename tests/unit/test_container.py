@@ -1,0 +1,90 @@
+"""Ranks in a container: which runtime, what it is shown, and which variable wins. What is really started is in tests/slurm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.core import config, container
+from recipes.core.config import ConfigError
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("image", "runtime", "expected"),
+    [
+        ("/a/torch.sif", "auto", "apptainer"), ("docker://x/y:1", "auto", "apptainer"), ("/a/torch.sqsh", "auto", "pyxis"),
+        ("registry#x/y:1", "auto", "pyxis"), ("docker://x", "pyxis", "pyxis"), ("/a/torch.sqsh", "singularity", "singularity"),
+    ],
+)  # fmt: skip
+def test_the_runtime_is_told_by_the_image(image: str, runtime: str, expected: str) -> None:
+    found = container.chosen(image, runtime, "/a,/b:/c")
+    assert found
+    assert (found.runtime, found.mounts) == (expected, ("/a", "/b:/c"))
+
+
+def test_no_image_is_no_container() -> None:
+    assert container.chosen("", "pyxis", "/a") is None
+
+
+def test_folders_that_are_there_and_each_once(tmp_path: Path) -> None:
+    for name in ("repository/runs", "data", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "other/file.env").write_text("")
+    words = {
+        "data_dir": f"{tmp_path}/data", "run_dir": f"{tmp_path}/repository/runs/new/1", "network": f"{tmp_path}/other/file.env",
+        "stage_dir": "$TMPDIR", "config": "/", "lr": "/data",
+    }  # fmt: skip
+    keys = ("data_dir", "run_dir", "network", "stage_dir", "config")
+    found = container.folders(words, keys, [tmp_path / "repository"])
+    assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
+def test_what_is_set_here_wins_over_the_image(runtime: str) -> None:
+    """The env file's where the user has none; the user's, also an empty one, over both."""
+    lines = container.exports(
+        container.Container("x.sif", runtime), {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
+    )
+    shell = "; ".join(["stop() { :; }", *lines, "env"])
+    environ = {"NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "HOME": "/h", "PATH": "/usr/bin:/bin"}
+    said = subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True).stdout
+    prefix = f"{runtime.upper()}ENV_"
+    inside = dict(line.removeprefix(prefix).split("=", 1) for line in said.splitlines() if line.startswith(prefix))
+    assert inside == {
+        "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "OMP_X": 'a "b" $c', "PYTHONNOUSERSITE": "1",
+    }  # fmt: skip
+
+
+def test_gpus_are_shown_where_there_are_any() -> None:
+    here = container.Container("x.sif", "apptainer")
+    assert "--nv" in container.step(here, Path("/c"), ["/c"], [], gpus=True)[1]
+    assert "--nv" not in container.step(here, Path("/c"), ["/c"], [], gpus=False)[1]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "container=/nosuch/torch.sif", "container=torch.sqsh", "container=a b", "container=$(x)", "container=a;b", "container_runtime=docker",
+        "container_mounts=/a:/b:/c:/d", "container_mounts=/a,,/b", "container_mounts=/a b",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(["recipe=toy", word], environ={})
+    assert str(caught.value).startswith(word.partition("=")[0] + "=")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
+def test_the_images_have_what_the_recipes_need(name: str) -> None:
+    text = (ROOT / "env" / name).read_text()
+    [line] = re.findall(r"pip install .*", text)
+    project = (ROOT / "pyproject.toml").read_text()
+    blocks = re.findall(r"^(?:dependencies|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
+    wanted = {found for block in blocks for found in re.findall(r'"([a-z-]+)[<>=]', block)}
+    assert len(wanted) == 6
+    assert wanted == set(line.split("tested-versions.txt ")[1].split())
+    assert "libibverbs1 ibverbs-providers librdmacm1" in text
