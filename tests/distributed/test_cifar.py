@@ -36,6 +36,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.long
 def test_a_folder_of_images_is_learnt_and_each_is_counted_once(data_dir: Path, tmp_path: Path) -> None:
     words = [
         "ranks_per_node=2",

@@ -81,6 +81,7 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
         assert all(f"class2/{name}.JPEG" in ended.out for name in ("broken", "empty"))
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) -> None:
     keys = [*SMALL, f"data_dir={photos}", "epochs=1"]
     ended = helpers.run([*LOCAL, *keys, "ranks_per_node=2", f"run_dir={tmp_path}/run"])

@@ -128,6 +128,7 @@ dist.all_to_all_single = bent
     assert "failed first: RuntimeError: the network is on fire" in ended.out
 
 
+@pytest.mark.long
 def test_pairs_are_a_matrix(tmp_path: Path) -> None:
     ended = run(tmp_path, 3, "pairs=true", "pair_size=64K", "seconds=0.02")
     assert ended.status == 0, ended.out

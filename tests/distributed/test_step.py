@@ -136,8 +136,10 @@ def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
     ("work", "words"),
     [
         ("time.sleep(3.5 if world.rank else 0)", "rank 1 got no further with slow in 1 s (timeout_s)"),
-        ("if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full"),
-        ("if world.rank: raise OSError(5, 'Input/output error')", "HOST: "),
+        pytest.param(
+            "if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full", marks=pytest.mark.long
+        ),
+        pytest.param("if world.rank: raise OSError(5, 'Input/output error')", "HOST: ", marks=pytest.mark.long),
         ("if not world.rank: raise InputError('no such folder')", "HOST: no such folder"),
     ],
 )

@@ -136,9 +136,12 @@ def test_launch_starts_the_ranks_itself(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "by"),
     [
-        ({"RECIPES_BATCH": "1"}, "srun"),
+        pytest.param({"RECIPES_BATCH": "1"}, "srun", marks=pytest.mark.long),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, "torchrun (or who set RANK)"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun"),
+        pytest.param(
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun", marks=pytest.mark.long,
+        ),
     ],
 )  # fmt: skip
 def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_eval
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("of", [pytest.param("the last step", marks=pytest.mark.long), "evaluate=true"])
+@pytest.mark.parametrize("of", ["the last step", "evaluate=true"])
+@pytest.mark.long
 def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path: Path, marks: Path, of: str) -> None:
     run_dir, words = tmp_path / "run", ("max_steps=4",)
     if of == "evaluate=true":

@@ -56,6 +56,7 @@ def test_every_figure_is_in_the_json_with_both_sides(measured: Path) -> None:
     assert notes["images, packed raw"] == "20 made JPEGs of 500x375"
 
 
+@pytest.mark.long
 def test_a_long_one_runs_when_it_is_named_and_trains_both_sides(
     tmp_path: Path, measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
