@@ -24,7 +24,8 @@ export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come bef
 [ -f recipes/mnist.py ] ||
     stop "sbatch/mnist_2x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/mnist_2x8.sh"
 repository=$PWD code=${RECIPES_CODE:-}
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || code=runs/code/job-${SLURM_JOB_ID:-}
+had=runs/code/job-${SLURM_JOB_ID:-}
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
 words=()
 for word in "$@"; do

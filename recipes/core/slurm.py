@@ -185,7 +185,9 @@ def _element(job: Job) -> list[str]:
         return []
     lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
     last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
-    return ["case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
+    together = 'stop "run_dir= behind the script would be that of all runs of the sweep: give it to launch.py"'
+    apart = f'for word in "$@"; do [ "${{word#run_dir=}}" = "$word" ] || {together}; done'
+    return [apart, "case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
 
 
 def srun_options(job: Job) -> tuple[str, ...]:
@@ -262,7 +264,8 @@ def _setup(job: Job) -> list[str]:
 # A job that is queued again, or submitted again without bad nodes, has its copy of the code (batch.begin makes it).
 _CODE = """\
 repository=$PWD code=${RECIPES_CODE:-}
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || code=runs/code/job-${SLURM_JOB_ID:-}
+had=runs/code/job-${SLURM_JOB_ID:-}
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
 """
 
