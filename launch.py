@@ -99,6 +99,8 @@ def run_here(settings: Settings) -> int:
     from recipes.core import config, local, rundir
 
     layout = local_layout(settings)
+    if image := settings.job.container:
+        print(f"launch.py: container={image}: launcher=local runs in this Python, not in the image", file=sys.stderr)
     recipe_class, _ = config.recipe_conf(settings.recipe)
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), _here())
     run_dir = None

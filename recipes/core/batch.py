@@ -60,8 +60,7 @@ def container_of(settings: config.Settings, environ: Mapping[str, str]) -> conta
     """The container that the surroundings, else the site's profile, name for a job's ranks. Raises ConfigError."""
     cluster = settings.job.cluster
     profile = config.cluster_profile(cluster) if cluster else {}
-    names = ("container", "container_runtime", "container_mounts")
-    values = {name: environ.get(f"RECIPES_{name.upper()}", profile.get(name, "")) for name in names}
+    values = {name: environ.get(f"RECIPES_{name.upper()}", profile.get(name, "")) for name in config.IN_IMAGE}
     keys = config.parse_keys(config.JobKeys, [f"{name}={value}" for name, value in values.items() if value])
     return container.chosen(keys.container, keys.container_runtime.name, keys.container_mounts)
 

@@ -35,6 +35,7 @@ MAX_SHOWN = 60  # characters of a bad value that are shown
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, and not be read back
 SWEEP = "sweep."
+IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 MOST_RUNS = 1000  # of a sweep; Slurm's MaxArraySize is 1001 where nobody has set it
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some reader, or speaks to a terminal
 
@@ -450,7 +451,7 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     """Checks a command line of ``key=value`` words and gives its settings.
 
     With ``recipe`` the words stand behind that recipe (or its batch script), where job keys are refused; without, behind
-    launch.py, where ``recipe=`` is one of them. ``environ`` is read for ``$RECIPES_CLUSTER`` alone (default: the process's).
+    launch.py, where ``recipe=`` is one of them. ``environ`` is read for ``$RECIPES_CLUSTER`` and ``$RECIPES_CONTAINER…`` alone (default: the process's).
     Raises ConfigError, one line, for the first thing wrong.
     """
     environ = os.environ if environ is None else environ
@@ -497,6 +498,9 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = cluster_profile(cluster) if cluster else {}
     defaults = {k: v for k, v in profile.items() if k in job_names | run_names}
+    defaults |= {
+        name: environ[f"RECIPES_{name.upper()}"] for name in IN_IMAGE if environ.get(f"RECIPES_{name.upper()}")
+    }
     given = {**(variants[variant] if variant else {}), **words}
     chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
 
@@ -579,9 +583,7 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         "constraint",
         "reservation",
         "extra",
-        "container",
-        "container_runtime",
-        "container_mounts",
+        *IN_IMAGE,
         "gpus_per_node",
         "cpus_per_rank",
         "time",

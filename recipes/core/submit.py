@@ -19,6 +19,10 @@ from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
 
 KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
+LEFT = re.compile(
+    r"(SLURM|SRUN|SBATCH|PMIX?|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK"
+    r"|RECIPES_(BATCH|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT)"
+)
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -45,8 +49,8 @@ class Submitted:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what an outer allocation left in it (SLURM_*, SRUN_*, SBATCH_*), but with what sites prescribe."""
-    return {k: v for k, v in environ.items() if k in KEPT or not k.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    """``environ`` without what an outer allocation, or a launcher in it, left there, but with what sites prescribe."""
+    return {name: value for name, value in environ.items() if name in KEPT or not LEFT.fullmatch(name)}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import config, container
+from recipes.core import batch, config, container
 from recipes.core.config import ConfigError
 from tests.helpers import ROOT
 
@@ -63,6 +63,28 @@ def test_gpus_are_shown_where_there_are_any() -> None:
     here = container.Container("x.sif", "apptainer")
     assert "--nv" in container.step(here, Path("/c"), ["/c"], [], gpus=True)[1]
     assert "--nv" not in container.step(here, Path("/c"), ["/c"], [], gpus=False)[1]
+
+
+def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "env/clusters").mkdir(parents=True)
+    (tmp_path / "env/common.env").write_text("")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "env/clusters/site.yaml").write_text("container: docker://profile\ncontainer_mounts: /scratch\n")
+    monkeypatch.setattr(config, "ROOT", tmp_path)
+    around = {"RECIPES_CONTAINER": "docker://surroundings"}
+    for words, environ, image in (
+        ((), {}, "docker://profile"),
+        ((), around, "docker://surroundings"),
+        (("container=docker://typed",), around, "docker://typed"),
+    ):
+        job = config.parse(["recipe=toy", "cluster=site", *words], environ=environ).job
+        assert (job.container, job.container_mounts) == (image, "/scratch")
+        if not words:  # a batch script has nothing typed
+            in_script = config.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "site"})
+            found = batch.container_of(in_script, environ)
+            assert found == container.Container(image, "apptainer", ("/scratch",))
 
 
 @pytest.mark.parametrize(

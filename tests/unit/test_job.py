@@ -523,11 +523,12 @@ def test_a_ready_script_that_drifted_is_named_and_made_anew(tmp_path: Path, caps
 def test_clean_environment_keeps_what_sites_prescribe() -> None:
     kept = {
         "SLURM_CONF": "/etc/x", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r",
-        "PATH": "/bin", "MY_SLURM_X": "1", "NCCL_DEBUG": "INFO",
+        "PATH": "/bin", "MY_SLURM_X": "1", "MASTER_PORT": "29400", "RECIPES_DATA": "/d", "RECIPES_CLUSTER": "c", "MY_RANK": "1", "NCCL_DEBUG": "INFO",
     }  # fmt: skip
     scrubbed = {
         "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
-        "SBATCH_GRES": "gpu:8",
+        "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x", "RECIPES_CODE": "/old", "RECIPES_BATCH": "1",
     }  # fmt: skip
     assert submit.clean_environment({**kept, **scrubbed}) == kept
 
