@@ -2,6 +2,7 @@
 
 ``launcher=slurm`` (default) submits through submitit and does not wait; ``launcher=local`` starts the ranks on this machine;
 ``launcher=print`` writes the sbatch script to stdout. Every key is checked here, on the login node, without torch.
+``python launch.py check recipe=mnist …`` does all of that short of submitting, and tries data, model, checkpoint and disk.
 ``python launch.py --help`` lists the keys. Exit status: 0 done or submitted; 2 a wrong key; 3 this machine, or Slurm, cannot run it.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recipes.core.config import Settings
     from recipes.core.local import Layout
+    from recipes.core.slurm import Job
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -30,22 +33,89 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help", "help"} & set(argv):
         print(config.help_text())
         return 0 if argv else rundir.EXIT_CONFIG
+    checked = argv[:1] == ["check"]
     try:
-        settings = config.parse(argv)
+        settings = config.parse(argv[1:] if checked else argv)
         if spawn := getattr(settings.config, "spawn", 0):
             mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
             raise config.ConfigError(
                 f"spawn={spawn}: is for plain python, and launch.py starts the ranks itself: {mend}"
             )
         os.umask(int(settings.run.umask, 8))
+        if data := os.environ.get("RECIPES_DATA"):
+            os.environ["RECIPES_DATA"] = os.path.abspath(_here() / data)  # the ranks start in the repository
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
-        return run(settings)
+        return check(settings) if checked else run(settings)
     except config.ConfigError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     except rundir.MachineError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return rundir.EXIT_MACHINE
+    finally:
+        if checked:
+            print("nothing was submitted", flush=True)
+
+
+def check(settings: Settings) -> int:
+    """check: what can be known without submitting, a line each. Gives 0, or the exit status of the first that is wrong."""
+    from recipes.core import config, rehearsal, rundir, slurm
+
+    here = _here()
+    job = None if settings.job.launcher is config.Launcher.local else slurm.describe(settings, ROOT, here)
+    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
+    print(f"keys:   right: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
+    run_dir = _run_dir(settings)
+    if settings.sweep:
+        first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
+        print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
+        run_dir = run_dir and f"{run_dir}/0"
+    place, keep = rundir.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
+    try:
+        if settings.job.container:
+            started, found = 0, None
+            print("recipe: not tried: its Python is that of container=", flush=True)
+        else:
+            started, found = rehearsal.part("recipe", lambda: rehearsal.start(settings, place, ranks, ROOT, here))
+        disk, _ = rehearsal.part("disk", lambda: rehearsal.room(place, keep, found))
+        if job:
+            taken, _ = rehearsal.part("slurm", lambda: _ask(job, settings))
+        else:
+            taken, _ = rehearsal.part("here", lambda: _said_of(local_layout(settings)))
+        return started or disk or taken
+    except KeyboardInterrupt:
+        return 130
+
+
+def _ask(job: Job, settings: Settings) -> str:
+    """Slurm's word on a job that would be submitted, or printed. Raises MachineError where it could not be submitted."""
+    from recipes.core import config, rehearsal, rundir, submit
+
+    if settings.job.launcher is config.Launcher.print:
+        return submit.ask_controller(job) if shutil.which("sbatch") else "not asked, there is none on this machine"
+    expected = submit.ask_controller(job)
+    folder = ROOT / "runs" / "submitit"
+    if folder.exists():
+        rundir.private_folder(ROOT, "submitit")
+    else:
+        rehearsal.want_writable(folder, "job files", "they have to be written there")
+    return expected
+
+
+def _said_of(layout: Layout) -> str:
+    """The ranks of launcher=local, in words."""
+    mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
+    return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
+
+
+def _ranks_here(settings: Settings) -> int:
+    """The ranks of launcher=local; one where this machine cannot run them, which is said where it is asked."""
+    from recipes.core.rundir import MachineError
+
+    try:
+        return sum(local_layout(settings).ranks)
+    except MachineError:
+        return 1
 
 
 def show(settings: Settings) -> int:
@@ -65,8 +135,6 @@ def submit(settings: Settings) -> int:
     from recipes.core import runs, slurm, snapshot, submit
 
     job = slurm.describe(settings, ROOT, _here())
-    if data := os.environ.get("RECIPES_DATA"):
-        os.environ["RECIPES_DATA"] = os.path.abspath(data)  # a job starts in the repository
     expected = submit.ask_controller(job)
     if settings.job.snapshot:
         job = dataclasses.replace(job, code=snapshot.take(ROOT))

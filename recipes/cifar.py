@@ -65,7 +65,7 @@ class ResNet9(nn.Module):
 def make_net(cfg: Config, run: Run) -> nn.Module:
     net = resnet18(10) if cfg.arch is Arch.resnet18 else ResNet9(10)
     if cfg.sync_bn:
-        net = models.sync_batch_norm(net, run.world.device)
+        net = models.sync_batch_norm(net, run.on_gpus)
     return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 

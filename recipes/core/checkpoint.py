@@ -156,6 +156,36 @@ def size_of(content: Any) -> int:
     return content.nbytes if isinstance(content, Tensor) else 0
 
 
+def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
+    """Bytes of a checkpoint's file when the optimiser has its state: it takes a step, and the run is of no use after that.
+
+    ranks: of the run, each of which has random states in it. Nothing is written.
+    """
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    state.optimizer.step()
+    counted = _Counted()
+    torch.save(content_of(state, sampler, [rng_state(device) for _ in range(ranks)]), cast(IO[bytes], counted))
+    return counted.bytes + COMMENT_BYTES
+
+
+class _Counted:
+    """A file of which nothing is kept but its size."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay: the ``newest``, all where it is 0; those of every ``every_steps``; and the one that ``best`` names."""

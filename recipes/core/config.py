@@ -334,8 +334,12 @@ class RunKeys:
 
 @dataclass(frozen=True)
 class RecipeKeys:
-    """What a run asks of any recipe's keys. One that trains nothing stands on this, and has keys of its own alone."""
+    """What a run asks of any recipe's keys. One that trains nothing stands on this, and has keys of its own alone.
 
+    starts_a_run: whether it is run by `recipes.core.session`, so that `launch.py check` can start it, and end it at its begin.
+    """
+
+    starts_a_run: ClassVar[bool] = True
     epochs: ClassVar[int] = 0
     evaluate: ClassVar[bool] = False
     seed: ClassVar[int] = 0
@@ -348,6 +352,7 @@ class RecipeKeys:
 class TrainKeys:
     """Keys that every training recipe has, by these names; a recipe's own dataclass adds to them."""
 
+    starts_a_run: ClassVar[bool] = True
     dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
     data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
@@ -649,7 +654,11 @@ def help_text(recipe: str = "") -> str:
     else:
         groups = [("job keys", JobKeys), *groups]
         title = f"python launch.py recipe=NAME key=value …   (recipes: {', '.join(recipe_names())}; their keys: python -m recipes.NAME --help)"
-    lines = [title]
+    lines = (
+        [title]
+        if recipe
+        else [title, "python launch.py check recipe=NAME key=value …   says what would go wrong, and submits nothing"]
+    )
     for heading, cls in groups:
         lines += ["", f"{heading}:"]
         for f in dataclasses.fields(cls):

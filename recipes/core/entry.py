@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core import config, envfile, network, ranks, rundir
+from recipes.core import config, envfile, network, ranks, rehearsal, rundir
 from recipes.core.config import ConfigError, Settings
 from recipes.core.ranks import RankInfo
+from recipes.core.rehearsal import Asked
 from recipes.core.watchdog import Pulse
 
 
@@ -29,6 +30,7 @@ class Start:
 
     from_files: variables set from the env files. interface: the one proven by route, None where nothing could be. pulse: how
     far this rank has come, which a process beside it watches. own_folder: of this job, for as long as it runs; one on each node.
+    rehearsal: what `launch.py check` wants to know in place of a run.
     """
 
     settings: Settings
@@ -37,6 +39,7 @@ class Start:
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
     own_folder: Path | None = None
+    rehearsal: Asked | None = None
 
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
@@ -84,7 +87,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     own_folder = _own_folder(os.environ)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
-    return Start(settings, info, from_files, interface, own_folder=own_folder)
+    return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=rehearsal.asked(os.environ))
 
 
 def _own_folder(environ: MutableMapping[str, str]) -> Path | None:

@@ -114,8 +114,8 @@ def cached(weights: WeightsEnum) -> Path:
     return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
 
 
-def sync_batch_norm(net: nn.Module, device: torch.device) -> nn.Module:
+def sync_batch_norm(net: nn.Module, on_gpus: bool) -> nn.Module:
     """``net`` with its batch normalisation measured over all ranks. Raises InputError on CPUs, for which torch has none."""
-    if device.type != "cuda":
+    if not on_gpus:
         raise InputError("sync_bn=true: torch has it for GPUs only; leave it out, or train on GPUs")
     return nn.SyncBatchNorm.convert_sync_batchnorm(net)

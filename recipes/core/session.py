@@ -28,6 +28,7 @@ from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
 from recipes.core.entry import Start
+from recipes.core.rehearsal import Asked, Over
 from recipes.core.rundir import InputError, MachineError, RunError, Stopped
 
 ASKING_S = 5.0  # that `World.behind` takes at most
@@ -59,6 +60,7 @@ class Run:
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
     resumed_from_step: int | None = None
     was_done: bool = False
+    rehearsal: Asked | None = None  # by `launch.py check`, in place of a run
     checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
     saver: checkpoint.Saver | None = field(init=False, default=None)  # rank 0's
     begun: bool = False
@@ -85,6 +87,11 @@ class Run:
     def step(self) -> int:
         """Completed optimiser steps."""
         return self.state.step if self.state else 0
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks have GPUs; for `launch.py check`, which has none, whether those of the job have."""
+        return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"
 
     def say(self, text: str) -> None:
         """A line from rank 0."""
@@ -121,12 +128,37 @@ class Run:
         chosen = self._choose_checkpoint()
         if chosen:
             self._load(chosen, sampler)
+        if (
+            not self.settings.config.evaluate
+        ):  # that of an evaluation ends when it is known to have something to evaluate
+            self.end_rehearsal(sampler)
         self._begin()
 
     def begin(self) -> None:
         """Begins, in place of `resume`, where there is nothing to save or to go on from. Called by all ranks."""
         self._compare_keys(_plain(self.settings))
+        self.end_rehearsal()
         self._begin()
+
+    def end_rehearsal(self, sampler: Mapping[str, Any] | None = None) -> None:
+        """Where `launch.py check` has started this run: leaves word of what there is, and ends it. Called by all ranks.
+
+        sampler: as `resume` has it; None where no checkpoint will be written.
+        """
+        if not self.rehearsal:
+            return
+        found: dict[str, Any] = {
+            "resumed_from_step": self.resumed_from_step,
+            "evaluates": self.settings.config.evaluate,
+        }
+        if self.state:
+            found["parameters"] = sum(parameter.numel() for parameter in self.state.model.parameters())
+        if sampler is not None:
+            size = checkpoint.size_in_training(self.state, sampler, self.world.device, self.rehearsal.ranks)
+            found |= {"samples": sampler.get("num_samples"), "checkpoint_bytes": size}
+        if self.world.rank == 0:
+            rundir.write_json(Path(self.rehearsal.file), found)
+        raise Over
 
     def _begin(self) -> None:
         if self.world.rank == 0:
@@ -455,7 +487,9 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
         if rows:
             stack.callback(rows.close)
-        current = Run(start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done)
+        current = Run(
+            start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done, rehearsal=start.rehearsal
+        )
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
         if world.backend == "nccl":
@@ -471,6 +505,8 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             current.finish(main(start.settings.config, current))
             torch.distributed.barrier()
             return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
+        except Over:
+            return rundir.EXIT_DONE
         except BaseException as error:
             current.progress("")
             return _fail(current, error)

@@ -269,6 +269,7 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
         raise InputError(
             f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
         )
+    run.end_rehearsal()
     results = _evaluate(run, evaluate)
     if results:
         run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))

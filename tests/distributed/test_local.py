@@ -242,6 +242,15 @@ def test_missing_data_is_one_line_that_names_the_command(second: Second, elsewhe
     assert "recipes.prepare" in status["reason"]
 
 
+@pytest.mark.long
+def test_a_folder_of_data_in_a_variable_is_the_one_where_it_was_typed(tmp_path: Path) -> None:
+    words = [word for word in LOCAL if not word.startswith("dataset=")]
+    environ = helpers.clean_environment(RECIPES_DATA="mine")
+    ended = helpers.run([*words, f"run_dir={tmp_path}/run"], cwd=tmp_path, environ=environ)
+    assert ended.status == 2, ended.out
+    assert f"data_dir='{tmp_path}/mine' lacks " in ended.out
+
+
 # Without any rank
 
 

@@ -107,7 +107,7 @@ def test_weights_that_do_not_fit_are_refused(hub: Path, weights: str, classes: i
 
 def test_batch_norm_over_all_ranks_is_for_gpus() -> None:
     with pytest.raises(InputError, match="for GPUs only"):
-        models.sync_batch_norm(torchvision.models.resnet18(), torch.device("cpu"))
+        models.sync_batch_norm(torchvision.models.resnet18(), on_gpus=False)
 
 
 @pytest.mark.parametrize("px", [16, 20, 32])

@@ -1,0 +1,371 @@
+"""``launch.py check``: what would go wrong is said before anything is submitted, as the run itself would say it; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import launch
+from recipes.core import config, datafiles, rehearsal
+from recipes.core.rehearsal import Found
+from recipes.core.rundir import MachineError
+from tests import helpers
+from tests.helpers import ROOT, Ended
+from tests.slurm.jobs import copy_repository
+
+HERE = ("launcher=local", "device=cpu")
+DIGITS = ("recipe=mnist", "dataset=digits", *HERE)
+
+
+def check(*words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, ...] = (), **environ: str) -> Ended:
+    """``launch.py check words``; the last line is that nothing was submitted, and there is no traceback."""
+    argv = [*before, sys.executable, str(repo / "launch.py"), "check", *words]
+    ended = helpers.run(argv, cwd=cwd, environ=helpers.clean_environment(**environ))
+    assert ended.lines[-1] == "nothing was submitted", ended.out
+    assert "Traceback" not in ended.out
+    return ended
+
+
+def parts(ended: Ended) -> dict[str, str]:
+    """What was said of each part, by its name."""
+    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in ended.lines[:-1]]
+    assert all(found), ended.out
+    return {match[1]: match[2] for match in found if match}
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All that lies in a folder: mode, time, and content of each."""
+
+    def content(path: Path) -> bytes:
+        if path.is_symlink():
+            return os.readlink(path).encode()
+        return path.read_bytes() if path.is_file() else b""
+
+    return {str(p): (p.lstat().st_mode, p.lstat().st_mtime_ns, content(p)) for p in [folder, *folder.rglob("*")]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of two ranks and three steps, with the checkpoints of two of them."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
+    ended = helpers.run([*helpers.LOCAL, *words])
+    assert ended.status == 0, ended.out
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == ["step-00000002.pt", "step-00000003.pt"]
+    return run_dir
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run directory, to be spoilt."""
+    return Path(shutil.copytree(trained, tmp_path / "copied"))
+
+
+# --- all is right
+
+
+def test_all_is_right_and_nothing_is_left_anywhere(trained: Path, tmp_path: Path) -> None:
+    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+    temporary.mkdir()
+    before = everything(repo), everything(trained)
+    words = (*DIGITS, "ranks_per_node=2", f"run_dir={trained}", "max_steps=4", "compile=true")
+    ended = check(*words, repo=repo, TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1")
+    assert ended.status == 0, ended.out
+    said = parts(ended)
+    assert list(said) == ["keys", "recipe", "disk", "here"]
+    assert said["keys"] == "right: mnist, 2 ranks"
+    assert re.fullmatch(r"right: 1,43\d training samples, [\d,]+ parameters, goes on from step 3", said["recipe"])
+    assert re.fullmatch(rf"right: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
+    assert (everything(repo), everything(trained)) == before
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.long
+def test_what_a_job_around_it_has_set_does_not_count(tmp_path: Path) -> None:
+    """A rank's place, a job, GPUs; an interface and a disk of the nodes. And folders are those that it was typed in."""
+    helpers.image_sets(tmp_path / "data")
+    place = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "nowhere",
+        "SLURM_JOB_ID": "5",
+        "SLURM_PROCID": "2",
+        "PMI_RANK": "1",
+    }
+    away = {"GLOO_SOCKET_IFNAME": "nosuch0", "CUDA_VISIBLE_DEVICES": "0", "RECIPES_DATA": "data", "RECIPES_BATCH": "1"}
+    words = ("recipe=imagenet", "arch=resnet18", "stage_dir=$NOSUCH/disk", "global_batch_size=8", "sync_bn=true")
+    ended = check(*words, "launcher=print", "run_dir=run", cwd=tmp_path, PATH=no_slurm(tmp_path), **place, **away)
+    assert ended.status == 0, ended.out
+    said = parts(ended)
+    assert said["recipe"] == "right: 200 training samples, 11,177,538 parameters, begins anew"
+    assert said["disk"].endswith(f"free in {tmp_path}")
+    assert said["slurm"] == "right: not asked, there is none on this machine"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("collectives", marks=pytest.mark.long), "doctor"])
+def test_a_recipe_without_checkpoints(recipe: str, tmp_path: Path) -> None:
+    said = parts(ended := check(f"recipe={recipe}", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
+    assert ended.status == 0, ended.out
+    assert said["recipe"] == "right: nothing to train, and no checkpoints"
+    assert said["disk"].endswith(f"free in {tmp_path}, for no checkpoints")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_of_a_sweep_the_first_is_checked(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "sweep" / "0")
+    words = ("recipe=mnist", "dataset=digits", "device=cpu", "launcher=print", "sweep.lr=0.5,0.003")
+    ended = check(*words, f"run_dir={tmp_path}/sweep", PATH=no_slurm(tmp_path))
+    assert ended.status == 2, ended.out
+    assert parts(ended)["sweep"] == "the first of 2 runs is checked: lr=0.5"
+    assert "differs from these keys (lr: 0.003 then, 0.5 now)" in parts(ended)["recipe"]
+
+
+SMALL = ("dataset=fake", "max_steps=2", "global_batch_size=8")
+IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_size=1000", "ema=0.99", "num_workers=0")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "words"),
+    [
+        ("mnist", 2, ("dataset=digits", "max_steps=2")),
+        pytest.param("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd"), marks=pytest.mark.long),
+        pytest.param("toy", 3, ("max_steps=2",), marks=pytest.mark.long),
+        pytest.param("imagenet", 1, (*SMALL, *IMAGES), marks=pytest.mark.long),
+        pytest.param("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0"), marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_takes_what_was_said(
+    recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
+    found = rehearsal.start(config.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
+    ended = helpers.run([sys.executable, str(ROOT / "launch.py"), *typed, f"run_dir={tmp_path}/run"])
+    assert ended.status == 0, ended.out
+    real = (tmp_path / "run/checkpoints/step-00000002.pt").stat().st_size
+    record_property(f"checkpoint of {recipe} on {ranks}: said, real bytes", f"{found.checkpoint_bytes}, {real}")
+    assert found.checkpoint_bytes == pytest.approx(real, rel=0.02)
+
+
+# --- something is wrong
+
+
+def test_a_wrong_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, line in (
+        (["recipe=mnist", "epoch=3"], "launch.py: epoch=3: recipe mnist has no key 'epoch'; did you mean 'epochs'?\n"),
+        (
+            ["recipe=mnist", "gpus=2,4"],
+            "launch.py: gpus=2,4: is for launcher=local; Slurm finds the nodes by itself: give gpus=6\n",
+        ),
+    ):
+        assert launch.main(["check", *words]) == 2
+        assert capsys.readouterr() == ("nothing was submitted\n", line)
+    assert launch.main(["--help"]) == 0
+    assert "python launch.py check recipe=NAME " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_data_that_is_missing_or_damaged(damaged: bool, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    raw = data / datafiles.MNIST.folder
+    raw.mkdir(parents=True)
+    for file in datafiles.MNIST.files if damaged else ():
+        (raw / file.name).write_bytes(bytes(file.size))
+    before = everything(data)
+    ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
+    assert ended.status == 2, ended.out
+    said = parts(ended)
+    assert said["recipe"].startswith("wrong: mnist: ")
+    assert str(data) in said["recipe"]
+    assert "python -m recipes.prepare mnist" in said["recipe"]
+    assert said["disk"].endswith("; what a checkpoint takes is not known")
+    assert said["here"] == "right: all ranks on this machine"
+    assert everything(data) == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    words = ("recipe=imagenet", "arch=resnet18", "dataset=fake", "pretrained=true", f"run_dir={tmp_path}/run")
+    ended = check(*words, *HERE, TORCH_HOME=str(tmp_path))
+    assert ended.status == 3, ended.out
+    assert parts(ended)["recipe"].startswith(f"wrong: imagenet: pretrained=true: {tmp_path}/hub/checkpoints/resnet18-")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_other_keys(trained: Path) -> None:
+    before = everything(trained)
+    ended = check(*DIGITS, f"run_dir={trained}", "lr=0.5")
+    assert ended.status == 2, ended.out
+    newest = trained / "checkpoints/step-00000003.pt"
+    wanted = f"wrong: mnist: checkpoint {newest}: differs from these keys (lr: 0.003 then, 0.5 now): "
+    assert parts(ended)["recipe"].startswith(wanted)
+    assert everything(trained) == before
+
+
+@pytest.mark.long
+def test_checkpoints_are_chosen_as_the_run_would(copied: Path, tmp_path: Path) -> None:
+    newest = copied / "checkpoints/step-00000003.pt"
+    older = f"resume={copied}/checkpoints/step-00000002.pt"
+    assert parts(check(*DIGITS, f"run_dir={tmp_path}/run", older))["recipe"].endswith("goes on from step 2")
+    ended = check(*DIGITS, f"run_dir={copied}", "resume=never")
+    assert (ended.status, parts(ended)["recipe"].partition(":")[0]) == (2, "wrong")
+    assert f"resume=never: {copied} has a checkpoint ({newest.name})" in parts(ended)["recipe"]
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    ended = check(*DIGITS, f"run_dir={copied}")
+    assert ended.status == 0, ended.out
+    [warning] = [line for line in ended.lines if line.startswith("warning: ")]
+    assert f": checkpoint {newest}: is damaged" in warning
+    assert any(line.startswith("recipe: right: ") and line.endswith("from step 2") for line in ended.lines)
+
+
+@pytest.mark.long
+def test_an_evaluation_wants_something_to_evaluate(trained: Path, tmp_path: Path) -> None:
+    ended = check(*DIGITS, f"run_dir={tmp_path}/run", "evaluate=true")
+    assert ended.status == 2, ended.out
+    assert f"evaluate=true: {tmp_path}/run has no checkpoint" in parts(ended)["recipe"]
+    said = parts(ended := check(*DIGITS, f"run_dir={trained}", "evaluate=true"))
+    assert ended.status == 0, ended.out
+    assert said["recipe"].endswith(" parameters, evaluates step 3")
+    assert said["disk"].endswith(", for no checkpoints")
+
+
+@pytest.mark.long
+def test_a_recipe_of_ones_own_that_fails_or_never_begins(tmp_path: Path) -> None:
+    repo = copy_repository(tmp_path / "clone")
+    text = (repo / "recipes/toy.py").read_text().replace("toy", "mine")
+    shutil.copy(repo / "recipes/conf/toy.py", repo / "recipes/conf/mine.py")
+    for old, new, wanted in (
+        ("    net = make_net()", "    net = make_nett()", "failed first: NameError: name 'make_nett' is not defined"),
+        ("    world = run.world\n", "    return {}\n", "mine: ended before it came to run.resume() or run.begin()"),
+    ):
+        assert old in text
+        (repo / "recipes/mine.py").write_text(text.replace(old, new))
+        ended = check("recipe=mine", *HERE, repo=repo)
+        assert ended.status == 1, ended.out
+        assert parts(ended)["recipe"].startswith("wrong: mine: ")
+        assert parts(ended)["recipe"].endswith(wanted)
+
+
+def no_slurm(folder: Path) -> str:
+    """A PATH without Slurm's programs, and with what a recipe needs."""
+    place = folder / "bin"
+    place.mkdir()
+    tee = shutil.which("tee")
+    assert tee
+    (place / "tee").symlink_to(tee)
+    return str(place)
+
+
+@pytest.mark.long
+def test_no_slurm_is_said_when_all_else_is(tmp_path: Path) -> None:
+    ended = check("recipe=toy", "device=cpu", f"run_dir={tmp_path}/run", PATH=no_slurm(tmp_path))
+    assert ended.status == 3, ended.out
+    assert {name: words.partition(":")[0] for name, words in parts(ended).items()} == {
+        "keys": "right", "recipe": "right", "disk": "right", "slurm": "wrong",
+    }  # fmt: skip
+    assert "there is no Slurm on this machine" in parts(ended)["slurm"]
+
+
+# --- the disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_without_room(disk: Path) -> None:
+    run_dir = disk / "deep/er/run"
+    ended = check(*DIGITS, f"run_dir={run_dir}")
+    assert ended.status == 3, ended.out
+    assert re.fullmatch(
+        rf"wrong: run_dir={run_dir}: 5 checkpoints of 2\.9 MB take 14\.\d MB, 8\.4 MB free in {disk}: make room there, .*",
+        parts(ended)["disk"],
+    )
+    assert parts(ended)["here"].startswith("right: ")
+    assert list(disk.iterdir()) == []
+
+
+def test_how_many_checkpoints_want_room(disk: Path) -> None:
+    two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
+    assert rehearsal.room(disk / "run", 3, five) == f"5 checkpoints of 1.7 MB, 8.4 MB free in {disk}"
+    assert rehearsal.room(disk / "run", 0, two) == f"all checkpoints stay, of 4.2 MB each, 8.4 MB free in {disk}"
+    for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
+        with pytest.raises(MachineError, match=f"run_dir={disk}/run: {keep + 2} checkpoints of "):
+            rehearsal.room(disk / "run", keep, found)
+    folder = disk / "run/checkpoints"
+    folder.mkdir(parents=True)
+    for step in (1, 2, 3):  # which are replaced
+        (folder / f"step-{step:08d}.pt").touch()
+    assert rehearsal.room(disk / "run", 3, two).startswith("2 checkpoints of ")
+    (disk / "full").write_bytes(bytes(8_300_000))
+    assert rehearsal.room(disk / "run", 3, little).startswith("2 checkpoints of ")
+    assert " free in " in rehearsal.room(disk / "run", 3, None)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """root without its right to write everywhere is nobody."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before)
+    assert ended.status == 3, ended.out
+    assert parts(ended)["disk"] == f"wrong: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match=f"{tmp_path}/file is no folder: give another run_dir"):
+        rehearsal.room(tmp_path / "file/run", 3, None)
+
+
+# --- its end
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_ctrl_c_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "launch.py"), "check", *DIGITS]
+    process = helpers.start(argv, environ=helpers.clean_environment(TMPDIR=str(tmp_path)))
+    helpers.wait_until(lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")), 60, "the recipe runs")
+    [started] = helpers.children(process.pid)
+    process.send_signal(number)
+    ended = helpers.finish(process, 20)
+    assert ended.status == 130, ended.out
+    assert ended.lines[-1] == "nothing was submitted"
+    assert "Traceback" not in ended.out
+    assert not helpers.alive(started)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+    temporary.mkdir()
+    (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    settings = config.parse(["recipe=toy"], environ={})
+    with pytest.raises(MachineError, match=r"toy: has not come to its first step within 0\.5 s on this machine"):
+        rehearsal.start(settings, tmp_path / "run", 1, repo, tmp_path, patience_s=0.5)
+    assert helpers.children(os.getpid()) == []
+    assert list(temporary.iterdir()) == []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(
+        MachineError, match=r"no temporary folder can be made .*: set TMPDIR to one that can be written"
+    ):
+        rehearsal.start(settings, tmp_path / "run", 1, repo, tmp_path)
