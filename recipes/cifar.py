@@ -1,8 +1,8 @@
 """CIFAR-10: a ResNet, trained data-parallel, with all images on the device from the first step on.
 
-    python -m recipes.prepare cifar10 data_dir=…                                   # once, where there is internet
-    python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=…
-    sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=…
+    python -m recipes.prepare cifar10 data_dir=/data                               # once, where there is internet
+    python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data
+    sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data
 
 What to expect: not measured.
 """

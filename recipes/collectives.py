@@ -1,7 +1,7 @@
 """Message passing: every operation of torch.distributed, explained in a line, checked on every rank, and timed.
 
     python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # learn it here
-    srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench sizes=1M..1G operations=all_reduce
+    srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
     srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true     # which pair of nodes is slow?
 
 What to expect: right answers. Speeds of gloo over one machine's loopback: README. On GPUs: not measured.

@@ -2,7 +2,7 @@
 
     srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # every node of an allocation; status 0 or 3
     python -m recipes.doctor                                                 # this machine alone, a login node too
-    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true     # at the head of a job, which leaves bad nodes out
+    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the head of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run died, by its logs
     python -m recipes.doctor env my.env                                      # what is wrong in an env file
     python -m recipes.doctor network                                         # lines for an env file of one's own

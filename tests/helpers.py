@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -123,6 +124,15 @@ def write_images(folder: Path, classes: int, each: int, px: int, seed: int = 0) 
             pixels = random.normal(colour, 30, (height, width, 3)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(place / f"{number}.JPEG", quality=90)
     return folder
+
+
+def write_mnist(folder: Path) -> None:
+    """``folder`` as MNIST's four files: 600 and 100 images, all of them black and of one class."""
+    folder.mkdir(parents=True)
+    for name, count in (("train", 600), ("t10k", 100)):
+        images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(count))
 
 
 def image_sets(folder: Path) -> Path:

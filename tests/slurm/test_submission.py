@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -201,12 +200,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp
 def test_a_failure_on_one_node_is_named_with_that_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """Data that was staged to one node's own memory, and not to the other's."""
     log, run_dir, data_dir = tmp_path / "log", tmp_path / "run", Path("/dev/shm/staged")
-    raw = tmp_path / "MNIST/raw"
-    raw.mkdir(parents=True)
-    for name, count in (("train", 600), ("t10k", 100)):
-        images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(count))
+    helpers.write_mnist(tmp_path / "MNIST/raw")
     slurm.on_node("node1", "mkdir", data_dir)
     slurm.on_node("node1", "cp", "-r", tmp_path / "MNIST", data_dir)
     keys = ["device=cpu", f"data_dir={data_dir}", f"run_dir={run_dir}"]

@@ -1,0 +1,240 @@
+"""The commands of README.md, env/README.md and the recipes' headers, and how test_readme.py runs each of them.
+
+A command is a line of a block marked ```sh, or behind ``$ `` in one marked ```console, where what it says stands below it (… is
+anything); other blocks are shown and not run. In a header it is an indented line that begins with a program. A new one wants a
+line in TABLE.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.helpers import ROOT
+
+FENCED = ("README.md", "env/README.md")
+SHOWN_ONLY = ("text", "yaml", "python")
+PROGRAMS = ("python", "python3", "torchrun", "srun", "sbatch", "salloc", "accelerate", "mpirun", "make", "sudo")
+
+# --- the commands that are there -------------------------------------------------------------------------------------
+
+_CODE = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<=\S)#|[^'"#])*""")  # up to a comment
+
+
+def uncommented(text: str) -> list[str]:
+    """The commands of a piece of shell, a line each: without comments, and continued lines joined."""
+    found = []
+    for line in re.sub(r" *\\\n *", " ", text).splitlines():
+        code = _CODE.match(line)
+        assert code, "it matches anything"
+        assert line[code.end() :][:1] in ("", "#"), f"a quote has no end: {line}"
+        found += [code[0].rstrip()] if code[0].strip() else []
+    return found
+
+
+def fenced(text: str) -> dict[str, str]:
+    """The commands of a Markdown file, and what each is shown to say. Raises AssertionError for a block that is not marked."""
+    found: dict[str, str] = {}
+    blocks = re.findall(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
+    assert text.count("```") == 2 * len(blocks), "a block does not begin and end at the beginning of a line"
+    for mark, block in blocks:
+        if mark == "sh":
+            found |= dict.fromkeys(uncommented(block), "")
+        elif mark == "console":
+            before, *prompts = re.split(r"^\$ ", block, flags=re.MULTILINE)
+            assert not before, f"a block marked console does not begin with $: {before}"
+            found |= {line: said for line, _, said in (prompt.partition("\n") for prompt in prompts)}
+        else:
+            assert mark in SHOWN_ONLY, f"a block is marked {mark!r}, not sh, console, {', '.join(SHOWN_ONLY)}: {block}"
+            hidden = [line for line in block.splitlines() if line.removeprefix("$ ").split(" ")[0] in PROGRAMS]
+            assert not hidden, f"a command stands in a block marked {mark}, which is not run: {hidden}"
+    return found
+
+
+def of_header(source: str) -> dict[str, str]:
+    """The commands of a module's docstring: its indented lines that begin with a program."""
+    doc = ast.get_docstring(ast.parse(source), clean=False) or ""
+    indented = "".join(f"{line.strip()}\n" for line in doc.splitlines() if line.startswith("    "))
+    return {line: "" for line in uncommented(indented) if line.split()[0] in PROGRAMS}
+
+
+def commands() -> dict[str, str]:
+    """All commands, and what each is shown to say."""
+    found: dict[str, str] = {}
+    for name in FENCED:
+        found = fenced((ROOT / name).read_text()) | found
+    for path in sorted((ROOT / "recipes").glob("*.py")):
+        found = of_header(path.read_text()) | found
+    return found
+
+
+# --- how each is run -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class How:
+    """What is typed for a command in a test, and what comes of it.
+
+    add: words at its end. swap: pieces of it, each of which is there once, and what stands in their place. Of the shell's variables
+    $DATA has MNIST, CIFAR-10 and ImageNet, tiny; $PACKED is such a packed copy; $NEW is an empty folder. within: the line is typed in
+    this ``salloc …``, or is a script for this ``sbatch …``. runs: runs that it does, each to its end. says: a pattern in what it says.
+    only: why it is but checked, with what is swapped, instead of run.
+    """
+
+    where: str
+    add: str = ""
+    swap: Mapping[str, str] = field(default_factory=dict)
+    within: str = ""
+    runs: int = 1
+    status: int = 0
+    says: str = ""
+    only: str = ""
+
+
+HERE, SLURM, BY_HAND, OWN_SLURM = "this machine", "Slurm", "two machines by hand", "a Slurm of one's own"
+here, tool = functools.partial(How, HERE), functools.partial(How, HERE, runs=0)
+slurm, by_hand, own_slurm = (functools.partial(How, where) for where in (SLURM, BY_HAND, OWN_SLURM))
+
+FEW = "device=cpu max_steps=2"
+CIFAR = f"{FEW} arch=resnet9 global_batch_size=16"
+PHOTOS = f"{FEW} arch=resnet18 px=32 small_px=0 val_px=32 val_resize=36 num_workers=1 global_batch_size=16"
+ONE_EACH = {"sbatch sbatch": "sbatch --ntasks-per-node=1 sbatch"}  # a rank a node: there are two cores
+STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/scratch/imagenet-256": "$PACKED"}
+DATA, NEW = {"=/data": "=$DATA"}, {"data_dir=/data": "data_dir=$NEW"}
+PACK = {"/data/imagenet": "$DATA", "/scratch": "$NEW"}
+BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
+# In place of Apptainer, pyxis and Docker: they note that they were called, and start what stands behind the image.
+STAND_INS = "PATH=$IMAGES:$PATH"
+NEXT = "^next: python -m recipes"
+
+TABLE: dict[str, How] = {
+    # README.md, the first lines
+    "make demo": here(says=r"^test accuracy 9\d\.\d\d% on 359 digits; run directory runs/demo$"),
+    "make test": tool(swap={"make": "make -n"}, says="pytest -n 2 .*-m .not long", only="it is all tests, minutes of them"),
+    "make faults": tool(swap={"make": "make -n"}, says="pytest tests/faults -n 2", only="it is other tests, minutes of them"),
+    # Submit
+    "sbatch sbatch/mnist_2x8.sh data_dir=/data": slurm(FEW, {**ONE_EACH, **DATA}),
+    "sbatch -p gpu -A acct sbatch/mnist_2x8.sh epochs=2":
+        slurm("device=cpu", {"sbatch -p": "sbatch --ntasks-per-node=1 -p"}),
+    "sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 sbatch/mnist_2x8.sh":
+        slurm(FEW, {"--nodes=4": "--nodes=2", "--ntasks-per-node=4": "--ntasks-per-node=1"}),
+    "sbatch --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu":
+        slurm("max_steps=2", {"sbatch --gpus": "sbatch --ntasks-per-node=1 --gpus"}),
+    "python launch.py recipe=mnist nodes=2": slurm(FEW),
+    "python launch.py recipe=mnist nodes=2 gpus_per_node=8 partition=gpu account=acct time=2:00:00":
+        slurm(FEW, {"gpus_per_node=8": "gpus_per_node=1"}),
+    "python launch.py recipe=mnist nodes=2 gpus_per_node=2 device=cpu wait=true":
+        slurm("max_steps=2", {"gpus_per_node=2": "gpus_per_node=1"}, says=r"^job \d+: completed; run directory "),
+    "python launch.py recipe=mnist gpus=10": slurm(FEW, {"gpus=10": "gpus=2"}),
+    "python launch.py recipe=mnist nodes=2 launcher=print": tool(says="^#SBATCH --nodes=2$"),
+    "python launch.py recipe=cifar sweep.lr=0.1,0.2,0.4 sweep.seed=1,2 parallel=3 data_dir=/data":
+        slurm(CIFAR, {**DATA, "seed=1,2": "seed=1"}, runs=3, says=r"^\d+_2: lr=0.4 seed=1$"),
+    "python -m recipes.report runs/cifar": tool(says="^runs/cifar/1234_1 +done +1 "),
+    "srun -N1 --ntasks-per-node=2 --gpus-per-node=2 python -m recipes.mnist epochs=1": slurm("device=cpu"),
+    "python launch.py recipe=mnist launcher=local gpus_per_node=2": here(FEW),
+    "python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu": here("max_steps=2"),
+    "python launch.py recipe=mnist launcher=local gpus=8,2 node_rank=0 master=hostA:29400":
+        by_hand(FEW, {"gpus=8,2": "gpus=1,1", "hostA": "node1"}),
+    "torchrun --nproc-per-node=2 -m recipes.mnist epochs=1": here(),
+    "python -m recipes.mnist epochs=1": here(),
+    "python -m recipes.toy spawn=2 device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
+    "python launch.py check recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data":
+        slurm("device=cpu", DATA, runs=0, says="^nothing was submitted$"),
+    # What you may know already
+    "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
+    "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist run_dir=runs/mine":
+        here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
+    "python -m torch.distributed.launch --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
+    "accelerate launch --multi_gpu --num_processes=8 -m recipes.mnist": here(FEW, {"=8": "=2"}, says="^mnist: 2 ranks"),
+    "mpirun -np 8 python -m recipes.mnist": here(FEW, {"-np 8": "-np 2"}, says="^mnist: 2 ranks"),
+    "python launch.py recipe=mnist nodes=2 container=/images/recipes.sif data_dir=/data":
+        slurm(FEW, {"python launch": f"{STAND_INS} python launch", "/images/recipes.sif": "$IMAGES/recipes.sif", **DATA}),
+    "python launch.py recipe=mnist nodes=2 container=/images/recipes.sqsh data_dir=/data":
+        slurm(FEW, {"python launch": f"{STAND_INS} python launch", "/images/recipes.sqsh": "$IMAGES/recipes.sqsh", **DATA}),
+    "RECIPES_CONTAINER=/images/recipes.sif sbatch sbatch/mnist_2x8.sh data_dir=/data":
+        slurm(FEW, {"RECIPES_CONTAINER=/images": f"{STAND_INS} RECIPES_CONTAINER=$IMAGES", **ONE_EACH, **DATA}),
+    "docker build --tag recipes --file env/Dockerfile .":
+        tool(swap={"docker build --tag recipes --file": "ls -d"}, says="^env/Dockerfile$", only="there is no registry to take the base from"),
+    'docker run --rm --gpus=all --ipc=host --network=host --ulimit=memlock=-1 -v "$PWD:$PWD" -w "$PWD" -v /data:/data recipes '
+    "python3 launch.py recipe=mnist launcher=local gpus=8,8 node_rank=0 master=hostA:29400 data_dir=/data":
+        by_hand(FEW, {"docker run": f"{STAND_INS} docker run", "gpus=8,8": "gpus=1,1", "hostA": "node1", **DATA}),
+    "make install": tool(),
+    "python launch.py check recipe=imagenet nodes=2 data_dir=/data": slurm(PHOTOS, DATA, runs=0, says="^nothing was submitted$"),
+    # In an allocation
+    "srun --ntasks-per-node=1 sh -c 'torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
+    "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.mnist'":
+        slurm(swap={"--nproc-per-node=8": "--nproc-per-node=1", "recipes.mnist": f"recipes.mnist {FEW}"},
+              within="salloc -N2", says="^mnist: 2 ranks on 2 nodes"),
+    "srun --ntasks-per-node=1 sh -c 'accelerate launch --multi_gpu --num_machines=2 --num_processes=16 "
+    "--machine_rank=$SLURM_NODEID --main_process_ip=node1 --main_process_port=29500 -m recipes.mnist'":
+        slurm(swap={"--num_processes=16": "--num_processes=2", "recipes.mnist": f"recipes.mnist {FEW}"},
+              within="salloc -N2", says="^mnist: 2 ranks on 2 nodes"),
+    "MASTER_ADDR=$(hostname) mpirun -x MASTER_ADDR -np 16 python -m recipes.mnist":
+        slurm(FEW, {"-np 16": "-np 2"}, within="sbatch -N2 --ntasks-per-node=1"),
+    # Recipes
+    "python launch.py recipe=mnist epoch=3": tool(status=2),
+    # Data
+    "python -m recipes.prepare mnist data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
+    "python -m recipes.prepare mnist data_dir=/data source=/media/usb/mnist":
+        tool(swap={**NEW, "/media/usb/mnist": "$DATA/MNIST/raw"}, says=NEXT),
+    "python -m recipes.prepare cifar10 data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
+    "python -m recipes.prepare weights arch=resnet50":
+        tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python"}, says=NEXT),
+    "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
+    "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-raw encoding=raw":
+        tool(swap=PACK, says=NEXT),
+    "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    # Is the allocation healthy?
+    "srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor":
+        slurm("device=cpu", within="salloc -N2 --gpus-per-node=8", runs=0, says="^healthy: 2 nodes"),
+    "python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data":
+        slurm(PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}),
+    "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*no train/"),
+    "python -m recipes.doctor env env/infiniband.env": tool(),
+    "python -m recipes.doctor network": tool(says="^# "),
+    "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),
+    "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce "
+    "sizes=1M..1G": slurm("device=cpu", BENCH),
+    "srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true":
+        slurm("device=cpu", {"-N4": "-N2"}),
+    # Try it on a Slurm of your own
+    'eval "$(sudo python3 tests/slurm/cluster.py up --nodes 2 --gpus 8)"': own_slurm("; echo $SLURM_CONF", {"sudo ": ""}, runs=0),
+    "sbatch --ntasks-per-node=2 --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu dataset=digits":
+        own_slurm("max_steps=2", {"--ntasks-per-node=2": "--ntasks-per-node=1"}),
+    "sudo python3 tests/slurm/cluster.py down": own_slurm("$OWN", {"sudo ": ""}, runs=0),  # and nobody else's
+    # env/README.md
+    "python -c 'from recipes.core import envfile; print(envfile.read(\"env/clusters/<site>.env\"))'":
+        tool(swap={"<site>": "ours"}, says="{'NCCL_IB_DISABLE': '1'}"),
+    # The headers, where they have others
+    "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),
+    "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(CIFAR, {**ONE_EACH, **DATA}),
+    "python -m recipes.doctor": tool(says="^healthy: 1 node"),
+    "python -m recipes.doctor env my.env": tool(),
+    "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here("max_steps=1"),
+    "sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    "python -m recipes.mnist dataset=digits": here("max_steps=2"),
+    "python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]":
+        tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
+    "python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]":
+        tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
+    "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [encoding=raw] [size=256] [workers=N] …":
+        tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[encoding=raw] [size=256] [workers=N] …": "workers=1"}, says=NEXT),
+    "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),
+    "python -m recipes.report runs/cifar/1234_*": tool(says="^runs/cifar/1234_1 +done "),
+    "python -m recipes.report --json runs/cifar": tool(says='"state": "done"'),
+    "python -m recipes.toy": here(says="^toy: 1 rank "),
+    "torchrun --nproc-per-node=2 -m recipes.toy device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
+    "python launch.py recipe=toy nodes=2": slurm("device=cpu max_steps=20"),
+}  # fmt: skip
+
+
+def typed(line: str) -> str:
+    """What is typed for a command. Raises AssertionError where a piece to be swapped is not in it once."""
+    how = TABLE[line]
+    for piece, other in how.swap.items():
+        assert line.count(piece) == 1, f"{piece!r} is to be swapped, and is there {line.count(piece)} times: {line}"
+        line = line.replace(piece, other)
+    return f"{line} {how.add}".rstrip()
