@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> int:
             raise config.ConfigError(
                 f"spawn={spawn}: is for plain python, and launch.py starts the ranks itself: {mend}"
             )
+        if (home := rundir.home(ROOT)) != ROOT:
+            raise config.ConfigError(f"{ROOT} is the copy of the code that a job runs: type it in {home}")
         os.umask(int(settings.run.umask, 8))
         if data := os.environ.get("RECIPES_DATA"):
             os.environ["RECIPES_DATA"] = os.path.abspath(_here() / data)  # the ranks start in the repository
@@ -239,8 +242,13 @@ def _run_dir(settings: Settings) -> str:
 
 
 def _use_project_python(argv: list[str]) -> None:
-    """Goes on in .venv's Python, where that is there and no environment is active."""
-    python = ROOT / ".venv" / "bin" / "python"
+    """Goes on in the Python of the profile's environment, or of .venv, where that is there and no environment is active."""
+    words = dict(word.partition("=")[::2] for word in argv)
+    cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
+    profile, python = ROOT / "env" / "clusters" / f"{cluster}.yaml", ROOT / ".venv" / "bin" / "python"
+    text = profile.read_text(errors="replace") if re.fullmatch("[A-Za-z0-9_-]+", cluster) and profile.is_file() else ""
+    if named := re.search(r"^environment: *([^\s#]+)", text, re.MULTILINE):
+        python = Path(named[1]) / "bin" / "python"
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or sys.prefix != sys.base_prefix
     if not active and python.exists():
         os.execv(python, [str(python), str(ROOT / "launch.py"), *argv])

@@ -323,6 +323,7 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").strip(), config.help_text("doctor"), sep="\n\n")
         return rundir.EXIT_DONE
     keep_all()
+    rundir.go_home(config.ROOT)
     settings = config.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
     envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)

@@ -19,14 +19,16 @@ stop() {
     exit "${2:-2}"
 }
 trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
-unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
+unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/mnist.py ] ||
     stop "sbatch/mnist_1x1.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/mnist_1x1.sh"
+environment=''
 repository=$PWD code=${RECIPES_CODE:-}
-had=runs/code/job-${SLURM_JOB_ID:-}
+had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
+unset RECIPES_CODE
 words=()
 for word in "$@"; do
     case $word in
@@ -42,17 +44,22 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     while read -r module || [ -n "$module" ]; do # the last line may lack its end
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
+    environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
+elif [ -n "${environment:-}" ]; then
+    python=$environment/bin/python
+    [ -x "$python" ] || stop "cluster=$RECIPES_CLUSTER: environment: there is no $python on $(hostname)" 3
+    export PATH="$environment/bin:$PATH"
 elif [ -x "$repository/.venv/bin/python" ]; then
     python=$repository/.venv/bin/python
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
-lines=$(RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch begin mnist "$@") || exit
+lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.batch begin mnist "$@" 3>&1 >&2) || exit
 step=() inside=("$python")
-eval "${lines##*$'\n'}" # its last line: into a copy of the code, with whole paths
+eval "$lines" # into a copy of the code, with whole paths
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 "${step[@]}" \
     "${inside[@]}" -u -m recipes.mnist "$@"
 "$python" -m recipes.core.batch finish mnist $? "$@"

@@ -1,7 +1,7 @@
 """What a batch script asks before and after srun: ``python -m recipes.core.batch begin|examine|finish RECIPE …``. Never torch.
 
-``begin RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted, and prints
-a line for the script's shell: into a copy of the code, the words with whole paths, and what the ranks are started with.
+``begin RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted, and writes
+lines for the script's shell to the descriptor $RECIPES_LINES: into a copy of the code, the words with whole paths, and what the ranks are started with.
 ``examine RECIPE RESUBMITS WORDS``: has the doctor look at the job's nodes; where some are bad, submits the job again without them,
 if it may, and ends with status 3.
 ``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
@@ -26,6 +26,7 @@ DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
     try:
+        slurm.want_printable(config.ROOT, rundir.home(config.ROOT))
         settings = config.parse(words, recipe=recipe)
         here, folder = container_of(settings, environ), rundir.home(config.ROOT)
         typed = config.absolute(settings.typed, (config.RunKeys, config.recipe_conf(recipe)[0]), folder)
@@ -52,7 +53,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         step, inside = _enter(here, settings, typed, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
-    print("; ".join(lines))
+    with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
+        print("\n".join(lines), file=shell)
     return rundir.EXIT_DONE
 
 
@@ -60,9 +62,10 @@ def container_of(settings: config.Settings, environ: Mapping[str, str]) -> conta
     """The container that the surroundings, else the site's profile, name for a job's ranks. Raises ConfigError."""
     cluster = settings.job.cluster
     profile = config.cluster_profile(cluster) if cluster else {}
-    values = {name: environ.get(f"RECIPES_{name.upper()}", profile.get(name, "")) for name in config.IN_IMAGE}
-    keys = config.parse_keys(config.JobKeys, [f"{name}={value}" for name, value in values.items() if value])
-    return container.chosen(keys.container, keys.container_runtime.name, keys.container_mounts)
+    values = {name: profile[name] for name in config.IN_IMAGE if name in profile} | config.in_image(environ)
+    keys = config.parse_keys(config.JobKeys, [f"{name}={value}" for name, value in values.items()])
+    image = container.whole(keys.container, rundir.home(config.ROOT))
+    return container.chosen(image, keys.container_runtime.name, keys.container_mounts)
 
 
 def _enter(
@@ -135,6 +138,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             # A task of the doctor is to see all GPUs of its node, also where the ranks are granted one each.
             env={name: value for name, value in environ.items() if name != "SLURM_GPUS_PER_TASK"},
             timeout=DOCTOR_S,
+            cwd=config.ROOT,
         )
     found = rundir.read_json(run_dir / "doctor" / "doctor.json")
     if found and found["healthy"]:
@@ -280,6 +284,7 @@ def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    rundir.go_home(config.ROOT)
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():

@@ -141,7 +141,7 @@ class Dtype(Enum):
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
-MOUNT = r"[A-Za-z0-9_./+@=~-]+(:[A-Za-z0-9_./+@=~-]+){0,2}"
+MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"
 DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
 TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
 
@@ -227,7 +227,7 @@ class JobKeys:
     container_mounts: str = key(
         "", "what the inside has beside the repository and the paths of a run: HOST or HOST:INSIDE, commas between several",
         pattern=MOUNT + f"(,{MOUNT})*",
-        form="HOST or HOST:INSIDE in letters, digits and _ . / + @ = ~ -, commas between several",
+        form="/HOST or /HOST:/INSIDE in letters, digits and _ . / + @ = ~ -, commas between several",
         sbatch="no option: export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
     snapshot: bool = key(
@@ -406,6 +406,12 @@ class Settings:
     sweep: tuple[dict[str, str], ...] = ()
 
 
+def in_image(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``$RECIPES_CONTAINER``, ``…_RUNTIME`` and ``…_MOUNTS`` say; an empty one is none, whatever the profile has."""
+    said = {name: environ[f"RECIPES_{name.upper()}"] for name in IN_IMAGE if f"RECIPES_{name.upper()}" in environ}
+    return {name: value or ("auto" if name == "container_runtime" else "") for name, value in said.items()}
+
+
 def recipe_names() -> list[str]:
     """The recipes there are: files recipes/NAME.py with a twin recipes/conf/NAME.py."""
     twins = (p.stem for p in (ROOT / "recipes" / "conf").glob("*.py") if (ROOT / "recipes" / p.name).is_file())
@@ -503,9 +509,7 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = cluster_profile(cluster) if cluster else {}
     defaults = {k: v for k, v in profile.items() if k in job_names | run_names}
-    defaults |= {
-        name: environ[f"RECIPES_{name.upper()}"] for name in IN_IMAGE if environ.get(f"RECIPES_{name.upper()}")
-    }
+    defaults |= in_image(environ)
     given = {**(variants[variant] if variant else {}), **words}
     chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
 
@@ -599,9 +603,14 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
             pattern = r"[A-Za-z0-9_.+/-]{1,256}"
             if not isinstance(value, list) or not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in value):
                 raise ConfigError(f"{path}: '{name}' wants a list of names, one a line behind '- '")
+        elif name == "environment":
+            if not re.fullmatch(r"/[A-Za-z0-9_.+/@=-]{1,256}", str(value)) or f"environment: {value}" not in lines:
+                raise ConfigError(
+                    f"{path}: 'environment' wants a line 'environment: /FOLDER', of a venv or a conda environment"
+                )
         elif name not in keys:
             raise ConfigError(
-                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files'))}"
+                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files', 'environment'))}"
             )
         elif not isinstance(value, str):
             raise ConfigError(f"{path}: '{name}' wants one plain value")
@@ -635,11 +644,14 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
             or (name == "resume" and value not in ("auto", "never"))
             or (name == "network" and ("/" in value or value.endswith(".env")))
         )
-        return (
-            os.path.realpath(base / Path(value).expanduser())  # Path.resolve() raises where links lead in a circle
-            if is_path and value and "${" not in value and value[0] != "$"
-            else value
-        )
+        if not is_path or not value or "${" in value or value[0] == "$":
+            return value
+        found = os.path.realpath(base / Path(value).expanduser())  # Path.resolve() raises where links lead in a circle
+        if CONTROL.search(found) or any("\ud800" <= c <= "\udfff" for c in found):
+            raise ConfigError(
+                f"{name}={shown(value)}: is {shown(found)}, which has a character that cannot be printed; give the folder another name"
+            )
+        return found
 
     return {name: full(name, value) for name, value in typed.items()}
 

@@ -33,7 +33,13 @@ def chosen(image: str, runtime: str, mounts: str) -> Container | None:
         return None
     if runtime == "auto":  # enroot's images, and the way it writes a registry's address
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
-    return Container(image, runtime, tuple(filter(None, mounts.split(","))))
+    return Container(image, runtime, tuple(os.path.expanduser(mount) for mount in mounts.split(",") if mount))
+
+
+def whole(image: str, base: Path) -> str:
+    """The whole path of an image that is a file; an address as it is."""
+    path = base / Path(image).expanduser()
+    return os.path.realpath(path) if image and path.exists() else image
 
 
 def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from recipes.core import config, rundir
 from recipes.core.rundir import InputError
 
 CHUNK_BYTES = 1 << 20
@@ -129,10 +128,8 @@ CIFAR10_IDX = (
 
 
 def default_dir() -> str:
-    """Where data is kept where nothing else says: ``$RECIPES_DATA``, else ``data`` in the working folder, or in the repository that a
-    copy of the code comes from."""
-    here = "data" if rundir.stamp(config.ROOT) is None else str(rundir.home(config.ROOT) / "data")
-    return os.environ.get("RECIPES_DATA") or here
+    """Where data is kept where nothing else says: ``$RECIPES_DATA``, else ``data`` in the working folder."""
+    return os.environ.get("RECIPES_DATA") or "data"
 
 
 def search_folders(root: str | Path, dataset: Dataset) -> list[Path]:

@@ -66,6 +66,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         print(config.help_text(recipe))
         sys.exit(rundir.EXIT_DONE)
     host = socket.gethostname()
+    rundir.go_home(config.ROOT)
     try:
         settings = config.parse(argv, recipe=recipe)
     except ConfigError as error:
@@ -84,13 +85,13 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
-    own_folder = _own_folder(os.environ)
+    own_folder = _own_folder(os.environ, speaks=info.local_rank == 0)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
     return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=rehearsal.asked(os.environ))
 
 
-def _own_folder(environ: MutableMapping[str, str]) -> Path | None:
+def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
     """Gives a job temporary files and caches of compiled code of its own, on its nodes' disks, where nothing else is set.
 
     Caches that jobs share are written by several at once, and lie in a home that is slow from many nodes. `session.run` removes them.
@@ -99,15 +100,14 @@ def _own_folder(environ: MutableMapping[str, str]) -> Path | None:
     if not folder:
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "it is somebody else's")
     except OSError as error:
-        print(
-            f"warning: {socket.gethostname()}: {folder}: cannot be used ({error.strerror}): caches are shared",
-            file=sys.stderr,
-        )
+        words = f"{socket.gethostname()}: {folder}: cannot be used ({error.strerror}): caches are shared"
+        if speaks:
+            print(f"warning: {words}", file=sys.stderr)
         return None
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
     environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")

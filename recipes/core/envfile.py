@@ -49,7 +49,7 @@ _REFUSED = (
     ),
     (
         r"(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
-        r"|OMPI_COMM_\w+|PMI_\w+|RECIPES_(?:BATCH|LAUNCH|LISTEN_FD|SCRIPT|CODE|CONTAINER\w*)",
+        r"|OMPI_COMM_\w+|PMI_\w+|RECIPES_(?:BATCH|LAUNCH|LINES|LISTEN_FD|SCRIPT|CODE|CONTAINER\w*)",
         "says which rank a process is",
         "leave it to the launcher",
     ),

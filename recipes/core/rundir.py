@@ -13,6 +13,7 @@ import shlex
 import socket
 import stat
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -51,9 +52,17 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def own_folder(environ: Mapping[str, str]) -> Path | None:
-    """A job step's own folder for what it needs while it runs, on each node; None outside Slurm."""
+    """A run's own folder for what it needs while it goes on, one on each node of its job; None outside Slurm."""
     job, step = job_id(environ), environ.get("SLURM_STEP_ID", "0")
-    return Path(environ.get("TMPDIR") or "/tmp", f"recipes-{os.getuid()}-{job}.{step}") if job else None
+    if not job:
+        return None
+    # Several runs may go on side by side in one step.
+    told = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    run = zlib.crc32(" ".join(told).encode("utf-8", "surrogateescape"))
+    parent = Path(environ.get("TMPDIR") or "/tmp")
+    return (
+        parent if parent.is_dir() else Path("/tmp")
+    ) / f"recipes-{os.getuid()}-{job}.{step}-{socket.gethostname()}-{run:08x}"
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
@@ -83,6 +92,15 @@ def home(code: Path) -> Path:
     """The repository that ``code`` is, or is a copy from."""
     found = stamp(code)
     return Path(found["root"]) if found else code
+
+
+def go_home(code: Path) -> None:
+    """Makes the repository the working folder of a process that runs a copy of its code: what is typed is relative to it.
+
+    Modules are still found in the copy, whose path is the first that Python looks in.
+    """
+    if stamp(code):
+        os.chdir(home(code))
 
 
 def private_folder(root: Path, name: str) -> Path:

@@ -168,6 +168,7 @@ class Run:
             if not self.settings.config.evaluate:
                 OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
             self._commit = snapshot.git_commit(config.ROOT)
+            (self.dir / snapshot.DIFF).unlink(missing_ok=True)
             if diff := snapshot.difference(config.ROOT):
                 rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
             rundir.begin_attempt_at(self.dir, self.step)

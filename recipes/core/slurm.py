@@ -28,7 +28,7 @@ class Job:
     is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
     whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
     elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
-    it runs, None for the repository itself. image, runtime, mounts: of the container that the ranks run in; variables: what the env
+    it runs, None for the repository itself. environment: the folder of the Python environment, where none is active. image, runtime, mounts: of the container that the ranks run in; variables: what the env
     files set, which its inside is to have; bound: the folders that it is to have.
     """
 
@@ -52,6 +52,7 @@ class Job:
     image: str = ""
     runtime: str = "auto"
     mounts: str = ""
+    environment: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     bound: tuple[str, ...] = ()
 
@@ -100,18 +101,13 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
     recipe_class, _ = config.recipe_conf(settings.recipe)
-    for folder in (root, base):
-        if not str(folder).isprintable():  # a newline would end the directive, and what follows would be run
-            raise ConfigError(
-                f"folder {config.shown(folder)}: has a character in its name that cannot be printed; give it another"
-            )
+    want_printable(root, base)
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), base)
     elements = [config.absolute(run, (config.RunKeys, recipe_class), base) for run in settings.sweep]
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
-    image = Path(job.container).expanduser()
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
     if job.mail:
@@ -133,7 +129,8 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
-        image=os.path.realpath(base / image) if job.container and os.path.exists(base / image) else job.container,
+        environment=profile.get("environment", ""),
+        image=container.whole(job.container, base),
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
         variables=tuple(config.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
@@ -141,11 +138,22 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     )
 
 
+def want_printable(*folders: Path) -> None:
+    """Raises ConfigError for a folder whose name could end a line of a script, what follows being run."""
+    for folder in folders:
+        if not str(folder).isprintable():
+            raise ConfigError(
+                f"folder {config.shown(folder)}: has a character in its name that cannot be printed; give it another"
+            )
+
+
 def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
     """The folders that a run's container has to have, by absolute ``words``. Raises ConfigError for one that cannot be named to it."""
     recipe_class, _ = config.recipe_conf(settings.recipe)
-    paths = [*config.path_keys((config.RunKeys, recipe_class)), "network", "resume", "RECIPES_DATA"]
-    found = container.folders({"RECIPES_DATA": os.environ.get("RECIPES_DATA", ""), **words}, paths, [root])
+    paths = [*config.path_keys((config.RunKeys, recipe_class)), "network", "resume"]
+    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
+    around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
+    found = container.folders({**around, **words}, [*paths, *around], [root, *links])
     for folder in found:
         if set(folder) & set(":,"):
             raise ConfigError(
@@ -220,6 +228,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
             f"[ -f recipes/{recipe}.py ] ||",
             f'    stop "{path}: $PWD is not the repository: cd to its top folder and type sbatch {path}"',
         ]
+    lines += [f"environment={shlex.quote(job.environment)}"]
     lines += _CODE.splitlines()
     if job.root is None:
         lines += _CLUSTER.splitlines()
@@ -228,9 +237,10 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines += [
         *_element(job),
         *_PYTHON.splitlines(),
-        f'lines=$(RECIPES_SCRIPT="$0" "$python" -m recipes.core.batch begin {recipe} "$@") || exit',
+        # On a descriptor of its own: sites have Python print things.
+        f'lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.batch begin {recipe} "$@" 3>&1 >&2) || exit',
         'step=() inside=("$python")',
-        """eval "${lines##*$'\\n'}" # its last line: into a copy of the code, with whole paths""",
+        'eval "$lines" # into a copy of the code, with whole paths',
     ]
     if job.resubmits is not None:
         lines += [f'"$python" -m recipes.core.batch examine {recipe} {job.resubmits} "$@" || exit']
@@ -250,23 +260,24 @@ def _setup(job: Job) -> list[str]:
         '    exit "${2:-2}"',
         "}",
         "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
-        'unset "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
+        'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
     ]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
         lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
-    if job.image:
+    if job.root is not None:  # also where there is none: the profile may have one
         names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
-        lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items() if value]
+        lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
     return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]
 
 
 # A job that is queued again, or submitted again without bad nodes, has its copy of the code (batch.begin makes it).
 _CODE = """\
 repository=$PWD code=${RECIPES_CODE:-}
-had=runs/code/job-${SLURM_JOB_ID:-}
+had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
+unset RECIPES_CODE
 """
 
 # The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
@@ -286,12 +297,17 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     while read -r module || [ -n "$module" ]; do # the last line may lack its end
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
+    environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
 """
 
 _PYTHON = """\
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
+elif [ -n "${environment:-}" ]; then
+    python=$environment/bin/python
+    [ -x "$python" ] || stop "cluster=$RECIPES_CLUSTER: environment: there is no $python on $(hostname)" 3
+    export PATH="$environment/bin:$PATH"
 elif [ -x "$repository/.venv/bin/python" ]; then
     python=$repository/.venv/bin/python
 else

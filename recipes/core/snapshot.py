@@ -6,11 +6,12 @@ Copied are ``recipes/``, ``env/`` and whatever Python lies beside them: modules,
 
 import contextlib
 import hashlib
+import itertools
 import os
+import secrets
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ from recipes.core.rundir import MachineError
 DIFF = "code.diff"  # in a copy and in a run directory: how the code differs from that commit
 MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for each job to have anew
 MOST_DIFF = 4 << 20  # bytes of a difference that are kept
-LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}
+LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # at the top, where they are no packages
 GIT_S = 20.0
 
 
 def take(root: Path) -> Path:
     """A copy of the code in the repository ``root``, made unless there is one of the same content. Gives its folder.
 
-    Raises MachineError where it cannot be made, is too large, or is there and was changed.
+    Raises MachineError where it cannot be made, or is too large.
     """
     content = _read(root)
     commit, digest = git_commit(root), hashlib.sha256()
@@ -36,14 +37,25 @@ def take(root: Path) -> Path:
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
     folder = rundir.private_folder(root, "code")
-    copy = folder / digest.hexdigest()[:16]
-    if not copy.is_dir():
-        _write(copy, content, {"root": str(root), "commit": commit}, difference(root))
-    if _read(copy) != content:
-        raise MachineError(
-            f"{copy}: was changed since it was made, and jobs may run it: remove it when they have ended"
-        )
-    return copy
+    for again in itertools.count():  # one that was changed, or thinned out by a purge of old files, is left to its jobs
+        copy = folder / (digest.hexdigest()[:16] + (f"-{again}" if again else ""))
+        if not copy.is_dir():
+            _write(copy, content, {"root": str(root), "commit": commit}, difference(root))
+        if rundir.stamp(copy) and all(_content(copy / name) == data for name, data in content.items()):
+            return copy
+    raise AssertionError("there is always another name")
+
+
+def size(root: Path) -> str:
+    """What a copy of the code would take, in words. Raises MachineError as `take` does, and makes nothing."""
+    content = _read(root)
+    return f"{len(content)} files, {sum(map(len, content.values())) / 1e6:.1f} MB"
+
+
+def _content(path: Path) -> bytes | None:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return None
 
 
 def keep_for(copy: Path, job: str) -> None:
@@ -58,8 +70,9 @@ def keep_for(copy: Path, job: str) -> None:
 
 
 def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: bytes) -> None:
-    part = Path(tempfile.mkdtemp(prefix=f".{copy.name}.", dir=copy.parent))
+    part = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}")
     try:
+        part.mkdir(mode=0o700)
         for name, data in content.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_bytes(data)
@@ -85,38 +98,52 @@ def _umask() -> int:
 def _read(root: Path) -> dict[str, bytes]:
     """The code's files by their paths under ``root``. Raises MachineError where they are too many bytes, or cannot be read."""
     content: dict[str, bytes] = {}
-    size = 0
-    for path in _files(root):
-        try:
-            size += path.stat().st_size
-            if size > MOST_BYTES:
+    total, path = 0, root
+    try:
+        for path in _files(root):
+            total += path.stat().st_size
+            if total > MOST_BYTES:
                 largest = max(_files(root), key=lambda file: file.stat().st_size)
                 raise MachineError(
                     f"{root}: has more than {MOST_BYTES >> 20} MB of code to copy for the job ({largest} is the largest): "
                     "move what is no code out of it, or give snapshot=false"
                 )
             content[str(path.relative_to(root))] = path.read_bytes()
-        except OSError as error:
-            raise MachineError(f"{path}: cannot be copied for the job ({error.strerror})") from None
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be copied for the job ({error.strerror})") from None
     return content
 
 
 def _files(root: Path) -> Iterator[Path]:
     for entry in sorted(root.iterdir()):
-        if entry.name.startswith(".") or entry.name in LEFT_OUT:
+        if entry.name.startswith("."):
             continue
-        if entry.is_dir() and (entry.name == "env" or any(entry.glob("*.py"))):
-            for folder, folders, files in os.walk(entry):
-                folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-                for name in sorted(files):
-                    if (
-                        not name.startswith(".")
-                        and not name.endswith(".pyc")
-                        and stat.S_ISREG(_mode(Path(folder, name)))
-                    ):
-                        yield Path(folder, name)
+        if entry.is_dir() and _is_code(entry):
+            yield from _files_of(entry)
         elif entry.suffix == ".py" and entry.is_file():
             yield entry
+
+
+def _is_code(folder: Path) -> bool:
+    """Whether a folder at the top is copied: what it holds is Python's to import."""
+    if folder.name in LEFT_OUT:
+        return (folder / "__init__.py").exists()
+    modules = (path for path in folder.glob("*.py") if not path.name.startswith("."))
+    return folder.name == "env" or any(modules) or any(folder.glob("*/__init__.py"))
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """A folder's files, also through links, but each folder once."""
+    seen: set[str] = set()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and not name.endswith(".pyc") and stat.S_ISREG(_mode(Path(path, name))):
+                yield Path(path, name)
 
 
 def _mode(path: Path) -> int:

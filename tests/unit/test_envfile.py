@@ -505,7 +505,11 @@ def test_the_readme_lists_every_fabric() -> None:
 
 # --- the example of a site's profile ---------------------------------------------------------------------------------
 
-PROFILE_KEYS = set(words("partition account qos constraint gpus_per_node cpus_per_rank network env_files modules"))
+PROFILE_KEYS = set(
+    words(
+        "partition account qos constraint gpus_per_node cpus_per_rank network env_files modules environment container container_mounts"
+    )
+)
 
 
 def test_the_example_profile_shows_every_key_and_names_a_fabric() -> None:

@@ -399,6 +399,45 @@ def test_a_ready_script_loads_the_modules_that_the_profile_names(
     assert (bench.folder / "cluster").read_text() == "here\n"
 
 
+@pytest.mark.parametrize("line", ["environment: ENV", "environment:   ENV   # ours"])
+def test_the_profiles_environment_is_taken_where_none_is_active(bench: Bench, line: str) -> None:
+    environment = bench.folder / "envs" / "torch"
+    (environment / "bin").mkdir(parents=True)
+    shutil.copy(bench.folder / "bin" / "python", environment / "bin" / "python")
+    (bench.root / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(bench.folder / "bin" / "python", bench.root / ".venv" / "bin" / "python")
+    (bench.root / "env/clusters/here.yaml").write_text(line.replace("ENV", str(environment)) + "\n")
+    for script, active, expected in (
+        ("sbatch/mnist_1x1.sh", "", f"{environment}/bin/python"),
+        ("sbatch/mnist_1x1.sh", "/active", "python"),
+    ):
+        bench.run(script, "cluster=here", "run_dir=/nosuch", VIRTUAL_ENV=active)
+        assert bench.srun
+        assert expected in bench.srun
+    (environment / "bin/python").unlink()
+    status, stderr = bench.run("sbatch/mnist_1x1.sh", "cluster=here", VIRTUAL_ENV="")
+    assert (status, f"cluster=here: environment: there is no {environment}/bin/python on " in stderr) == (3, True), (
+        stderr
+    )
+
+
+def test_launch_goes_on_in_the_profiles_environment(tmp_path: Path) -> None:
+    copied = tmp_path / "clone"
+    shutil.copytree(ROOT / "recipes", copied / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "env", copied / "env")
+    shutil.copy(ROOT / "launch.py", copied)
+    (tmp_path / "envs/bin").mkdir(parents=True)
+    (tmp_path / "envs/bin/python").write_text('#!/bin/sh\necho "taken: $*"\n')
+    (tmp_path / "envs/bin/python").chmod(0o755)
+    (copied / "env/clusters/here.yaml").write_text(f"environment: {tmp_path}/envs\n")
+    environ = {"PATH": "/usr/bin:/bin", "RECIPES_CLUSTER": "here"}
+    base = getattr(sys, "_base_executable", sys.executable)
+    done = subprocess.run(
+        [base, copied / "launch.py", "recipe=toy"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"taken: {copied}/launch.py recipe=toy\n"
+
+
 def test_the_environments_cluster_counts_in_a_ready_script(bench: Bench) -> None:
     bench.run("sbatch/mnist_2x8.sh", "run_dir=/nosuch", RECIPES_CLUSTER="example", **MODULE)
     assert (bench.folder / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
@@ -411,6 +450,41 @@ def refused(bench: Bench, ran: tuple[int, str], *said: str) -> None:
     assert all(word in stderr for word in said), stderr
     assert status == rundir.EXIT_CONFIG
     assert bench.srun is None
+
+
+def test_a_folder_whose_name_ends_a_line_runs_nothing(bench: Bench) -> None:
+    """What a link leads to is not what was typed."""
+    bad = bench.folder / "x\ntouch canary;#"
+    bad.mkdir()
+    (bench.folder / "link").symlink_to(bad)
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"), "data_dir=", "cannot be printed")
+    assert "canary" not in bench.files
+    moved = bad / "repository"
+    shutil.copytree(bench.root, moved)
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", cwd=str(moved)), "cannot be printed")
+    assert not list(bench.folder.rglob("canary"))
+
+
+def test_what_a_site_has_python_print_is_not_run(bench: Bench) -> None:
+    (bench.folder / "sitecustomize.py").write_text(
+        "import atexit\nprint('hello; touch canary')\natexit.register(print, 'bye; touch canary')\n"
+    )
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", PYTHONPATH=str(bench.folder))
+    assert bench.srun
+    assert bench.srun[-1] == "run_dir=/nosuch"
+    assert not list(bench.folder.rglob("canary"))
+
+
+def test_queued_again_words_are_relative_to_the_repository_still(bench: Bench) -> None:
+    (bench.root / "mine.yaml").write_text("epochs: 7\n")
+    (bench.root / "mine.env").write_text("NCCL_DEBUG=INFO\n")
+    words = ("config=mine.yaml", "network=mine.env", "run_dir=here")
+    for restarts in ("0", "1"):
+        bench.run("sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder))
+        assert bench.srun
+        assert set(bench.srun[-3:]) == {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here"}
+        (bench.folder / "srun").unlink()
+    assert (bench.root / "here/job.yaml").exists()
 
 
 def test_a_ready_script_from_another_folder_says_where_to_go(bench: Bench) -> None:

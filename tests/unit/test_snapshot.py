@@ -80,11 +80,34 @@ def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
     assert b"+later" in snapshot.difference(root)
 
 
-def test_one_that_was_changed_is_refused(root: Path) -> None:
+def test_one_that_was_changed_or_thinned_out_is_not_taken(root: Path) -> None:
+    first = snapshot.take(root)
+    (first / "recipes/toy.py").write_text("changed")
+    second = snapshot.take(root)
+    (second / "env/common.env").unlink()
+    third = snapshot.take(root)
+    assert (second.name, third.name) == (f"{first.name}-1", f"{first.name}-2")
+    assert snapshot.take(root) == third
+    assert (third / "recipes/toy.py").read_text() == "1"
+
+
+def test_what_python_imports_is_copied_wherever_it_lies(root: Path) -> None:
+    for name in (
+        "src/mine/__init__.py",
+        "src/mine/deep/net.py",
+        "data/__init__.py",
+        "notes/.#x.py",
+        "notes/a.txt",
+        "elsewhere/x/y.py",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / "mine/linked").symlink_to(root / "elsewhere/x")
+    (root / "mine/around").symlink_to(root / "mine")
+    added = {"src/mine/__init__.py", "src/mine/deep/net.py", "data/__init__.py", "data/x.py", "mine/linked/y.py"}
     copy = snapshot.take(root)
-    (copy / "recipes/toy.py").write_text("changed")
-    with pytest.raises(MachineError, match="was changed since it was made"):
-        snapshot.take(root)
+    assert contents(copy) == CODE | added | {"snapshot.json", "code.diff"}
+    assert snapshot.take(root) == copy
 
 
 def test_code_that_is_too_large_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
