@@ -62,12 +62,15 @@ def main(argv: list[str]) -> int:
 
 def check(settings: Settings) -> int:
     """check: what can be known without submitting, a line each. Gives 0, or the exit status of the first that is wrong."""
-    from recipes.core import config, rehearsal, rundir, slurm
+    from recipes.core import config, rehearsal, rundir, slurm, snapshot
 
     here = _here()
     job = None if settings.job.launcher is config.Launcher.local else slurm.describe(settings, ROOT, here)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
     print(f"keys:   right: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
+    copied = 0
+    if job and settings.job.snapshot:
+        copied, _ = rehearsal.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
@@ -85,7 +88,7 @@ def check(settings: Settings) -> int:
             taken, _ = rehearsal.part("slurm", lambda: _ask(job, settings))
         else:
             taken, _ = rehearsal.part("here", lambda: _said_of(local_layout(settings)))
-        return started or disk or taken
+        return copied or started or disk or taken
     except KeyboardInterrupt:
         return 130
 

@@ -271,7 +271,7 @@ def test_no_slurm_is_said_when_all_else_is(tmp_path: Path) -> None:
     ended = check("recipe=toy", "device=cpu", f"run_dir={tmp_path}/run", PATH=no_slurm(tmp_path))
     assert ended.status == 3, ended.out
     assert {name: words.partition(":")[0] for name, words in parts(ended).items()} == {
-        "keys": "right", "recipe": "right", "disk": "right", "slurm": "wrong",
+        "keys": "right", "code": "right", "recipe": "right", "disk": "right", "slurm": "wrong",
     }  # fmt: skip
     assert "there is no Slurm on this machine" in parts(ended)["slurm"]
 

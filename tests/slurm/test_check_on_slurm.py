@@ -31,8 +31,9 @@ def test_slurm_is_asked_and_no_job_is_left(slurm: Cluster, tmp_path: Path) -> No
         assert done.returncode == status, done.stdout + done.stderr
         lines = done.stdout.splitlines()
         assert lines[0] == "keys:   right: toy, 4 ranks"
-        assert lines[1].startswith("recipe: right: 2,048 training samples, ")
-        assert lines[2].startswith("disk:   right: 5 checkpoints of ")
+        assert lines[1].startswith("code:   right: ")
+        assert lines[2].startswith("recipe: right: 2,048 training samples, ")
+        assert lines[3].startswith("disk:   right: 5 checkpoints of ")
         assert lines[-1] == "nothing was submitted"
         [line] = [line for line in (*lines, *done.stderr.splitlines()) if line.startswith("slurm:")]
         assert line.startswith(said)
