@@ -132,6 +132,13 @@ class Runtime(Enum):
     pyxis = "pyxis"
 
 
+class Backend(Enum):
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+    mpi = "mpi"
+
+
 class Dtype(Enum):
     auto = "auto"
     float32 = "float32"
@@ -302,6 +309,10 @@ class RunKeys:
     config: str = key("", "a YAML file of keys; keys typed beside it win", path=True)
     network: str = key("", "the fabric, env/NAME.env, or the path of an env file of one's own")
     device: Device = key(Device.auto, "auto: the GPUs that are there (inside Slurm never the CPU by itself); cuda; cpu")
+    backend: Backend = key(
+        Backend.auto,
+        "what the ranks talk through: auto: nccl on GPUs, gloo on CPUs; nccl; gloo; mpi, where torch has it",
+    )
     cpu_threads: int = key(
         0, "torch's threads of a rank; 0: 1 with several ranks, torch's own choice for one", low=0, high=4096
     )
@@ -326,6 +337,8 @@ class RunKeys:
         check(self)
         if not self.resume:
             raise ConfigError("resume=: wants auto, never or a checkpoint's path")
+        if self.backend is Backend.nccl and self.device is Device.cpu:
+            raise ConfigError("backend=nccl: is for GPUs, beside device=cpu: leave backend= out, or give backend=gloo")
         if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] != "0":
             raise ConfigError(
                 f"umask={shown(self.umask)}: wants three octal digits that leave you your own files, such as 077 or 027"

@@ -1,4 +1,4 @@
-"""The device of this rank and the process group of all ranks: NCCL on GPUs, gloo on CPUs."""
+"""The device of this rank and the process group of all ranks: NCCL on GPUs, gloo on CPUs, if nothing else is asked for."""
 
 import contextlib
 import datetime
@@ -16,11 +16,11 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core.config import Device
+from recipes.core.config import Backend, Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
 from recipes.core import gpus, rundir, watchdog
-from recipes.core.rundir import InputError, MachineError, Stopped
+from recipes.core.rundir import InputError, MachineError, NodeError, Stopped
 from recipes.core.watchdog import Pulse
 
 T = TypeVar("T")
@@ -273,29 +273,50 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
     )
 
 
+def choose_backend(wanted: Backend, device: torch.device) -> str:
+    """torch's name of the backend. Raises NodeError where this rank's device, or this torch, has no such."""
+    host = socket.gethostname()
+    if wanted is Backend.auto:
+        return "nccl" if device.type == "cuda" else "gloo"
+    if wanted is Backend.nccl and device.type != "cuda":
+        raise NodeError(
+            f"{host}: backend=nccl: is for GPUs, and torch sees none: leave backend= out, or give backend=gloo"
+        )
+    if wanted is Backend.mpi and not torch.distributed.is_mpi_available():
+        raise NodeError(
+            f"{host}: backend=mpi: wants a torch that was built from source with MPI, and this one, as the usual wheels, was "
+            "not: leave backend= out"
+        )
+    return wanted.name
+
+
 @contextlib.contextmanager
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """All ranks, met and connected; torn down at the end, in bounded time also where a rank was lost.
 
-    Raises MachineError when the ranks do not meet within ``timeout_s``, or two ranks have the same GPU.
+    Raises MachineError when the ranks do not meet within ``timeout_s``, two ranks have the same GPU, or there is no such backend.
     """
     info, run = start.ranks, start.settings.run
     timeout = datetime.timedelta(seconds=run.timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = choose_backend(run.backend, device)
     if device.type == "cuda":
         _take_gpu(device)
     store = _meet(info, timeout)
     hosts = _exchange_hosts(store, info, device)
     try:
-        torch.distributed.init_process_group(
-            backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-            timeout=timeout, device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+        if backend == "mpi":  # which numbers the ranks itself, and knows no timeout: the watchdog's holds
+            torch.distributed.init_process_group("mpi")
+        else:
+            torch.distributed.init_process_group(
+                backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+                timeout=timeout, device_id=device if backend == "nccl" else None,
+            )  # fmt: skip
     except RuntimeError as error:
         raise MachineError(
             f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1} ({peer_words(error)})"
         ) from None
     try:
+        _want_own_place(info)
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():
             yield world
@@ -303,6 +324,16 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(TEARDOWN_S)
+
+
+def _want_own_place(info: RankInfo) -> None:
+    """Raises MachineError where the group has numbered this rank otherwise than its variables, as MPI can."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (rank, world_size) != (info.rank, info.world_size):
+        raise MachineError(
+            f"{socket.gethostname()}: backend=mpi: is rank {rank} of {world_size} to MPI, and rank {info.rank} of {info.world_size} by its "
+            "variables: start the ranks with mpirun, that of the MPI which torch was built with"
+        )
 
 
 def _take_gpu(device: torch.device) -> None:

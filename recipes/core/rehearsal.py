@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from recipes.core import config, datafiles, local, rundir
-from recipes.core.config import ConfigError, Device, Settings
+from recipes.core.config import Backend, ConfigError, Device, Settings
 from recipes.core.rundir import InputError, MachineError, RunError
 
 T = TypeVar("T")
@@ -196,6 +196,8 @@ def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
         typed["resume"] = settings.run.resume  # what it stands for: it may go by run_dir
     words = config.absolute(typed, (config.RunKeys, recipe_class), base)
     words |= {"device": "cpu", "run_dir": str(place)}
+    if settings.run.backend is not Backend.mpi:  # of which this torch may have none
+        words["backend"] = "auto"
     if "stage_dir" in config.recipe_keys(settings.recipe):
         words["stage_dir"] = ""
     return words

@@ -33,6 +33,10 @@ class MachineError(RuntimeError):
     """This machine or allocation cannot run the recipe. The message is one line; exit status 3."""
 
 
+class NodeError(MachineError):
+    """The same as MachineError, for what all ranks of a node meet alike: its first rank says it, and the others say nothing."""
+
+
 class RunError(RuntimeError):
     """The run cannot go on, by what it computes (its loss, its memory). The message is one line; exit status 1."""
 

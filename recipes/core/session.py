@@ -29,7 +29,7 @@ from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
 from recipes.core.entry import Start
 from recipes.core.rehearsal import Asked, Over
-from recipes.core.rundir import InputError, MachineError, RunError, Stopped
+from recipes.core.rundir import InputError, MachineError, NodeError, RunError, Stopped
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
@@ -439,7 +439,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
-        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
+            print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
         entry.note_refusal(start.settings, code, str(error))
     except torch.distributed.DistError as error:
@@ -682,6 +683,9 @@ def _introduce(run: Run, start: Start) -> None:
 def _say_network(run: Run, start: Start) -> None:
     """The interface that rank 0's node uses and why, and each node that has another."""
     world = run.world
+    if world.backend == "mpi":
+        run.say("network: MPI's own choice")
+        return
     name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     used = os.environ.get(name, "").removeprefix("=")
     if world.ranks.local_rank == 0:
