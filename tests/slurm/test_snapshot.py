@@ -99,7 +99,7 @@ def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Pa
     keys = ("device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=1", "run_dir=mine")
     job = jobs.sbatch(slurm, repo, log, "--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh", *keys)
     jobs.wait_for_training(slurm, job, repo / "mine")
-    own = Path(os.environ.get("TMPDIR") or "/tmp", f"recipes-{os.getuid()}-{job}.0")  # its temporary files and caches
+    [own] = Path(os.environ.get("TMPDIR") or "/tmp").glob(f"recipes-{os.getuid()}-{job}.0-node*")  # its temporary files
     assert own.stat().st_mode & 0o777 == 0o700
     break_all(repo)
     slurm.run("scancel", "--signal=USR2", job)
