@@ -531,7 +531,8 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     try:
         env_variables(run.network, cluster)
     except envfile.EnvFileError as error:
-        raise ConfigError(str(error)) from None
+        given = chosen.get("network", "")
+        raise ConfigError(f"network={shown(given)}: {error}" if "${" in str(given) else str(error)) from None
     config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
     typed = {k: v for k, v in words.items() if k not in job_names}
     return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved)

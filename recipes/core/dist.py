@@ -30,6 +30,7 @@ STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
 EARLIER, SHARE_EARLIER = datetime.timedelta(seconds=10), 0.75
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
+READERS_S = 5.0  # that rank 0 waits for the others to have read why none of them goes on
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,15 @@ class World:
         """Rank 0's ``text``, on every rank. ``name`` is used once in a run."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
-        return self.store.get(f"text/{name}").decode()
+        text = self.store.get(f"text/{name}").decode()
+        self.store.add(f"read/{name}", 1)
+        return text
+
+    def await_readers(self, name: str) -> None:
+        """Until all ranks have what rank 0 has broadcast as ``name``, `READERS_S` at most: where it leaves then, the store goes with it."""
+        end = time.monotonic() + READERS_S
+        while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
+            time.sleep(0.02)
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
         """``work``'s result, when every rank has done its own; for what may take longer than a collective is waited for.

@@ -21,6 +21,7 @@ from recipes.core import rundir
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
+UNWINDING = 5  # times that, where it has heard, for a slow disk
 SHARE = 0.25  # of a job's time, the most that may be left at its end
 ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
 ANSWER_S = 10.0  # for the controller; one that is silent is not to use up the time that is left
@@ -59,10 +60,13 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopF
 
     def listen() -> None:
         told = end = False
-        presses = 0
+        presses = patience = 0
         while not end:
             # Waits without the interpreter's lock; INTERRUPT_S only once there is something to wait for.
             ready, _, _ = select.select([read_end], [], [], INTERRUPT_S if presses > 1 else None)
+            if not ready and len(interrupts) > 1 and patience < UNWINDING:
+                patience += 1  # the main thread is on its way out, and leaves word of that
+                continue
             if not ready:
                 print("interrupted while waiting for other ranks", file=sys.stderr, flush=True)
                 os._exit(INTERRUPTED)

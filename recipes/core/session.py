@@ -283,6 +283,7 @@ class Run:
                 error = str(problem)
         found = json.loads(self.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
         if found[1]:
+            self.world.await_readers("checkpoint")
             raise InputError(found[1])
         return str(found[0])
 
@@ -654,6 +655,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
             message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
     message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
     if "error" in message:
+        world.await_readers("run_dir")
         raise MachineError(message["error"])
     path = Path(message["dir"])
     if world.rank != 0:
