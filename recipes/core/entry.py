@@ -4,6 +4,7 @@ A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" els
 some variables of the env files are read when torch is loaded.
 """
 
+import atexit
 import errno
 import os
 import re
@@ -51,12 +52,34 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
             rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
 
 
+_through: list[int] = []  # the status of a rank that has done all it had to
+
+
+def end(code: int) -> NoReturn:
+    """Ends a rank that has done all it had to, with this status, whatever the teardown of Python and torch would come to."""
+    _through.append(code)
+    sys.exit(code)
+
+
+def _leave() -> None:
+    """After all else that is done at exit: the teardown that would follow takes a second, and can hang or crash in a library.
+
+    Not where another tool looks into this process (nsys, a preloaded library), which may write what it has found at the very end.
+    """
+    if _through and "LD_PRELOAD" not in os.environ and not any("INJECTION" in name for name in os.environ):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_through[0])
+
+
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     """Checks the keys, finds this process's rank, and sets the variables of the env files and of the network interface.
 
     A variable that the user has set stays as it is. Ends the process with one line: status 2 for a wrong key or surroundings
     that contradict themselves, 3 where this machine cannot take part.
     """
+    if argv is None:
+        atexit.register(_leave)  # the first that is registered is called last
     # Slurm may signal a short job while it starts; held back until there is a handler (preempt.stop_flag), it is not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv

@@ -454,7 +454,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         traceback.print_exc()
     _remove_own_folder(start)
     if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
-        sys.exit(code)
+        entry.end(code)
     _leave(code)
 
 

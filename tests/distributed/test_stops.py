@@ -22,6 +22,33 @@ HOST = socket.gethostname()
 WORDS = ("epochs=1000", "warmup=0", "schedule=constant", "checkpoint_every_steps=5", "log_every_steps=5")
 
 
+# A library that crashes when the interpreter takes itself apart, and what is done before that.
+CRASHES = """
+import atexit, os
+from recipes.core import entry
+START = entry.begin("toy")
+import sys
+from recipes import toy
+from recipes.core import session
+class Library:
+    abort = staticmethod(os.abort)
+    def __del__(self):
+        self.abort()
+library = Library()
+atexit.register(print, "at exit")
+session.run(toy.main, START)
+"""
+
+
+@pytest.mark.parametrize(("looked_into", "status"), [({}, 0), ({"LD_PRELOAD": ""}, -signal.SIGABRT)])
+def test_a_crash_when_all_is_done_fails_no_run(looked_into: dict[str, str], status: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CRASHES, "device=cpu", "max_steps=1", f"run_dir={tmp_path}/run"]
+    ended = helpers.run(command, environ=helpers.clean_environment(**looked_into))
+    assert ended.status == status, ended.out
+    assert "at exit" in ended.lines
+    assert helpers.read(tmp_path / "run", "status")["state"] == "done"
+
+
 @dataclass(frozen=True)
 class Stop:
     """How an attempt ended, and what the run directory held right after it. seconds: from the signal to the launcher's end."""
