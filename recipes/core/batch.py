@@ -30,7 +30,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         settings = config.parse(words, recipe=recipe)
         here, folder = container_of(settings, environ), rundir.home(config.ROOT)
         typed = config.absolute(settings.typed, (config.RunKeys, config.recipe_conf(recipe)[0]), folder)
-        _enter(here, settings, typed, folder, environ)
+        bound = slurm.container_folders(settings, typed, folder) if here else []
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
@@ -50,7 +50,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines = [f"cd {shlex.quote(str(code))} || exit"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     if here:
-        step, inside = _enter(here, settings, typed, code, environ)
+        step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
@@ -69,19 +69,11 @@ def container_of(settings: config.Settings, environ: Mapping[str, str]) -> conta
 
 
 def _enter(
-    here: container.Container | None,
-    settings: config.Settings,
-    words: Mapping[str, str],
-    code: Path,
-    environ: Mapping[str, str],
+    here: container.Container, settings: config.Settings, bound: list[str], code: Path, environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Options of srun, and what stands before a rank's arguments to Python, which starts in ``code``. Raises ConfigError."""
-    if not here:
-        return [], [sys.executable]
-    bound = slurm.container_folders(settings, words, rundir.home(config.ROOT))
     variables = config.env_variables(settings.run.network, settings.job.cluster)
-    gpus = settings.run.device is not config.Device.cpu
-    return container.step(here, code, bound, container.names(variables, environ), gpus)
+    return container.step(here, code, bound, variables, environ, settings.run.device is not config.Device.cpu)
 
 
 def _code(environ: Mapping[str, str]) -> Path:
@@ -113,8 +105,11 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     if data_dir := getattr(settings.config, "data_dir", ""):
         keys["data_dir"] = data_dir
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    here = container_of(settings, environ)
-    options, inside = _enter(here, settings, settings.typed, config.ROOT, environ)
+    options: list[str] = []
+    inside = [sys.executable]
+    if here := container_of(settings, environ):
+        bound = slurm.container_folders(settings, settings.typed, rundir.home(config.ROOT))
+        options, inside = _enter(here, settings, bound, config.ROOT, environ)
     step = [
         "srun",
         f"--nodes={nodes}",

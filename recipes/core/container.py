@@ -57,12 +57,17 @@ def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Pat
 
 
 def step(
-    container: Container, code: Path, bound: Sequence[str], names: Iterable[str], gpus: bool
+    container: Container,
+    code: Path,
+    bound: Sequence[str],
+    variables: Mapping[str, str],
+    environ: Mapping[str, str],
+    gpus: bool,
 ) -> tuple[list[str], list[str]]:
     """Options of srun, and what stands before a rank's arguments to Python.
 
-    code: the folder to start in. bound: folders that are the same inside. names: variables to hand over, those of the env files.
-    gpus: whether the ranks have any.
+    code: the folder to start in. bound: folders that are the same inside. variables: those of the env files, which are handed over,
+    as are those of the surroundings that say how a network is used. gpus: whether the ranks have any.
     """
     mounts = [*(f"{folder}:{folder}" for folder in bound), *container.mounts]
     if container.runtime == "pyxis":
@@ -70,7 +75,7 @@ def step(
             f"--container-image={container.image}",
             f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
             f"--container-workdir={code}",
-            f"--container-env={','.join(sorted(names))}",
+            f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(HANDED))}))}",
         ], [PYTHON]
     binds = [word for mount in mounts for word in ("--bind", mount)]
     return [], [
@@ -102,11 +107,6 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
             f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]
     return lines
-
-
-def names(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """The variables that are handed over: those of the env files, and those of the surroundings that say how a network is used."""
-    return sorted({*variables, *(name for name in environ if name.startswith(HANDED))})
 
 
 def image_problem(image: str) -> str:

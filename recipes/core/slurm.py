@@ -207,8 +207,8 @@ def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
     """Further options of srun, and what stands before a rank's arguments to Python: ``python`` itself, where there is no container."""
     if not job.container:
         return [], [python]
-    names = container.names(dict(job.variables), os.environ)
-    return container.step(job.container, job.code or job.root or Path(), job.bound, names, job.gpus_per_node > 0)
+    code, gpus = job.code or job.root or Path(), job.gpus_per_node > 0
+    return container.step(job.container, code, job.bound, dict(job.variables), os.environ, gpus)
 
 
 def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:

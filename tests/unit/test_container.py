@@ -61,8 +61,8 @@ def test_what_is_set_here_wins_over_the_image(runtime: str) -> None:
 
 def test_gpus_are_shown_where_there_are_any() -> None:
     here = container.Container("x.sif", "apptainer")
-    assert "--nv" in container.step(here, Path("/c"), ["/c"], [], gpus=True)[1]
-    assert "--nv" not in container.step(here, Path("/c"), ["/c"], [], gpus=False)[1]
+    assert "--nv" in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=True)[1]
+    assert "--nv" not in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=False)[1]
 
 
 def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
