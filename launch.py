@@ -100,11 +100,11 @@ def _ask(job: Job, settings: Settings) -> str:
     if settings.job.launcher is config.Launcher.print:
         return submit.ask_controller(job) if shutil.which("sbatch") else "not asked, there is none on this machine"
     expected = submit.ask_controller(job)
-    folder = ROOT / "runs" / "submitit"
-    if folder.exists():
-        rundir.private_folder(ROOT, "submitit")
-    else:
-        rehearsal.want_writable(folder, "job files", "they have to be written there")
+    for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
+        folder = ROOT / "runs" / name
+        if folder.exists():
+            rundir.private_folder(ROOT, name)
+        rehearsal.want_writable(folder, f"runs/{name}", "what jobs run has to be written there")
     return expected
 
 
