@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
+from tests import helpers
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
 
 
@@ -32,11 +33,7 @@ def slurm() -> Iterator[Cluster]:
 
     One for all tests; each leaves its nodes idle behind. Skips where there can be none, if it is not required.
     """
-    reason = missing()
-    if reason and os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    helpers.need(missing())
     with running_cluster(ClusterOptions(preempt=True)) as cluster:
         yield cluster
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
@@ -20,6 +24,31 @@ LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=loca
 # A rank's place and the site's choices come from the test alone, also where the tests run inside a Slurm job.
 _PLACE = ("SLURM_", "SRUN_", "SBATCH_", "PMI", "OMPI_", "MPI_", "RECIPES_", "TORCHELASTIC_", "GROUP_", "NCCL_", "GLOO_")
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+long = functools.partial(pytest.param, marks=pytest.mark.long)  # a value of a parameter that takes long
+
+
+def need(missing: str | None) -> None:
+    """Skips the test for what this machine has not, if anything; fails it where $RECIPES_REQUIRE_SLURM=1, since all is said to be there."""
+    if missing and os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own in ``folder``, of so many bytes: 64k, 8m."""
+    folder.mkdir()
+    need("" if os.geteuid() == 0 else "a disk can be mounted by root alone")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    need(f"no disk can be mounted here: {done.stderr.strip()}" if done.returncode else "")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def clean_environment(**added: str) -> dict[str, str]:

@@ -34,8 +34,7 @@ def ip(*words: str) -> None:
 @pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[str, str]]:
     """The names of two namespaces with a cable between them, IPv4 and IPv6; no name of theirs resolves."""
-    if reason := missing():
-        pytest.skip(reason)
+    helpers.need(missing())
     unique = secrets.token_hex(3)
     with ExitStack() as cleanup:
         names = (f"hand-{unique}-0", f"hand-{unique}-1")
@@ -93,6 +92,7 @@ def test_uneven_machines_whichever_starts_first(machines: tuple[str, str], tmp_p
     check_run(tmp_path / "run", ended, machines, (2, 1))
 
 
+@pytest.mark.long
 def test_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> None:
     layout = ("gpus=1,1", "master=[fd83::1]:29412")
     first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
@@ -171,6 +171,7 @@ def test_a_taken_port_is_one_line(host: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_machines_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
     """Both on this machine, by two launchers: what differs is only what was typed."""
     with socket.create_server(("127.0.0.1", 0)) as free:

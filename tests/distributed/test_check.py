@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,9 +136,9 @@ IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_siz
 @pytest.mark.parametrize(
     ("recipe", "ranks", "words"),
     [
-        ("mnist", 2, ("dataset=digits", "max_steps=2")),
+        pytest.param("mnist", 2, ("dataset=digits", "max_steps=2"), marks=pytest.mark.long),
         pytest.param("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd"), marks=pytest.mark.long),
-        pytest.param("toy", 3, ("max_steps=2",), marks=pytest.mark.long),
+        ("toy", 3, ("max_steps=2",)),
         pytest.param("imagenet", 1, (*SMALL, *IMAGES), marks=pytest.mark.long),
         pytest.param("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0"), marks=pytest.mark.long),
     ],
@@ -281,17 +280,8 @@ def test_no_slurm_is_said_when_all_else_is(tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 8 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a disk needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with helpers.small_disk(tmp_path / "disk", "8m") as folder:
+        yield folder
 
 
 def test_a_disk_without_room(disk: Path) -> None:

@@ -75,10 +75,13 @@ def test_a_folder_of_images_is_learnt_and_each_is_counted_once(data_dir: Path, t
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["sync_bn=true", "dataset=fake"], "sync_bn=true: torch has it for GPUs only"),
-        (
+        pytest.param(
+            ["sync_bn=true", "dataset=fake"], "sync_bn=true: torch has it for GPUs only", marks=pytest.mark.long
+        ),
+        pytest.param(
             ["global_batch_size=1", "dataset=fake", "ranks_per_node=2"],
             "global_batch_size=1: a batch of 1 of 50000 samples",
+            marks=pytest.mark.long,
         ),
         (
             ["global_batch_size=3", "dataset=fake", "ranks_per_node=2", "accumulate=2"],

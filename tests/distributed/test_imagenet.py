@@ -42,7 +42,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["files", "jpeg", pytest.param("raw", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[helpers.long("files"), "jpeg", helpers.long("raw")])
 def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "files":
         return photos
@@ -113,14 +113,14 @@ def test_dev_runs_whole_on_random_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "expected"),
     [
-        (["arch=resnet51", "variant=dev"], 2, "near it: "),
+        helpers.long(["arch=resnet51", "variant=dev"], 2, "near it: "),
         (["sync_bn=true", "variant=dev"], 2, "sync_bn=true: torch has it for GPUs only"),
         (["data_dir=/nonexistent"], 2, "data_dir="),
-        (["variant=dev", "arch=vit_b_16"], 2, "arch=vit_b_16: takes no images of 64 px"),
-        (["variant=dev", "small_px=16"], 2, "small_px=16: wants 32 to px"),
-        (["stage_dir=$NO_SUCH_VARIABLE", "data_dir={photos}"], 2, "stage_dir=$NO_SUCH_VARIABLE"),
+        helpers.long(["variant=dev", "arch=vit_b_16"], 2, "arch=vit_b_16: takes no images of 64 px"),
+        helpers.long(["variant=dev", "small_px=16"], 2, "small_px=16: wants 32 to px"),
+        helpers.long(["stage_dir=$NO_SUCH_VARIABLE", "data_dir={photos}"], 2, "stage_dir=$NO_SUCH_VARIABLE"),
         (["stage_dir={tmp}", "data_dir={photos}"], 2, "python -m recipes.prepare imagenet"),
-        (["evaluate=true", "variant=dev"], 2, "evaluate=true"),
+        helpers.long(["evaluate=true", "variant=dev"], 2, "evaluate=true"),
         (["pretrained=true", "variant=dev"], 3, "python -m recipes.prepare weights arch=resnet18"),
     ],
 )

@@ -94,6 +94,7 @@ def test_config_yaml_is_the_recipes_whole_config(run_dir: Path) -> None:
     assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
+@pytest.mark.long
 def test_runs_side_by_side_do_not_meet(same_run: dict[int, Path]) -> None:
     for size in (3, 4):  # started at the same moment
         summary = helpers.read(same_run[size], "summary")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -18,7 +17,6 @@ from recipes.conf.collectives import OPERATIONS, bytes_of, sizes_of
 from recipes.core import bandwidth, outliers
 from tests import helpers
 
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 LESSONS = (
     "send_and_recv", "isend_and_irecv", "batch_isend_irecv", "broadcast", "reduce sum", "reduce product", "reduce max", "reduce min",
     "reduce avg", "all_reduce sum", "all_reduce product", "all_reduce max", "all_reduce min", "all_reduce avg", "gather", "scatter",
@@ -41,7 +39,7 @@ def run(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:
     return helpers.run([*command, f"run_dir={run_dir}", *words])
 
 
-@pytest.mark.parametrize("ranks", [long(1), 2, long(3), 4])
+@pytest.mark.parametrize("ranks", [helpers.long(1), helpers.long(2), helpers.long(3), 4])
 def test_every_lesson_is_right_on_every_rank(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, ranks)
     assert ended.status == 0, ended.out
@@ -52,7 +50,7 @@ def test_every_lesson_is_right_on_every_rank(tmp_path: Path, ranks: int) -> None
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
-@pytest.mark.parametrize("ranks", [long(1), long(2), 3, long(4)])
+@pytest.mark.parametrize("ranks", [helpers.long(1), helpers.long(2), 3, helpers.long(4)])
 def test_what_is_timed_is_right_too(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, ranks, "mode=bench", "sizes=4,4K,1M", "seconds=0.01")
     assert ended.status == 0, ended.out
@@ -73,6 +71,7 @@ def test_what_is_timed_is_right_too(tmp_path: Path, ranks: int) -> None:
     assert len([line for line in ended.lines if line.endswith("  right")]) == len(rows)
 
 
+@pytest.mark.long
 def test_a_wrong_answer_is_found_with_its_rank(tmp_path: Path) -> None:
     wrong = """
 real = dist.all_gather_into_tensor

@@ -116,6 +116,7 @@ def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
     assert found(tmp_path)["weights"][:3] == pytest.approx(average.flatten().tolist(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
     work = """
     def work(beat):
@@ -135,7 +136,11 @@ def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        ("time.sleep(3.5 if world.rank else 0)", "rank 1 got no further with slow in 1 s (timeout_s)"),
+        pytest.param(
+            "time.sleep(3.5 if world.rank else 0)",
+            "rank 1 got no further with slow in 1 s (timeout_s)",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full", marks=pytest.mark.long
         ),

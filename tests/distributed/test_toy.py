@@ -39,6 +39,7 @@ def ranks(pid: int) -> list[int]:
     return [child for child in helpers.children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+@pytest.mark.long
 def test_what_starts_it_changes_no_bit(tmp_path: Path) -> None:
     words = ("epochs=2", "log_every_steps=1")
     commands = {

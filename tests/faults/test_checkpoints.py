@@ -228,16 +228,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(saves: Callable[[str
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 13 MB: two large checkpoints and not three."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a disk needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=13m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with helpers.small_disk(tmp_path / "disk", "13m") as folder:
+        yield folder
 
 
 @pytest.mark.fault(30)

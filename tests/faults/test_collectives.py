@@ -179,6 +179,7 @@ def garbage(port: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.fault(15)
+@pytest.mark.long
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
     launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20")
     helpers.wait_until(lambda: helpers.children(launcher.pid), 30, "ranks")

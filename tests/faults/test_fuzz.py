@@ -34,6 +34,7 @@ from recipes.core.envfile import EnvFileError
 from recipes.core.hostlist import HostListError
 from recipes.core.ranks import RankError, RankInfo
 from recipes.core.rundir import MachineError
+from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = config.recipe_names()
@@ -576,9 +577,7 @@ def test_any_host_list() -> None:
 
 def test_what_slurm_takes_for_a_host_list_too_is_the_same_to_it(tmp_path: Path) -> None:
     """Asks `scontrol show hostnames`, which needs no controller. It takes less: no text behind a bracket, for one."""
-    if shutil.which("scontrol") is None:
-        assert os.environ.get("RECIPES_REQUIRE_SLURM") != "1"
-        pytest.skip("scontrol is not there: apt-get install slurm-client")
+    helpers.need("" if shutil.which("scontrol") else "scontrol is not there: apt-get install slurm-client")
     (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
     environ = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     same = 0

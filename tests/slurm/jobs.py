@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, need
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
 PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
@@ -32,6 +32,13 @@ def copy_repository(folder: Path) -> Path:
     shutil.copy(ROOT / "launch.py", folder)
     (folder / "runs").mkdir()
     return folder
+
+
+def mpirun() -> str:
+    """The path of Open MPI's mpirun, for a test that wants it."""
+    path = shutil.which("mpirun")
+    need("" if path else "Open MPI is not installed: apt-get install openmpi-bin")
+    return str(path)
 
 
 def leave_no_job(slurm: Cluster) -> None:

@@ -203,6 +203,7 @@ def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
         assert cluster.on_node("node1", "ls", "/sys/class/net").stdout.split() == ["eth0", "lo"]
 
 
+@pytest.mark.long
 def test_a_dead_node_is_found_and_its_job_requeued() -> None:
     options = ClusterOptions(slurmd_timeout_s=3, extra_conf="MessageTimeout=3")
     with running_cluster(options) as cluster:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -78,10 +77,7 @@ class Fabric:
 
 @pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
-    if reason := missing() or ("" if shutil.which("nft") else "no nft on the PATH: apt-get install nftables"):
-        if os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    helpers.need(missing() or ("" if shutil.which("nft") else "no nft on the PATH: apt-get install nftables"))
     repo = jobs.copy_repository(tmp_path_factory.mktemp("repo") / "clone")
     with running_cluster(ClusterOptions()) as slurm:
         one, two = (slurm.node(name).pid for name in V4)

@@ -7,7 +7,6 @@ where Slurm is required.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -58,16 +57,6 @@ def accelerate() -> str:
     return str(Path(sys.executable).with_name("accelerate"))
 
 
-def mpirun() -> str:
-    path = shutil.which("mpirun")
-    if not path:
-        reason = "Open MPI is not installed: apt-get install openmpi-bin"
-        if os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
-
-
 def test_submitit(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
     words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
     done = slurm.run(sys.executable, "launch.py", *words, *KEYS, cwd=repo, env=jobs.PYTHON, timeout=150)
@@ -99,7 +88,7 @@ def test_two_ranks_of_one_machine(command: str, wanted: str, tmp_path: Path) -> 
         argv = [accelerate(), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
         argv += ["--dynamo_backend=no", *MODULE]
     else:
-        argv = [mpirun(), "--oversubscribe", "-np", "2", sys.executable, *MODULE]
+        argv = [jobs.mpirun(), "--oversubscribe", "-np", "2", sys.executable, *MODULE]
         environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     ended = helpers.run([*argv, run_dir], environ=helpers.clean_environment(**environ))
     assert ended.status == 0, ended.out
@@ -129,7 +118,7 @@ def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_
 
 def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
     script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n" \
-             f"export MASTER_ADDR=$(hostname)\nexec {mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip
+             f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip
     (tmp_path / "job.sh").write_text(script)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     job = jobs.sbatch(slurm, repo, tmp_path / "log", str(tmp_path / "job.sh"), env=as_root)

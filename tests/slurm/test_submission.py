@@ -93,6 +93,7 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     assert said(log)[-1] == f"mnist: done; run directory {run_dir}"
 
 
+@pytest.mark.long
 def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ["nodes=2", "gpus_per_node=2", "cpus_per_rank=3", *MINI, "epochs=1", "wait=true"]
     argv = ["salloc", "-N1", "-n1", "--no-shell", "-J", "outer"]
@@ -138,6 +139,7 @@ def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo
     assert (repo / "runs/submitit").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.long
 def test_two_steps_side_by_side_in_an_allocation(slurm: Cluster, repo: Path) -> None:
     recipe = f"python -m recipes.mnist {' '.join(MINI)} max_steps=3"
     command = f"""
@@ -158,6 +160,7 @@ def test_two_steps_side_by_side_in_an_allocation(slurm: Cluster, repo: Path) -> 
         assert len(list((run_dir / "logs").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_srun_outside_of_an_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     argv = ["srun", "-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "python", "-m", "recipes.mnist", *MINI]
     done = slurm.run(*argv, "max_steps=3", f"run_dir={tmp_path}/run", cwd=repo, env=PYTHON, timeout=90)
@@ -167,6 +170,7 @@ def test_srun_outside_of_an_allocation(slurm: Cluster, repo: Path, tmp_path: Pat
     assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (2, 1, 3)
 
 
+@pytest.mark.long
 def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     options = ["--array=0-1", f"--output={tmp_path}/%A_%a.out", "--cpus-per-task=1"]
     job = slurm.submit(*options, "sbatch/mnist_1x1.sh", *MINI, "max_steps=2", cwd=repo, env=PYTHON)
@@ -311,8 +315,8 @@ KEYS_OF = {
 
 @pytest.mark.parametrize(
     "script",
-    [  # of each recipe the one of two nodes in every run of the tests
-        path.name if "_2x" in path.name else pytest.param(path.name, marks=pytest.mark.long)
+    [
+        path.name if path.name == "imagenet_2x8.sh" else pytest.param(path.name, marks=pytest.mark.long)
         for path in sorted((ROOT / "sbatch").glob("*.sh"))
     ],
 )
@@ -356,6 +360,7 @@ def test_a_ready_script_submitted_from_another_folder(slurm: Cluster, repo: Path
 # --- runs that are stopped -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     slurm: Cluster, repo: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
 
@@ -21,10 +21,7 @@ UNEVEN = {"node1": 8, "node2": 2}
 
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
-    if reason := missing():
-        if os.environ.get("RECIPES_REQUIRE_SLURM") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    helpers.need(missing())
     with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()))) as cluster:
         yield cluster
 

@@ -41,6 +41,7 @@ def test_as_json(tmp_path: Path) -> None:
     assert found["exclude"] == found["hosts"]
 
 
+@pytest.mark.long
 def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.doctor"]
     ended = helpers.run([*argv, "device=cpu", f"run_dir={tmp_path}"])

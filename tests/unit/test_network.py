@@ -19,6 +19,7 @@ import pytest
 from recipes.core import network
 from recipes.core.network import Choice, NetworkError, Route, choose, route_to, settings
 from recipes.core.ranks import RankInfo
+from tests import helpers
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,8 +114,7 @@ def make_pair(cleanup: ExitStack, files: Path, addresses: tuple[str, str]) -> tu
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    if reason := missing():
-        pytest.skip(reason)
+    helpers.need(missing())
     with ExitStack() as cleanup:
         nodes = make_pair(cleanup, tmp_path_factory.mktemp("pair"), ("10.77.0.1/24", "10.77.0.2/24"))
         ip("-n", nodes[0].namespace, "route", "add", "prohibit", "10.77.0.99")
@@ -123,8 +123,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
 
 @pytest.fixture(scope="module")
 def pair6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    if reason := missing():
-        pytest.skip(reason)
+    helpers.need(missing())
     with ExitStack() as cleanup:
         yield make_pair(cleanup, tmp_path_factory.mktemp("pair6"), ("fd77::1/64", "fd77::2/64"))
 

@@ -23,6 +23,7 @@ from recipes import prepare
 from recipes.core import packing
 from recipes.core.packing import RECORD, PackOptions
 from recipes.core.rundir import InputError, MachineError
+from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = PackOptions(size=24, samples_per_shard=4, workers=2)
@@ -634,16 +635,8 @@ def test_places_that_cannot_be(source: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a file system of its own can be mounted by root alone")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    with helpers.small_disk(tmp_path / "small", "64k") as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 from recipes.core import staging
 from recipes.core.rundir import InputError, MachineError
 from recipes.core.staging import stage
+from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS, SHARD_BYTES = 6, 300_000
@@ -249,16 +249,8 @@ def test_a_planted_link_for_a_file_is_not_written_through(packed: Path, tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or not mount:
-        pytest.skip("wants root, to mount a small disk")
-    disk = tmp_path / "small"
-    disk.mkdir()
-    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with helpers.small_disk(tmp_path / "small", "1m") as folder:
+        yield folder
 
 
 def test_too_little_room_is_said_before_anything_is_copied(packed: Path, small_disk: Path) -> None:

@@ -253,7 +253,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> None:
     reports: list[Any] = healthy(3)

@@ -98,6 +98,7 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, mon
         process.wait()
 
 
+@pytest.mark.long
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """scontrol suspend stops the watchdog with the rank, and may wake it first."""
     process = rank(tmp_path, "works", timeout_s=4)
