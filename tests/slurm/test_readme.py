@@ -41,7 +41,9 @@ def test_every_command_is_in_the_table(record_property: Callable[[str, object], 
     for line in TABLE:
         shlex.split(readme.typed(line))
     only = [line for line, how in TABLE.items() if how.only]
+    stood_in = [line for line in TABLE if readme.STAND_INS in readme.typed(line)]
     record_property("command lines of README and headers", f"{len(found)}, of which only checked: {', '.join(only)}")
+    record_property("of which run with a stand-in for Apptainer, pyxis or Docker", len(stood_in))
 
 
 def test_commands_are_found_as_a_shell_reads_them() -> None:
