@@ -6,9 +6,7 @@
 ``python launch.py --help`` lists the keys. Exit status: 0 done or submitted; 2 a wrong key; 3 this machine, or Slurm, cannot run it.
 """
 
-from __future__ import annotations
-
-import dataclasses
+import importlib.util
 import os
 import re
 import shlex
@@ -23,11 +21,12 @@ if TYPE_CHECKING:
     from recipes.core.local import Layout
     from recipes.core.slurm import Job
 
+# This file is read by Python 3.6 too, the oldest that login nodes have, up to where it goes on in another.
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 
-def main(argv: list[str]) -> int:
+def main(argv: "list[str]") -> int:
     _use_project_python(argv)
     from recipes.core import config, rundir
 
@@ -37,16 +36,17 @@ def main(argv: list[str]) -> int:
     checked = argv[:1] == ["check"]
     try:
         settings = config.parse(argv[1:] if checked else argv)
-        if spawn := getattr(settings.config, "spawn", 0):
+        spawn, home = getattr(settings.config, "spawn", 0), rundir.home(ROOT)
+        if spawn:
             mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
             raise config.ConfigError(
                 f"spawn={spawn}: is for plain python, and launch.py starts the ranks itself: {mend}"
             )
-        if (home := rundir.home(ROOT)) != ROOT:
+        if home != ROOT:
             raise config.ConfigError(f"{ROOT} is the copy of the code that a job runs: type it in {home}")
         os.umask(int(settings.run.umask, 8))
-        if data := os.environ.get("RECIPES_DATA"):
-            os.environ["RECIPES_DATA"] = os.path.abspath(_here() / data)  # the ranks start in the repository
+        if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
+            os.environ["RECIPES_DATA"] = os.path.abspath(_here() / os.environ["RECIPES_DATA"])
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
         return check(settings) if checked else run(settings)
     except config.ConfigError as error:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
             print("nothing was submitted", flush=True)
 
 
-def check(settings: Settings) -> int:
+def check(settings: "Settings") -> int:
     """check: what can be known without submitting, a line each. Gives 0, or the exit status of the first that is wrong."""
     from recipes.core import config, rehearsal, rundir, slurm, snapshot
 
@@ -93,7 +93,7 @@ def check(settings: Settings) -> int:
         return 130
 
 
-def _ask(job: Job, settings: Settings) -> str:
+def _ask(job: "Job", settings: "Settings") -> str:
     """Slurm's word on a job that would be submitted, or printed. Raises MachineError where it could not be submitted."""
     from recipes.core import config, rehearsal, rundir, submit
 
@@ -108,13 +108,13 @@ def _ask(job: Job, settings: Settings) -> str:
     return expected
 
 
-def _said_of(layout: Layout) -> str:
+def _said_of(layout: "Layout") -> str:
     """The ranks of launcher=local, in words."""
     mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
     return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
 
 
-def _ranks_here(settings: Settings) -> int:
+def _ranks_here(settings: "Settings") -> int:
     """The ranks of launcher=local; one where this machine cannot run them, which is said where it is asked."""
     from recipes.core.rundir import MachineError
 
@@ -124,7 +124,7 @@ def _ranks_here(settings: Settings) -> int:
         return 1
 
 
-def show(settings: Settings) -> int:
+def show(settings: "Settings") -> int:
     """launcher=print: the sbatch script on stdout; nothing is submitted."""
     from recipes.core import slurm
 
@@ -136,8 +136,10 @@ def show(settings: Settings) -> int:
     return 0
 
 
-def submit(settings: Settings) -> int:
+def submit(settings: "Settings") -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
+    import dataclasses
+
     from recipes.core import runs, slurm, snapshot, submit
 
     job = slurm.describe(settings, ROOT, _here())
@@ -146,7 +148,8 @@ def submit(settings: Settings) -> int:
         job = dataclasses.replace(job, code=snapshot.take(ROOT))
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
-    if elements := submitted.elements:
+    elements = submitted.elements
+    if elements:
         for element, words in zip(elements, job.elements, strict=True):
             print(f"{element.job_id}: {shlex.join(words)}")
         folders = shlex.join(str(element.run_dir) for element in elements)
@@ -168,13 +171,16 @@ def submit(settings: Settings) -> int:
         return 130
 
 
-def run_here(settings: Settings) -> int:
+def run_here(settings: "Settings") -> int:
     """launcher=local: one process a rank on this machine, or this machine's share of gpus=8,2."""
     from recipes.core import config, local, rundir
 
     layout = local_layout(settings)
-    if image := settings.job.container:
-        print(f"launch.py: container={image}: launcher=local runs in this Python, not in the image", file=sys.stderr)
+    if settings.job.container:
+        print(
+            f"launch.py: container={settings.job.container}: launcher=local runs in this Python, not in the image",
+            file=sys.stderr,
+        )
     recipe_class, _ = config.recipe_conf(settings.recipe)
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), _here())
     run_dir = None
@@ -186,7 +192,7 @@ def run_here(settings: Settings) -> int:
     return local.run(command, layout, run_dir, ROOT, environ)
 
 
-def local_layout(settings: Settings) -> Layout:
+def local_layout(settings: "Settings") -> "Layout":
     """Ranks of each machine, from the keys and the GPUs that are here. Raises ConfigError or MachineError."""
     from recipes.core import config, local, slurm
     from recipes.core.rundir import MachineError
@@ -219,7 +225,8 @@ def local_layout(settings: Settings) -> Layout:
         ranks = (seen,)
     if not on_cpu and (job.gpus or job.gpus_per_node or seen) and ranks[job.node_rank] > seen:
         raise MachineError(
-            f"{ranks[job.node_rank]} ranks want a GPU each and {seen} are visible on {os.uname().nodename}; give device=cpu, or fewer"
+            f"{ranks[job.node_rank]} ranks want a GPU each and {seen} are visible on {os.uname().nodename}; give device=cpu, or fewer,"
+            " or name those that are there in CUDA_VISIBLE_DEVICES"
         )
     host, _, port = job.master.rpartition(":")
     if job.master and not 1 <= int(port) <= 65535:
@@ -237,24 +244,35 @@ def _here() -> Path:
         raise MachineError("the folder that you are in is not there any more: cd to one that is") from None
 
 
-def _run_dir(settings: Settings) -> str:
+def _run_dir(settings: "Settings") -> str:
     """The run directory that was typed, resolved and absolute; empty for the default."""
     from recipes.core import config
 
     return config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), _here())["run_dir"]
 
 
-def _use_project_python(argv: list[str]) -> None:
+def _use_project_python(argv: "list[str]") -> None:
     """Goes on in the Python of the profile's environment, or of .venv, where that is there and no environment is active."""
     words = dict(word.partition("=")[::2] for word in argv)
     cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
     profile, python = ROOT / "env" / "clusters" / f"{cluster}.yaml", ROOT / ".venv" / "bin" / "python"
     text = profile.read_text(errors="replace") if re.fullmatch("[A-Za-z0-9_-]+", cluster) and profile.is_file() else ""
-    if named := re.search(r"^environment: *([^\s#]+)", text, re.MULTILINE):
+    named = re.search(r"^environment: *([^\s#]+)", text, re.MULTILINE)
+    if named:
         python = Path(named[1]) / "bin" / "python"
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or sys.prefix != sys.base_prefix
-    if not active and python.exists():
-        os.execv(python, [str(python), str(ROOT / "launch.py"), *argv])
+    here = os.path.realpath(sys.prefix) == os.path.realpath(str(python.parents[1]))
+    # An image has all that is wanted, and may not be able to run what is outside.
+    enough = not named and all(importlib.util.find_spec(name) for name in ("omegaconf", "submitit", "torch"))
+    if not active and not here and not enough and python.exists():
+        os.execv(str(python), [str(python), str(ROOT / "launch.py"), *argv])
+    if sys.version_info < (3, 10):  # noqa: UP036
+        version = ".".join(map(str, sys.version_info[:2]))
+        print(
+            f"launch.py: wants Python 3.10 or later, this is {version}: activate your environment, or type make install",
+            file=sys.stderr,
+        )
+        sys.exit(3)
 
 
 if __name__ == "__main__":

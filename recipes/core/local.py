@@ -35,12 +35,14 @@ class Layout:
     master_port: int = 0
 
 
-def visible_gpus(environ: Mapping[str, str], proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """NVIDIA GPUs that a process here may use, found without torch: those of CUDA_VISIBLE_DEVICES, else those of the driver."""
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """GPUs that a process here may use, found without torch: those of CUDA_VISIBLE_DEVICES, else those of NVIDIA's or AMD's driver."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return listed_gpus(listed)
-    return len(list(proc.iterdir())) if proc.is_dir() else 0
+    nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
+    return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
 
 
 def listed_gpus(listed: str) -> int:

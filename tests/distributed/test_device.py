@@ -484,6 +484,19 @@ def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert local.listed_gpus(listed) == count
 
 
+def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
+    assert local.visible_gpus({}, tmp_path) == 0
+    for number, found in enumerate(("0", "0", "4321", "4322")):  # two sockets and two GPUs of AMD's
+        node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{found}\n")
+    assert local.visible_gpus({}, tmp_path) == 2
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
+    assert local.visible_gpus({}, tmp_path) == 3
+    assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
+
+
 def test_torchs_flight_records_are_kept_with_the_logs_unless_somebody_wants_them_elsewhere(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     session.keep_flight_records(environ, tmp_path)
