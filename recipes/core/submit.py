@@ -9,18 +9,30 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from recipes.core import rundir, slurm
 from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
 
-KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
+# What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
+KEPT = {
+    "SLURM_CONF": "",
+    "SLURM_CLUSTERS": "clusters",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+    "SBATCH_MEM_PER_NODE": "mem",
+    **{
+        f"SBATCH_{name.upper()}": name
+        for name in ("account", "clusters", "constraint", "partition", "qos", "reservation")
+    },
+}
 LEFT = re.compile(
-    r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK"
+    r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
     r"|RECIPES_(BATCH|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT)"
 )
 ENDED = (
@@ -48,9 +60,13 @@ class Submitted:
     elements: tuple["Submitted", ...] = ()
 
 
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what an outer allocation, or a launcher in it, left there, but with what sites prescribe."""
-    return {name: value for name, value in environ.items() if name in KEPT or not LEFT.fullmatch(name)}
+def clean_environment(environ: Mapping[str, str], said: Container[str] = ()) -> dict[str, str]:
+    """``environ`` without what an outer allocation, or a launcher in it, left there, but with what users and sites prescribe.
+
+    said: options of sbatch that the job says itself.
+    """
+    kept = {name for name, option in KEPT.items() if option not in said}
+    return {name: value for name, value in environ.items() if name in kept or not LEFT.fullmatch(name)}
 
 
 @contextlib.contextmanager
@@ -75,7 +91,8 @@ def ask_controller(job: Job) -> str:
     try:
         asked = subprocess.run(
             ["sbatch", "--test-only"],
-            input=slurm.script(job), env=clean_environment(os.environ), cwd=job.root, capture_output=True, text=True, timeout=120,
+            input=slurm.script(job), env=clean_environment(os.environ, slurm.directives(job)), cwd=job.root, capture_output=True,
+            text=True, timeout=120,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise MachineError(
@@ -108,13 +125,17 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     commands = [
         [*inside, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]
     ]
-    own = (
-        inside[0] if job.container and job.container.runtime == "pyxis" else python
-    )  # pyxis has submitit's process inside too
-    with _environment(clean_environment(os.environ)), rundir.umask(0o077):
-        executor = submitit.SlurmExecutor(folder=folder, python=shlex.quote(own))
-        if job.ranks:
-            executor._num_tasks = lambda: job.ranks  # type: ignore[method-assign]  # it would count nodes, of which Slurm finds the number
+    # pyxis has submitit's process inside too
+    own = inside if job.container and job.container.runtime == "pyxis" else [python]
+    said = slurm.directives(job)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(clean_environment(os.environ, said)))
+        stack.enter_context(rundir.umask(0o077))
+        if (
+            job.ranks
+        ):  # it would count nodes, of which Slurm finds the number; of an array it makes an executor of its own
+            stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
+        executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
             if job.elements:

@@ -49,6 +49,22 @@ def test_six_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
     assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in told]
 
 
+def test_over_whichever_nodes_have_the_gpus(slurm: Cluster, repo: Path) -> None:
+    done = slurm.run(
+        sys.executable,
+        "launch.py",
+        *KEYS,
+        "gpus=2",
+        "sweep.seed=1,2",
+        "wait=true",
+        cwd=repo,
+        env=jobs.PYTHON,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()[-2:]] == ["done", "done"]
+
+
 def test_a_script_of_print_in_a_folder_of_ones_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)
