@@ -29,6 +29,13 @@ had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
 unset RECIPES_CODE
+load() {
+    type module >/dev/null 2>&1 || . /etc/profile # not there where the login shell is none of sh's kin
+    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
+    for module; do
+        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
+    done
+}
 words=()
 for word in "$@"; do
     case $word in
@@ -42,16 +49,15 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     profile=env/clusters/$RECIPES_CLUSTER.yaml
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
     while read -r module || [ -n "$module" ]; do # the last line may lack its end
-        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
+        load "$module"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
-if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-    python=python
-elif [ -n "${environment:-}" ]; then
-    python=$environment/bin/python
-    [ -x "$python" ] || stop "cluster=$RECIPES_CLUSTER: environment: there is no $python on $(hostname)" 3
-    export PATH="$environment/bin:$PATH"
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [ -n "${active:-${environment:-}}" ]; then
+    python=${active:-$environment}/bin/python
+    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    export PATH="${python%/*}:$PATH" # ahead of what modules have put there
 elif [ -x "$repository/.venv/bin/python" ]; then
     python=$repository/.venv/bin/python
 else

@@ -78,7 +78,7 @@ def _enter(
 
 def _code(environ: Mapping[str, str]) -> Path:
     """The copy of the code that this job runs, found again by its link when the job is: this one, or one of the repository as it is."""
-    if rundir.stamp(config.ROOT):
+    if rundir.stamp(config.ROOT) or environ.get("RECIPES_SNAPSHOT") == "false":
         return config.ROOT
     try:
         code = snapshot.take(config.ROOT)
@@ -138,7 +138,8 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     found = rundir.read_json(run_dir / "doctor" / "doctor.json")
     if found and found["healthy"]:
         return rundir.EXIT_DONE
-    left = int(environ.get("RECIPES_RESUBMITS") or resubmits)
+    told = environ.get("RECIPES_RESUBMITS", "")
+    left = int(told) if told.isdecimal() else resubmits
     if not found:
         what = "the doctor gave no verdict, so nothing was trained: the lines above say why"
     elif not found["exclude"]:

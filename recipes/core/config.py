@@ -168,6 +168,9 @@ class JobKeys:
         None, "GPUs, and so ranks, of each node; default: the cluster profile's, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
     )  # fmt: skip
+    gpu_type: str = key(
+        "", "the kind of GPU, where Slurm wants it said: a100", pattern=NAME, form=NAME_FORM, sbatch="--gpus-per-node=TYPE:NUMBER",
+    )  # fmt: skip
     ranks_per_node: int | None = key(
         None, "ranks of each node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
@@ -267,6 +270,7 @@ class JobKeys:
 # Options of sbatch that extra= may not have, and why, beside those that a key of JobKeys is for.
 OUR_OPTIONS = {
     "array": "sweep.KEY=A,B makes an array",
+    "cpus-per-gpu": "give cpus_per_rank=",
     "chdir": "a job runs in the repository, and takes paths from where they were typed",
     "clusters": "log in to that cluster",
     "export": "what the ranks get is the launcher's to say",
@@ -294,6 +298,8 @@ def extra_options(text: str) -> dict[str, str]:
         # sbatch takes the beginning of an option's name for it.
         if whole := next((known for known in ours if known.startswith(name)), ""):
             raise ConfigError(f"{given}: --{name} is not for extra=: {ours[whole]}")
+        if name == "gres" and "gpu" in value:
+            raise ConfigError(f"{given}: GPUs are not for extra=: give gpus_per_node=, and gpu_type= beside it")
         if name in found:
             raise ConfigError(f"{given}: --{name} stands there twice")
         found[name] = value
@@ -608,6 +614,7 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         "extra",
         *IN_IMAGE,
         "gpus_per_node",
+        "gpu_type",
         "cpus_per_rank",
         "time",
         "network",

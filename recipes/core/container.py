@@ -14,6 +14,7 @@ from pathlib import Path
 
 RUNTIMES = ("apptainer", "singularity", "pyxis")
 PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
+WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME")  # modules of the outside set them, for another Python
 # Beginnings of names of variables that count inside whatever the image says.
 HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
 
@@ -76,9 +77,10 @@ def step(
             f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
             f"--container-workdir={code}",
             f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(HANDED))}))}",
-        ], [PYTHON]
+        ], [*WITHOUT_MODULES, PYTHON]
     binds = [word for mount in mounts for word in ("--bind", mount)]
     return [], [
+        *WITHOUT_MODULES,
         container.runtime,
         "exec",
         *(["--nv"] if gpus else []),

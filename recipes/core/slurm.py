@@ -28,8 +28,9 @@ class Job:
     is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
     whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
     elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
-    it runs, None for the repository itself. environment: the folder of the Python environment, where none is active. image, runtime, mounts: of the container that the ranks run in; variables: what the env
-    files set, which its inside is to have; bound: the folders that it is to have.
+    it runs, None for the repository itself. environment: the folder of the Python environment, where none is active. image, runtime,
+    mounts: of the container that the ranks run in; variables: what the env files set, which its inside is to have; bound: the folders
+    that it is to have. gpu_type: of the GPUs, in Slurm's words. snapshot: whether a script makes a copy of the code when it starts.
     """
 
     recipe: str
@@ -55,6 +56,8 @@ class Job:
     environment: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     bound: tuple[str, ...] = ()
+    gpu_type: str = ""
+    snapshot: bool = True
 
     @property
     def container(self) -> container.Container | None:
@@ -107,6 +110,11 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
+    bound = (
+        sorted({folder for run in elements or [{}] for folder in container_folders(settings, {**words, **run}, root)})
+        if job.container
+        else []
+    )
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
@@ -134,7 +142,9 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
         variables=tuple(config.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
-        bound=tuple(container_folders(settings, words, root)) if job.container else (),
+        bound=tuple(bound),
+        gpu_type=job.gpu_type,
+        snapshot=job.snapshot,
     )
 
 
@@ -165,11 +175,12 @@ def container_folders(settings: Settings, words: Mapping[str, str], root: Path) 
 def directives(job: Job) -> dict[str, str]:
     """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
     size = {"nodes": str(job.nodes)} if job.nodes else {}
+    kind = f"{job.gpu_type}:" if job.gpu_type else ""
     if job.ranks:
-        size |= {"ntasks": str(job.ranks)} | ({"gpus-per-task": "1"} if job.gpus_per_node else {})
+        size |= {"ntasks": str(job.ranks)} | ({"gpus-per-task": f"{kind}1"} if job.gpus_per_node else {})
     else:
         size["ntasks-per-node"] = str(job.ranks_per_node)
-        size |= {"gpus-per-node": str(job.gpus_per_node)} if job.gpus_per_node else {}
+        size |= {"gpus-per-node": f"{kind}{job.gpus_per_node}"} if job.gpus_per_node else {}
     return {
         "job-name": job.name,
         **size,
@@ -231,7 +242,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines += [f"environment={shlex.quote(job.environment)}"]
     lines += _CODE.splitlines()
     if job.root is None:
-        lines += _CLUSTER.splitlines()
+        lines += (_MODULES + _CLUSTER).splitlines()
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [
@@ -268,7 +279,20 @@ def _setup(job: Job) -> list[str]:
     if job.root is not None:  # also where there is none: the profile may have one
         names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
         lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
-    return lines + [f"module load {shlex.quote(module)} || exit" for module in job.modules]
+    if not job.snapshot:
+        lines += ["export RECIPES_SNAPSHOT=false # this job runs the repository as it is"]
+    return lines + ([*_MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
+
+
+_MODULES = """\
+load() {
+    type module >/dev/null 2>&1 || . /etc/profile # not there where the login shell is none of sh's kin
+    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
+    for module; do
+        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
+    done
+}
+"""
 
 
 # A job that is queued again, or submitted again without bad nodes, has its copy of the code (batch.begin makes it).
@@ -295,19 +319,18 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     profile=env/clusters/$RECIPES_CLUSTER.yaml
     [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
     while read -r module || [ -n "$module" ]; do # the last line may lack its end
-        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed"
+        load "$module"
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
 """
 
 _PYTHON = """\
-if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-    python=python
-elif [ -n "${environment:-}" ]; then
-    python=$environment/bin/python
-    [ -x "$python" ] || stop "cluster=$RECIPES_CLUSTER: environment: there is no $python on $(hostname)" 3
-    export PATH="$environment/bin:$PATH"
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [ -n "${active:-${environment:-}}" ]; then
+    python=${active:-$environment}/bin/python
+    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    export PATH="${python%/*}:$PATH" # ahead of what modules have put there
 elif [ -x "$repository/.venv/bin/python" ]; then
     python=$repository/.venv/bin/python
 else
@@ -327,8 +350,6 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         "time": int(options.pop("time")),
         "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
     }
-    if "gpus-per-node" in options:
-        native["gpus_per_node"] = int(options.pop("gpus-per-node"))
     for name in ("partition", "qos", "constraint", "exclude", "account"):
         if name in options:
             native[name] = options.pop(name)

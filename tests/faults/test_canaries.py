@@ -88,7 +88,7 @@ class Trap:
         module = '() { echo "$*" >> "$NOTES/modules"; case "$*" in *evil*) touch "$CANARY" ;; esac; }'
         return {
             "PATH": f"{self.bin}:/usr/bin:/bin", "NOTES": str(self.notes), "CANARY": str(self.canary),
-            "VIRTUAL_ENV": "/env", "HOME": str(self.work),
+            "VIRTUAL_ENV": str(self.folder), "HOME": str(self.work),
             "LC_ALL": "C.UTF-8", "SLURM_JOB_ID": "7", "BASH_FUNC_module%%": module,
         }  # fmt: skip
 

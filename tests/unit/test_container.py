@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import batch, config, container
+from recipes.core import batch, config, container, slurm
 from recipes.core.config import ConfigError
 from tests.helpers import ROOT
 
@@ -57,6 +57,19 @@ def test_what_is_set_here_wins_over_the_image(runtime: str) -> None:
     assert inside == {
         "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "OMP_X": 'a "b" $c', "PYTHONNOUSERSITE": "1",
     }  # fmt: skip
+
+
+def test_each_run_of_a_sweep_has_its_folders(tmp_path: Path) -> None:
+    for name in ("a", "b", "out", "image.sif"):
+        (tmp_path / name).mkdir()
+    words = [
+        "recipe=toy",
+        f"container={tmp_path}/image.sif",
+        f"run_dir={tmp_path}/out/s",
+        f"sweep.resume={tmp_path}/a,{tmp_path}/b",
+    ]
+    bound = slurm.describe(config.parse(words, environ={}), ROOT, ROOT).bound
+    assert {f"{tmp_path}/{name}" for name in ("a", "b", "out")} <= set(bound)
 
 
 def test_gpus_are_shown_where_there_are_any() -> None:
