@@ -108,7 +108,12 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
+    wants_tmpdir = "TMPDIR" in getattr(settings.config, "stage_dir", "") and not os.environ.get("TMPDIR")
     own_folder = _own_folder(os.environ, speaks=info.local_rank == 0)
+    if own_folder and wants_tmpdir:  # it is this run's own now, which ends with it
+        line = f"{host}: stage_dir={settings.config.stage_dir}: TMPDIR is not set in this job: give a folder of the nodes' own disks"
+        note_refusal(settings, rundir.EXIT_CONFIG, line)
+        _refuse(recipe, line, rundir.EXIT_CONFIG, speaks=info.local_rank == 0)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
     return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=rehearsal.asked(os.environ))

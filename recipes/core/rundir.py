@@ -112,7 +112,10 @@ def private_folder(root: Path, name: str) -> Path:
 
     Raises MachineError where it belongs to, or can be written by, somebody else.
     """
-    folder = root / "runs" / name
+    runs = root / "runs"
+    if runs.is_symlink() and not runs.exists():
+        raise MachineError(f"{runs}: is a link to {os.path.realpath(runs)}, which is not there: make that folder")
+    folder = runs / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -176,6 +176,19 @@ def test_names_of_interfaces_that_are_set_need_no_route(
     assert entry.begin("mnist", ["device=cpu"]).interface is None
 
 
+def test_a_folder_that_ends_with_the_run_is_no_place_for_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    for name, value in {**STEP, "NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("imagenet", ["device=cpu", "run_dir=/proc/none", "stage_dir=$TMPDIR/x"])
+    assert ended.value.code == 2
+    assert "stage_dir=$TMPDIR/x: TMPDIR is not set in this job: give a folder" in capsys.readouterr().err
+    Path(os.environ["TMPDIR"]).rmdir()
+
+
 def test_one_machine_with_a_master_of_its_own_listens_on_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

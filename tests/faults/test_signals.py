@@ -38,9 +38,9 @@ def go(marks: Path) -> None:
     (marks / "go").touch()
 
 
-def noted(run_dir: Path, name: str) -> Callable[[], bool]:
+def noted(run_dir: Path, name: str, ends: str = "saves at the next step") -> Callable[[], bool]:
     """Whether rank 0 has said that it has got a signal; on each node the first rank speaks."""
-    return lambda: f"rank 0 on {HOST}: {name}: saves at the next step" in conftest.log(run_dir, 0)
+    return lambda: f"rank 0 on {HOST}: {name}: {ends}" in conftest.log(run_dir, 0)
 
 
 def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "SIGTERM") -> int:
@@ -136,7 +136,8 @@ def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path
     conftest.wait_for_file(marks / "reached.0")
     told.terminate()
     folder = run_dir / rundir.EVALUATION if of == "evaluate=true" else run_dir
-    helpers.wait_until(noted(folder, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    ends = "stops" if of == "evaluate=true" else "saves at the next step"
+    helpers.wait_until(noted(folder, "SIGTERM", ends), AT_ONCE_S + 5, "the signal's line")
     go(marks)
     ended = helpers.finish(told)
     assert ended.status == 75, ended.out
@@ -174,7 +175,7 @@ def test_an_evaluation_in_a_folder_of_its_own_is_done_again_there(start: Start, 
     told = start(run_dir, *words, ranks=0, FAULT="wait", FAULT_AT="evaluate", FAULT_RANK="0", FAULT_DIR=str(marks))
     conftest.wait_for_file(marks / "reached.0")
     told.terminate()
-    helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
+    helpers.wait_until(noted(run_dir, "SIGTERM", "stops"), AT_ONCE_S + 5, "the signal's line")
     go(marks)
     assert helpers.finish(told).status == 75
     again = helpers.finish(start(run_dir, *words, ranks=0))
