@@ -375,11 +375,6 @@ def is_peer_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def is_timeout(error: BaseException) -> bool:
-    """Whether a peer error is that of a wait in vain: the other rank may live."""
-    return any(sign in str(error).lower() for sign in ("timed out", "timeout"))
-
-
 def peer_words(error: BaseException) -> str:
     """What a peer error says, without gloo's source path and advice."""
     return re.sub(r"^\w+: \[\S+\] ", "", rundir.one_line(error)).partition(". This is typically")[0]

@@ -282,9 +282,10 @@ def record_failure(
     error: str,
     exit_status: int = EXIT_CRASH,
     behind: Mapping[str, Any] | None = None,
+    moment: float | None = None,
 ) -> None:
     """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank. behind: the rank that did not come,
-    with its host and how far it was (``at``), as this one sees it."""
+    with its host and how far it was (``at``), as this one sees it. moment: when it failed, as time.time(); None: now."""
     content = {
         "rank": rank,
         "host": host,
@@ -292,7 +293,7 @@ def record_failure(
         "error": error,
         "exit_status": exit_status,
         "behind": behind,
-        "time": time.time(),
+        "time": moment or time.time(),
     }
     write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
 
@@ -307,9 +308,14 @@ def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
     return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
 
 
+def is_timeout(words: str) -> bool:
+    """Whether a peer error's words are those of a wait in vain: the other rank may live."""
+    return any(sign in words.lower() for sign in ("timed out", "timeout"))
+
+
 def waited_in_vain(record: Mapping[str, Any]) -> bool:
     """Whether a rank's record says that another one did not come in time."""
-    return record["kind"] == "peer" and "timed out" in record["error"].lower()
+    return record["kind"] == "peer" and is_timeout(record["error"])
 
 
 def verdict(run_dir: Path, number: int | None = None) -> tuple[str, dict[str, Any] | None]:

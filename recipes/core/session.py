@@ -547,7 +547,7 @@ def _stopped_early(run: Run, reason: str) -> int:
 
 def _fail(run: Run, error: BaseException) -> int:
     """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
-    world, recipe, step = run.world, run.settings.recipe, run.step
+    world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -565,23 +565,24 @@ def _fail(run: Run, error: BaseException) -> int:
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
         print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
-        if dist.is_timeout(error):
-            # At once, since the others lose their connections to this rank now, and would call it silent.
-            _record(run, kind, line, code)
-            behind = world.behind()
-        else:
-            world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
+    # At once, since the others lose their connections to this rank now, and would call it silent.
+    recorded = _record(run, kind, line, code, moment)
+    if kind == "peer" and rundir.is_timeout(line):
+        behind = world.behind()
+    elif kind == "peer":
+        world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
         with contextlib.suppress(MachineError):
             run.saver.wait(LAST_SAVE_S)
-    _record(run, kind, line, code, behind)
+    if behind or not recorded:
+        _record(run, kind, line, code, moment, behind)
     if code != rundir.EXIT_CRASH:
         if world.rank == 0 or not _rank0_says(run, line):
             print(f"{recipe}: {line}", file=sys.stderr)
     elif kind == "peer":
         if not behind:
             _await_peers_words(run)
-    elif not isinstance(error, RunError) and not _known_words(error):
+    elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         reason, first = rundir.verdict(run.dir, run.attempt)
@@ -594,7 +595,11 @@ def _fail(run: Run, error: BaseException) -> int:
         speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
-            if kind == "peer" and world.ranks.num_nodes > 1 and re.search("[Tt]imed out|waited in vain", reason):
+            if (
+                kind == "peer"
+                and world.ranks.num_nodes > 1
+                and re.search("[Tt]imed out|timeout|waited in vain", reason)
+            ):
                 print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
     return code
 
@@ -607,13 +612,16 @@ def _await_peers_words(run: Run) -> None:
         time.sleep(ASKING_S - PEERS_TELL_S)
 
 
-def _record(run: Run, kind: str, line: str, code: int, behind: Mapping[str, Any] | None = None) -> None:
-    """Leaves this rank's record, as far as there is room for it."""
-    with contextlib.suppress(OSError):
+def _record(run: Run, kind: str, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
+    """Leaves this rank's record; False where there is no room for it."""
+    try:
         rundir.record_failure(
             run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
-            behind=behind,
+            behind=behind, moment=moment,
         )  # fmt: skip
+    except OSError:
+        return False
+    return True
 
 
 def _known_words(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The run directory: where it is, files that are whole or not there, and the story that its records tell."""
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable
@@ -24,10 +23,7 @@ def opened(run_dir: Path, hosts: list[str] = HOSTS, launch: str = LAUNCH) -> int
 
 def fail(run_dir: Path, rank: int, kind: str, *, error: str = "ValueError: x", at: float | None = None) -> None:
     """Leaves a record of attempt 0, at a time of the caller's choice."""
-    rundir.record_failure(run_dir, attempt=0, rank=rank, host=HOSTS[rank], kind=kind, error=error)
-    path = run_dir / "failures" / f"attempt-0-rank-{rank}.json"
-    if at is not None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), "time": at}))
+    rundir.record_failure(run_dir, attempt=0, rank=rank, host=HOSTS[rank], kind=kind, error=error, moment=at)
 
 
 def begun(run_dir: Path, state: str = "running", step: int = 7) -> int:
