@@ -248,7 +248,7 @@ def _is_stopped(rank: Rank) -> bool:
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
     """To every rank that lives; SIGKILL to its whole session, loader processes included."""
     for rank in ranks:
-        if rank.poll() is None:
+        if not _ended(rank):
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
 

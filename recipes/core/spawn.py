@@ -59,17 +59,15 @@ class _Process:
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid = int(process.pid)
-
-    @property
-    def returncode(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
+        self.returncode: int | None = None  # as of the last poll: whoever asks multiprocessing has the process reaped
 
     def poll(self) -> int | None:
+        self.returncode = self._process.exitcode
         return self.returncode
 
     def wait(self) -> None:
         self._process.join()
+        self.poll()
 
 
 def _one(parent: int, module: str, argv: list[str], variables: dict[str, str], listener: socket.socket | None) -> None:
