@@ -34,7 +34,7 @@ def slurm() -> Iterator[Cluster]:
     One for all tests; each leaves its nodes idle behind. Skips where there can be none, if it is not required.
     """
     helpers.need(missing())
-    with running_cluster(ClusterOptions(preempt=True)) as cluster:
+    with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10)) as cluster:
         yield cluster
 
 

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import json
 import os
+import random
+import socket
 import struct
 import subprocess
 import sys
@@ -35,6 +37,15 @@ def need(missing: str | None) -> None:
         pytest.fail(missing)
     if missing:
         pytest.skip(missing)
+
+
+def free_port() -> int:
+    """A port that is free, and that no connection and no other worker of the tests is given before it is used."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in random.sample(range(20000 + 1000 * (worker % 12), 21000 + 1000 * (worker % 12)), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextlib.contextmanager

@@ -174,8 +174,7 @@ def test_a_taken_port_is_one_line(host: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_machines_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
     """Both on this machine, by two launchers: what differs is only what was typed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{port}", "max_steps=1"]
     both = [
         helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}", "lr=0.1"]),

@@ -190,8 +190,7 @@ def test_a_folder_that_ends_with_the_run_is_no_place_for_data(
 
 
 def test_one_machine_with_a_master_of_its_own_listens_on_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
         assert listener.getsockname()[:2] in (("::", port), ("0.0.0.0", port))
     with local.listen(Layout((2,))) as listener:

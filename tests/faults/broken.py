@@ -238,6 +238,8 @@ def misbehave(run: Run, where: str) -> float:
     here = name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
     if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt)) != str(run.attempt):
         return 1.0
+    if run.saver and name != "hold_save":  # or what is to be there afterwards may be lost with this rank
+        run.saver.wait()
     return float(globals()[name](run))
 
 

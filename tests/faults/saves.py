@@ -168,6 +168,7 @@ def moments(folder: Path, kills: int) -> None:
 if __name__ == "__main__":
     sys.path[0] = sys.argv[1]
     import torch
+    import torch._dynamo  # the first optimiser would import it, in each fork
 
     torch.set_num_threads(1)  # or a fork would lack the threads that it believes to have
     importlib.import_module(MODULE)

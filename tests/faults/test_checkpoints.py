@@ -165,7 +165,7 @@ def told(line: str) -> dict[str, Any]:
 
 @pytest.mark.fault(29)
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_kill_at_each_point_of_a_save_leaves_the_old_or_the_new_one(
     saves: Callable[[str], subprocess.Popen[str]], start: Start, tmp_path: Path
 ) -> None:
@@ -359,8 +359,8 @@ def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
 @pytest.mark.long
 def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
-    ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=8", **behind(tmp_path, 1, "step-*.pt", 3600)))
-    assert float((tmp_path / "reached.1").read_text()) > conftest.noticed(run_dir, 1, attempt=1) - 20
+    ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=15", **behind(tmp_path, 1, "step-*.pt", 3600)))
+    assert float((tmp_path / "reached.1").read_text()) > conftest.noticed(run_dir, 1, attempt=1) - 27
     assert ended.status == 3, ended.out
     host = socket.gethostname()
     wanted = f"{host}: does not see {run_dir}/checkpoints/step-00000010.pt, which rank 0 on {host} has chosen"
@@ -401,7 +401,8 @@ def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
     before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
     ended = helpers.finish(start(run_dir, "max_steps=20", *words, **environ))
     assert ended.status == 2, ended.out
-    [line] = [line for line in ended.lines if line.startswith("broken: ") and "checkpoint" in line]
+    # Rank 1 says it too where it has not seen in time that rank 0 does.
+    (line,) = {line for line in ended.lines if line.startswith("broken: ") and "checkpoint" in line}
     assert all(word in line for word in shown), line
     assert "Traceback" not in ended.out
     assert {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()} == before

@@ -60,8 +60,7 @@ def test_collectives_that_do_not_match_are_named_in_debug_mode(start: Start, tmp
 def plain(tmp_path: Path, fault: str) -> list[Ended]:
     """How two ranks of plain torch end that make the mistake."""
     (tmp_path / "plain.py").write_text(PLAIN)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     argv = [sys.executable, str(tmp_path / "plain.py"), fault]
     both = [helpers.start(argv, environ=helpers.clean_environment(**place, RANK=rank)) for rank in ("0", "1")]
@@ -87,8 +86,7 @@ def test_plain_torch_waits_for_its_timeout_over_other_operations(tmp_path: Path)
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_bad_master_address_is_named_in_bounded_time(start: Start, tmp_path: Path, rank: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     process = start(
         tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, MASTER_ADDR="no-such.invalid", MASTER_PORT=str(port), **place

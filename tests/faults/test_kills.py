@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -31,8 +32,9 @@ def kill(launcher: subprocess.Popen[str], victim: str) -> None:
         chosen = [launcher.pid, *pids]
     else:
         chosen = [launcher.pid] if victim == "launcher" else [pids[int(victim)]]
-    for pid in chosen:
-        os.kill(pid, signal.SIGKILL)
+    for pid in chosen:  # a rank may have died with the launcher already
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(launcher: subprocess.Popen[str], run_dir: Path, step: int) -> None:

@@ -21,7 +21,7 @@ from tests.helpers import Ended
 
 HOST = socket.gethostname()
 NOTICED_S = 5.0  # a rank that is gone, by its peers
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 WATCHED_S = 15.0  # what a watchdog waits beyond timeout_s
 ROOM_S = 12.0  # for two slow cores
 LATER = "100"  # a step some seconds from the begin: a rank says about once a second how far it is
@@ -57,6 +57,7 @@ def test_a_killed_rank_is_noticed_at_once_and_named(
 ) -> None:
     launcher = start(tmp_path, *ENDLESS)
     conftest.wait_for_step(launcher, tmp_path, 6)
+    conftest.wait_for_checkpoint(tmp_path)
     pids = helpers.children(launcher.pid)
     killed = time.time()
     os.kill(pids[rank], signal.SIGKILL)
@@ -78,6 +79,7 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(
 ) -> None:
     launcher = start(tmp_path, *ENDLESS, f"timeout_s={TIMEOUT_S:g}")
     conftest.wait_for_step(launcher, tmp_path, 6)
+    conftest.wait_for_checkpoint(tmp_path)
     pids = helpers.children(launcher.pid)
     stopped = time.time()
     os.kill(pids[rank], signal.SIGSTOP)
@@ -346,8 +348,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
 def test_a_rank_that_never_starts_is_named_at_the_timeout(
     start: Start, tmp_path: Path, rank: str, expected: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     words = ("timeout_s=3", "max_steps=1")
     process = start(tmp_path / "run", *words, ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import select
 import signal
 import socket
@@ -387,15 +386,14 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
     assert terminal.said, "nothing was read from the terminal"
     assert helpers.read(run_dir, "status")["state"] == "failed"
     assert conftest.newest(run_dir).name == "step-00000005.pt"
-    assert not re.search(r"^Traceback", terminal.said, re.MULTILINE), terminal.said
+    assert "Traceback" not in terminal.said
 
 
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
     """By hand, the other rank never started: the wait is torch's, in which no Python handler runs."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = helpers.free_port()
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]
     rank = helpers.start(argv, cwd=repo, environ=environ)

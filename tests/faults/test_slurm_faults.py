@@ -93,7 +93,7 @@ def _no_job_left(slurm: Cluster) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Cluster]:
     """A cluster that finds out within seconds that a node or its daemon is dead."""
-    options = ClusterOptions(slurmd_timeout_s=3, extra_conf="MessageTimeout=3")
+    options = ClusterOptions(slurmd_timeout_s=6, extra_conf="MessageTimeout=6")
     with running_cluster(options) as cluster:
         yield cluster
 
@@ -478,10 +478,10 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_go_on(slurm: Cluster, clone:
 
 @pytest.mark.fault(2)
 def test_a_stopped_rank_ends_the_job_within_the_timeout(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    job = submit(slurm, clone, tmp_path, "timeout_s=8")
+    job = submit(slurm, clone, tmp_path, "timeout_s=15")
     trains(job)
     os.kill(rank_pids(job)[1], signal.SIGSTOP)
-    state, _ = ended(job, 8 + 15 + END_S)
+    state, _ = ended(job, 15 + 15 + END_S)
     status = job.status()
     assert (state, status["state"]) == ("FAILED", "failed")
     assert (status["first_failing_rank"], status["first_failing_host"]) == (1, "node2"), status
@@ -532,10 +532,10 @@ def test_no_orphan_is_left_15_s_after_scancel(
 @pytest.mark.fault(12)
 def test_a_rank_that_never_comes_is_waited_for_in_bounded_time(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """Its node hangs: the process is there and does nothing."""
-    job = submit(slurm, clone, tmp_path, "timeout_s=8")
+    job = submit(slurm, clone, tmp_path, "timeout_s=15")
     pid = until(lambda: rank_pids(job).get(1), 30, "rank 1")
     os.kill(pid, signal.SIGSTOP)
-    assert ended(job, 8 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
+    assert ended(job, 15 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
     assert "rank 1 of 2 did not come in time (timeout_s)" in said(job.log)[-1]
     assert "Traceback" not in job.said()
 

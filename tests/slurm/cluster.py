@@ -23,6 +23,7 @@ import ipaddress
 import json
 import os
 import random
+import re
 import secrets
 import select
 import shlex
@@ -249,7 +250,10 @@ class Cluster:
 
     def jobs(self, job_id: str | int) -> list[dict[str, str]]:
         """What `scontrol show job` knows, one mapping a job (an array or a heterogeneous job has several)."""
-        done = self.run("scontrol", "--oneliner", "show", "job", str(job_id))
+        for _ in range(3):  # a controller on a busy machine may not answer in time
+            done = self.run("scontrol", "--oneliner", "show", "job", str(job_id))
+            if not re.search("timed out|Unable to contact", done.stderr):
+                break
         if done.returncode:
             raise ClusterError(f"job {job_id}: {done.stderr.strip()}")
         lines = [line.split() for line in done.stdout.splitlines() if line]
@@ -313,7 +317,7 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """The node dies: its network first, so that nobody there can report it, then all its processes.
 
-        Slurm takes some 30 s to find out; slurmd_timeout_s=3 with extra_conf="MessageTimeout=3" makes that 8 s.
+        Slurm takes some 30 s to find out; slurmd_timeout_s=6 with extra_conf="MessageTimeout=6" makes that less.
         """
         self.cut_network(name)
         first = self.node(name).pid

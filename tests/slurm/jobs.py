@@ -69,7 +69,7 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 20, "the job's id")
+        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 60, "the job's id")
         yield process, found[1]
     finally:
         process.kill()

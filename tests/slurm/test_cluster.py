@@ -205,13 +205,13 @@ def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_dead_node_is_found_and_its_job_requeued() -> None:
-    options = ClusterOptions(slurmd_timeout_s=3, extra_conf="MessageTimeout=3")
+    options = ClusterOptions(slurmd_timeout_s=6, extra_conf="MessageTimeout=6")
     with running_cluster(options) as cluster:
         job = cluster.submit("--nodelist=node2", "--requeue", "--output=/dev/null", "--wrap=sleep 63")
         cluster.wait_running(job)
         cluster.kill_node("node2")
         assert not cluster.processes(job_id=job)
-        assert until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", timeout_s=20)
+        assert until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", timeout_s=40)
         cluster.restart_slurmd("node2")
         cluster.run("scancel", job)
         assert cluster.run("srun", "--nodes=2", "hostname").returncode == 0
