@@ -29,7 +29,7 @@ alltests: install ## all tests, the long ones too: an hour on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
-	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: install ## ruff and mypy, and that the ready scripts are what would be made
 	$(BIN)/ruff check .
