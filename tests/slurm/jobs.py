@@ -126,7 +126,7 @@ def queue(slurm: Cluster) -> set[str]:
     return set(slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout.split())
 
 
-def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 150) -> tuple[str, str]:
+def ended(slurm: Cluster, job: str, log: Path, timeout_s: float = 280) -> tuple[str, str]:
     """(state, exit status) of a job, waited for."""
     try:
         state = slurm.wait_job(job, timeout_s)

@@ -117,7 +117,7 @@ def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo
             newest = max(jobs, key=lambda each: int(each.partition("_")[0]), default="")
             cpus = {environ["SLURM_CPUS_PER_TASK"] for _, environ in ranks(slurm, newest).values()} if newest else set()
             time.sleep(0.05)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=150)
     finally:
         process.kill()
         slurm.run("scancel", outer[1])
