@@ -47,7 +47,8 @@ def test_mpi_that_torch_has_not_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("shift", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.long
 def test_mpi_numbers_the_ranks(shift: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated, since no torch with MPI is at hand: how it is begun, and that its numbers are compared."""
     monkeypatch.setenv("SHIFT", str(int(shift)))
@@ -69,6 +70,7 @@ def test_mpi_numbers_the_ranks(shift: bool, tmp_path: Path, monkeypatch: pytest.
         assert helpers.read(tmp_path / "run", "summary")["backend"] == "mpi"
 
 
+@pytest.mark.long
 def test_gloo_trains(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ended = helpers.run([*helpers.LOCAL, "ranks_per_node=2", "backend=gloo", "max_steps=2", f"run_dir={run_dir}"])

@@ -136,13 +136,14 @@ IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_siz
 @pytest.mark.parametrize(
     ("recipe", "ranks", "words"),
     [
-        pytest.param("mnist", 2, ("dataset=digits", "max_steps=2"), marks=pytest.mark.long),
-        pytest.param("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd"), marks=pytest.mark.long),
+        ("mnist", 2, ("dataset=digits", "max_steps=2")),
+        ("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd")),
         ("toy", 3, ("max_steps=2",)),
-        pytest.param("imagenet", 1, (*SMALL, *IMAGES), marks=pytest.mark.long),
-        pytest.param("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0"), marks=pytest.mark.long),
+        ("imagenet", 1, (*SMALL, *IMAGES)),
+        ("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0")),
     ],
 )
+@pytest.mark.long
 def test_a_checkpoint_takes_what_was_said(
     recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:

@@ -225,6 +225,7 @@ def test_bad_keys_are_one_line(tmp_path: Path, word: str, expected: str) -> None
     assert expected in ended.out
 
 
+@pytest.mark.long
 def test_a_signal_ends_it_between_two_sizes(tmp_path: Path) -> None:
     command = [*helpers.LOCAL[:2], "recipe=collectives", "launcher=local", "device=cpu", "ranks_per_node=2"]
     process = helpers.start([*command, f"run_dir={tmp_path}", "mode=bench", "sizes=1K..64K:2", "seconds=1"])

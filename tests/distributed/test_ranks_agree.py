@@ -55,9 +55,10 @@ def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
         (("optimizer=sgd", "lr=0.05"), TOLERANCE),
         # AdamW's first steps go by the sign of each gradient, rounding's where there is next to none: 2e-6 on one kind of CPU, and
         # 2e-3 on another, whose kernels sum in another order for another size of batch.
-        pytest.param(("optimizer=adamw",), 1e-2, marks=pytest.mark.long),
+        (("optimizer=adamw",), 1e-2),
     ],
 )
+@pytest.mark.long
 def test_losses_agree_on_mnist(optimizer: tuple[str, ...], tolerance: float, tmp_path: Path) -> None:
     try:
         datafiles.find_mnist(helpers.DATA)

@@ -136,18 +136,13 @@ def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        pytest.param(
-            "time.sleep(3.5 if world.rank else 0)",
-            "rank 1 got no further with slow in 1 s (timeout_s)",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full", marks=pytest.mark.long
-        ),
-        pytest.param("if world.rank: raise OSError(5, 'Input/output error')", "HOST: ", marks=pytest.mark.long),
+        ("time.sleep(3.5 if world.rank else 0)", "rank 1 got no further with slow in 1 s (timeout_s)"),
+        ("if world.rank: raise MachineError('the disk is full')", "HOST: the disk is full"),
+        ("if world.rank: raise OSError(5, 'Input/output error')", "HOST: "),
         ("if not world.rank: raise InputError('no such folder')", "HOST: no such folder"),
     ],
 )
+@pytest.mark.long
 def test_all_end_where_one_cannot(tmp_path: Path, work: str, words: str) -> None:
     ended = run_ranks(
         tmp_path, f"def work(beat):\n    {work}\nworld.together('slow', work)\ntime.sleep(9)", "timeout_s=1"

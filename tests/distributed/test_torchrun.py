@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import helpers
@@ -44,6 +45,7 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path, same_run: dict[int, Path])
     assert_same_to_the_bit(tmp_path, same_run[3])
 
 
+@pytest.mark.long
 def test_one_plain_process_gives_the_same_bits(tmp_path: Path, same_run: dict[int, Path]) -> None:
     ended = helpers.run([sys.executable, "-m", "recipes.mnist", *WORDS, f"run_dir={tmp_path}"])
     assert ended.status == 0, ended.out

@@ -260,7 +260,8 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(start: Start, disk: 
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
 def test_any_file_that_does_not_fit_is_a_line(start: Start, tmp_path: Path, rank: int) -> None:
     ended = helpers.finish(start(tmp_path, "max_steps=9", FAULT="no_room", FAULT_RANK=str(rank)))
     assert ended.status == 3, ended.out

@@ -195,9 +195,8 @@ def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.fault(5)
-@pytest.mark.parametrize(
-    "rank", [pytest.param("0", marks=pytest.mark.long), "1", pytest.param("all", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("rank", ["0", "1", "all"])
+@pytest.mark.long
 def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
     found = helpers.read(tmp_path, "status")
@@ -272,6 +271,7 @@ def impatient(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault(8)
+@pytest.mark.long
 def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> None:
     """A pipe that nobody writes to, among the images: as a file on a file system that has gone."""
     folder = tmp_path / "images"

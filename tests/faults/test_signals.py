@@ -101,7 +101,8 @@ def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path:
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("where", [pytest.param("start", marks=pytest.mark.long), "evaluate"])
+@pytest.mark.parametrize("where", ["start", "evaluate"])
+@pytest.mark.long
 def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_evaluation_at_this(
     start: Start, tmp_path: Path, marks: Path, where: str
 ) -> None:
@@ -151,7 +152,8 @@ def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.long
 def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start, tmp_path: Path, told: int) -> None:
     """As rank 0 alone sees the end of the job come; an evaluation here takes 60 s."""
     launcher = start(tmp_path, *ENDLESS, "evaluate_s=60")

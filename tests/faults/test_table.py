@@ -42,6 +42,7 @@ def test_the_table_is_whole() -> None:
     assert len(set(ROWS.values())) == len(ROWS)
 
 
+@pytest.mark.long
 def test_each_test_names_what_it_shows(collected: list[tuple[str, str, list[int]]]) -> None:
     own = Path(__file__).name
     shown = [found for found in collected if found[0] != own]
@@ -49,11 +50,13 @@ def test_each_test_names_what_it_shows(collected: list[tuple[str, str, list[int]
     assert [(file, name) for file, name, rows in shown if not rows or not set(rows) <= set(ROWS)] == []
 
 
+@pytest.mark.long
 def test_each_fault_has_a_test(collected: list[tuple[str, str, list[int]]]) -> None:
     found = {row for _, _, rows in collected for row in rows}
     assert {row: title for row, title in ROWS.items() if row not in found} == {}
 
 
+@pytest.mark.long
 def test_fourteen_faults_and_more_are_shown_on_a_real_slurm(collected: list[tuple[str, str, list[int]]]) -> None:
     found = {row for file, _, rows in collected for row in rows if file.startswith("test_slurm")}
     assert len(found) >= 14, sorted(found)

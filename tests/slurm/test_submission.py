@@ -185,6 +185,7 @@ def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, rep
 # --- runs that fail --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
     job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
@@ -228,6 +229,7 @@ def test_wait_gives_the_status_of_a_failing_job(slurm: Cluster, repo: Path, tmp_
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "said", tmp_path / "run"
     with launched(slurm, repo, log, *ENDLESS, f"run_dir={run_dir}") as (process, job):
@@ -313,13 +315,8 @@ KEYS_OF = {
 }
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        path.name if path.name == "imagenet_2x8.sh" else pytest.param(path.name, marks=pytest.mark.long)
-        for path in sorted((ROOT / "sbatch").glob("*.sh"))
-    ],
-)
+@pytest.mark.parametrize("script", [path.name for path in sorted((ROOT / "sbatch").glob("*.sh"))])
+@pytest.mark.long
 def test_every_ready_script_trains(
     slurm: Cluster, repo: Path, tmp_path: Path, script: str, image_folders: Path
 ) -> None:
@@ -393,6 +390,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     assert [row["attempt"] for row in rows(run_dir)] == [0] * step + [1] * (150 - step)
 
 
+@pytest.mark.long
 def test_a_cancelled_job_is_saved_and_stays_cancelled(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")

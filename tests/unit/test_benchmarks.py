@@ -40,6 +40,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_every_figure_is_in_the_json_with_both_sides(measured: Path) -> None:
     content = json.loads((measured / "benchmarks.json").read_text())
     assert {"cores", "python", "torch"} <= content["machine"].keys()
