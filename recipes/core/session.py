@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -595,11 +594,8 @@ def _fail(run: Run, error: BaseException) -> int:
         speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
-            if (
-                kind == "peer"
-                and world.ranks.num_nodes > 1
-                and re.search("[Tt]imed out|timeout|waited in vain", reason)
-            ):
+            in_vain = rundir.is_timeout(reason) or "waited in vain" in reason
+            if kind == "peer" and world.ranks.num_nodes > 1 and in_vain:
                 print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
     return code
 

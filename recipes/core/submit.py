@@ -131,9 +131,8 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(clean_environment(os.environ, said)))
         stack.enter_context(rundir.umask(0o077))
-        if (
-            job.ranks
-        ):  # it would count nodes, of which Slurm finds the number; of an array it makes an executor of its own
+        if job.ranks:
+            # It would count nodes, of which Slurm finds the number; and for an array it makes an executor of its own.
             stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
         executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
         executor.update_parameters(**slurm.submitit_parameters(job, python))

@@ -217,7 +217,10 @@ def test_where_a_step_outlasts_kill_wait_one_interval_is_lost(slurm: Cluster, cl
     trains(job, step=22)
     slurm.run("scontrol", "requeue", job.id, check=True)
     wait_requeued(job, slurm.options.kill_wait_s + 15)
-    assert job.status()["state"] in ("running", "failed")  # nobody was left to say otherwise, or the batch shell was
+    status = job.status()
+    if status["state"] != "running":  # the batch shell was left, and knows no more
+        assert (status["state"], status["step"]) == ("failed", 20)
+        assert status["reason"].startswith("all ranks ended without a word (killed from outside")
     assert newest(job.run_dir) == 20
     goes_on(job, 20)
 
