@@ -275,8 +275,8 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cpu")
     if info.local_world_size <= seen:
         return torch.device("cuda", info.local_rank)
-    if seen == 1 and info.in_slurm and on_node >= info.local_world_size:
-        return torch.device("cuda", 0)  # bound one to a task (--gpus-per-task, --gpu-bind)
+    if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
+        return torch.device("cuda", 0)
     raise MachineError(
         f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; start fewer ranks there, ask for more GPUs, or give device=cpu"
     )

@@ -35,13 +35,16 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
 
     seen: how many torch sees. Nothing is wrong where none was granted or named, and none is seen.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    granted = granted_gpus(environ)
-    expected = local.listed_gpus(listed) if listed is not None else granted
-    if seen < expected:
-        source = "CUDA_VISIBLE_DEVICES names" if listed is not None else "Slurm granted"
-        return f"{source} {expected} GPUs and torch sees {seen}"
-    return ""
+    named = local.named_gpus(environ)
+    source, expected = (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
+    return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
+
+
+def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
+    """Whether this rank, one of ``ranks`` on its node, is shown a GPU of its own alone (--gpus-per-task, --gpu-bind, a wrapper's
+    variable). Not where Slurm has granted the node fewer than ranks."""
+    named, granted = local.named_gpus(environ), granted_gpus(environ)
+    return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
@@ -89,7 +92,7 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
                 leave_out=False,
             )
         )
-    elif seen and seen < info.local_world_size and not (seen == 1 and facts["granted"] >= info.local_world_size):
+    elif seen and seen < info.local_world_size and not (seen == 1 and has_its_own(environ, info.local_world_size)):
         wrong.append(Finding(f"{info.local_world_size} ranks and {seen} GPUs", "start one rank per GPU", True))
     for gpu in facts["gpus"]:
         wrong += _of_one(gpu, there.get(gpu.get("uuid", ""), {}))
@@ -113,7 +116,8 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
 
 def _own_gpu(environ: Mapping[str, str]) -> bool:
     """Whether this rank is shown one GPU alone (--gpus-per-task, --gpu-bind)."""
-    return local.listed_gpus(environ.get("CUDA_VISIBLE_DEVICES", "")) == 1
+    named = local.named_gpus(environ)
+    return named is not None and named[1] == 1
 
 
 def _is_check(pid: int) -> bool:

@@ -23,6 +23,7 @@ STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a chec
 TERM_GRACE_S = 5.0  # and this long after SIGTERM
 SAVING_S = 20.0  # without a word more in its file, a checkpoint is not being written any longer
 PR_SET_PDEATHSIG = 1
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,22 @@ class Layout:
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that a process here may use, found without torch: those of CUDA_VISIBLE_DEVICES, else those of NVIDIA's or AMD's driver."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return listed_gpus(listed)
+    """GPUs that a process here may use, found without torch: those that a variable names, else those of NVIDIA's or AMD's driver."""
+    if (named := named_gpus(environ)) is not None:
+        return named[1]
     nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
     return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
 
 
+def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """The variable that shows a process the fewest GPUs, NVIDIA's or AMD's, and how many; None where none is set."""
+    counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
+    return min(counts, key=lambda one: one[1], default=None)
+
+
 def listed_gpus(listed: str) -> int:
-    """GPUs that CUDA shows for a value of CUDA_VISIBLE_DEVICES: those before the first that is none; of MIG slices one."""
+    """GPUs that are shown for a value of such a variable: those before the first that is none; of MIG slices one."""
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
     return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

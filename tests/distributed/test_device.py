@@ -58,6 +58,17 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
         ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "MIG-GPU-8a1f0c3d/1/0"}, 1, "cuda:0"),
         # Each task is shown its own alone: --gpus-per-task=1, --gpu-bind=single:1.
         ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        # By a wrapper of the user's, where Slurm knows of no GPU; Slurm's own variables name all.
+        ("auto", rank(3, 4), {"CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        ("auto", rank(3, 4, True), {"HIP_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        (
+            "auto",
+            rank(3, 4, True),
+            {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "ROCR_VISIBLE_DEVICES": "3"},
+            1,
+            "cuda:0",
+        ),
         # Four of the eight that were granted, as the user has chosen.
         ("auto", rank(3, 4, True), {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "1,3,5,7"}, 4, "cuda:3"),
         ("auto", rank(0, 1), {"CUDA_VISIBLE_DEVICES": ""}, 0, "cpu"),
@@ -79,6 +90,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
         ("cuda", rank(), {}, 0, ["device=cuda", "sees 0 GPUs", "device=cpu"]),
         ("auto", rank(1, 2), {}, 1, ["2 ranks and 1 GPUs"]),
         ("auto", rank(2, 3, True), {"SLURM_GPUS_ON_NODE": "2"}, 2, ["3 ranks and 2 GPUs", "one rank per GPU"]),
+        ("auto", rank(1, 2, True), {"ROCR_VISIBLE_DEVICES": "0,1"}, 1, ["ROCR_VISIBLE_DEVICES names 2 GPUs", "sees 1"]),
         # One GPU on the node and two ranks: not one bound to each.
         ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),
         ("auto", rank(in_slurm=True), {"CUDA_VISIBLE_DEVICES": ""}, 0, ["granted 0 GPUs"]),
