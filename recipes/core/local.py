@@ -193,7 +193,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
     """
     first: int | None = None
     early: int | None = None
-    told, deadline = 0, float("inf")
+    told, deadline, saving = 0, float("inf"), _Saving(run_dir)
     while [rank for rank in ranks if not _ended(rank)]:  # all are asked, or one that has ended stays unseen
         if first is None and not told:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
@@ -210,7 +210,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
             deadline = time.monotonic() + STOP_GRACE_S if run_dir else float("inf")
             if told == 1:
                 print("stopping: the ranks save and end; once more to stop at once", file=sys.stderr)
-        if time.monotonic() > deadline and run_dir and _is_saving(run_dir):
+        if time.monotonic() > deadline and saving.goes_on():
             deadline = time.monotonic() + PEERS_GRACE_S  # the others have yet to hear of its end
         if time.monotonic() > deadline:
             _signal(ranks, signal.SIGTERM)
@@ -226,20 +226,30 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
 def _ended(rank: Rank) -> bool:
     """Whether a rank has ended. What one that failed has left, a loader process over a sample, is killed."""
     if rank.returncode is None:
-        found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found and found.si_status != 0:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        # multiprocessing has waited for one that ended before the last was started.
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found and found.si_status != 0:
                 os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
     return rank.poll() is not None
 
 
-def _is_saving(run_dir: Path) -> bool:
-    """Whether a checkpoint that has no name yet has grown in the last seconds."""
-    for path in (run_dir / "checkpoints").glob(".step-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime < SAVING_S:
-                return True
-    return False
+class _Saving:
+    """Whether a checkpoint is being written, by its size from look to look: the file server's clock may be another."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._folder = run_dir / "checkpoints" if run_dir else None
+        self._sizes: dict[str, int] = {}
+        self._grown_at = 0.0
+
+    def goes_on(self) -> bool:
+        sizes = {}
+        for path in self._folder.glob(".step-*") if self._folder else ():  # what has no name yet
+            with contextlib.suppress(OSError):
+                sizes[path.name] = path.stat().st_size
+        if sizes != self._sizes:
+            self._sizes, self._grown_at = sizes, time.monotonic()
+        return bool(sizes) and time.monotonic() - self._grown_at < SAVING_S
 
 
 def _is_stopped(rank: Rank) -> bool:
@@ -274,6 +284,7 @@ def _outcome(
     run_dir: Path | None,
     launch: str,
 ) -> int:
+    run_dir = run_dir and rundir.of_launch(run_dir, launch)
     if first is None:
         code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
         status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None

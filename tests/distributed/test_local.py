@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import yaml
 
 from launch import local_layout
-from recipes.core import config, rundir
+from recipes.core import config, local, rundir
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -435,3 +437,43 @@ def test_ranks_are_told_their_place() -> None:
     ]  # fmt: skip
     assert lines[0][-1] == lines[1][-1]
     assert int(lines[0][-1]) > 0
+
+
+def test_a_killed_evaluation_is_not_the_end_of_the_run_that_it_is_of(tmp_path: Path) -> None:
+    rundir.write_status(tmp_path, "done", attempt=rundir.open_attempt(tmp_path, ["a"], "1.0"), step=7)
+    (tmp_path / "config.yaml").write_text("")
+    code = f"""
+from pathlib import Path
+from recipes.core import rundir
+folder = Path({str(tmp_path)!r}, "evaluation")
+folder.mkdir()
+attempt = rundir.open_attempt(folder, ["b"], rundir.launch_id(os.environ))
+rundir.begin_attempt_at(folder, 7)
+rundir.write_status(folder, "running", attempt=attempt, step=7)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = helpers.finish(helpers.start(launch(STUBBORN + code, 1, tmp_path)), timeout_s=20)
+    assert ended.status == 137, ended.out
+    assert ended.lines[-1].endswith(f"was killed by SIGKILL; logs in {tmp_path}/evaluation/logs"), ended.out
+    assert helpers.read(tmp_path, "status")["state"] == "done"
+    assert helpers.read(tmp_path / "evaluation", "status")["state"] == "failed"
+
+
+def test_a_rank_that_somebody_else_has_waited_for_is_seen_to_have_ended() -> None:
+    """As multiprocessing does when it starts the next one."""
+
+    class Reaped:
+        def __init__(self, process: subprocess.Popen[bytes]) -> None:
+            self.pid, self.returncode, self._process = process.pid, None, process
+            process.wait()
+
+        def poll(self) -> int:
+            self.returncode = self._process.returncode
+            return self._process.returncode
+
+        wait = poll
+
+    def start(variables: dict[str, str], listener: socket.socket | None) -> Any:
+        return Reaped(subprocess.Popen(["sh", "-c", "exit 5"], env=variables))
+
+    assert local.supervise(start, local.Layout((2,)), None, os.environ) == 5
