@@ -8,6 +8,7 @@ import atexit
 import errno
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -122,7 +123,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
 def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
     """Gives a job temporary files and caches of compiled code of its own, on its nodes' disks, where nothing else is set.
 
-    Caches that jobs share are written by several at once, and lie in a home that is slow from many nodes. `session.run` removes them.
+    Caches that jobs share are written by several at once, and lie in a home that is slow from many nodes. `remove_own_folder` ends it.
     """
     folder = rundir.own_folder(environ)
     if not folder:
@@ -142,6 +143,12 @@ def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
     if not environ.get("TMPDIR"):
         environ["TMPDIR"] = str(folder)
     return folder
+
+
+def remove_own_folder(start: Start) -> None:
+    """At the end of all that this process's node does for the run."""
+    if start.own_folder and start.ranks.local_rank == 0:
+        shutil.rmtree(start.own_folder, ignore_errors=True)
 
 
 def _apply_env_files(settings: Settings) -> dict[str, str]:

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -434,7 +433,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             code = _attempt(main, start, world, stop)
             if code not in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
                 # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
-                _remove_own_folder(start)
+                entry.remove_own_folder(start)
                 _leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
@@ -451,7 +450,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         )
     except BaseException:
         traceback.print_exc()
-    _remove_own_folder(start)
+    entry.remove_own_folder(start)
     if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
         entry.end(code)
     _leave(code)
@@ -468,11 +467,6 @@ def _end_of_job(start: Start, stop: preempt.StopFlag, tell: Callable[[str], None
         yield
     finally:
         over.set()
-
-
-def _remove_own_folder(start: Start) -> None:
-    if start.own_folder and start.ranks.local_rank == 0:
-        shutil.rmtree(start.own_folder, ignore_errors=True)
 
 
 def _leave(code: int) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from recipes.core import config, local, network, rundir
+from recipes.core import config, entry, local, network, rundir
 from recipes.core.entry import Start
 from recipes.core.local import Rank
 
@@ -49,7 +49,10 @@ def processes(module: str, start: Start) -> None:
     mine = dict(start.from_files)
     if start.interface:
         mine |= network.settings(start.interface, {})
+    if start.own_folder:
+        mine |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
     environ = {name: value for name, value in os.environ.items() if mine.get(name) != value}
+    entry.remove_own_folder(start)
     sys.exit(local.supervise(begin, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
 
 

@@ -117,6 +117,15 @@ def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path)
     assert not any(helpers.alive(pid) for pid in pids)
 
 
+def test_spawned_in_a_job_nothing_is_left_on_the_node(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    environ = helpers.clean_environment(SLURM_JOB_ID="7", TMPDIR=str(disk))
+    ended = helpers.run([*TOY, "spawn=2", "max_steps=2", f"run_dir={tmp_path}/run"], environ=environ)
+    assert ended.status == 0, ended.out
+    assert not any(disk.iterdir())
+
+
 @pytest.mark.long
 def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
     process = helpers.start([*TOY, "spawn=2", *ENDLESS, f"run_dir={tmp_path}"])
