@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, container, rundir, slurm, snapshot
+from recipes.core import config, container, preempt, rundir, slurm, snapshot
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
@@ -47,8 +47,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             )  # never through a link that lay in wait
             described = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
             rundir.write_json(run_dir / "job.yaml", described)
+    by_clock = job and settings.run.stop_before_s and preempt.is_short(environ)
+    if by_clock:
+        print(f"{recipe}: a job of a few minutes goes by the clock: saved ahead of its end, and not by SIGUSR2")
     lines = [f"cd {shlex.quote(str(code))} || exit"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
+    lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))

@@ -24,6 +24,7 @@ INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself
 UNWINDING = 5  # times that, where it has heard, for a slow disk
 SHARE = 0.25  # of a job's time, the most that may be left at its end
 ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
+SHORT_S = 480.0  # a job of less: 120 s, the signal's, are more than a quarter of it
 ANSWER_S = 10.0  # for the controller; one that is silent is not to use up the time that is left
 INTERRUPTED = 130
 
@@ -44,10 +45,10 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def stop_flag(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopFlag]:
+def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
     """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT interrupts as usual.
 
-    tell: called once, from another thread, with the first signal's name.
+    tell: called once, from another thread, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
     """
     flag, interrupts = StopFlag(), []
 
@@ -84,6 +85,8 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopF
     os.set_blocking(write_end, False)
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     before = {number: signal.signal(number, handle) for number in SIGNALS}
+    if by_clock:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that is held back is forgotten, too
     old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     listener.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # SIGUSR2 is blocked by entry.begin, others perhaps by a parent
@@ -104,17 +107,28 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
 
     Raises nothing: a controller that does not answer is no reason to end.
     """
-    job = rundir.job_id(environ)
-    if not job:
+    if not rundir.job_id(environ):
         return None
+    left, end = _ask(environ, "%L"), environ.get("SLURM_JOB_END_TIME", "")
+    return int(end) - time.time() if left is None and end.isdecimal() else left
+
+
+def is_short(environ: Mapping[str, str]) -> bool:
+    """Whether this job's time limit is so short that the ready scripts' signal, for hours, would come at its begin."""
+    limit = _ask(environ, "%l")
+    return limit is not None and limit < SHORT_S
+
+
+def _ask(environ: Mapping[str, str], field: str) -> float | None:
+    """A time of this job's, in seconds, by squeue's name of it."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format=%L"], capture_output=True, text=True, timeout=ANSWER_S
-        )
+            ["squeue", "--noheader", "--jobs", str(rundir.job_id(environ)), f"--format={field}"],
+            capture_output=True, text=True, timeout=ANSWER_S,
+        )  # fmt: skip
         if asked.returncode == 0 and (words := asked.stdout.split()):
             return parse_time_left(words[0])
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    return int(end) - time.time() if end.isdecimal() else None
+    return None
 
 
 def parse_time_left(text: str) -> float | None:

@@ -427,7 +427,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with (
             dist.process_group(start, device) as world,
-            preempt.stop_flag(tell) as stop,
+            preempt.stop_flag(tell, by_clock="RECIPES_BY_CLOCK" in os.environ) as stop,
             _end_of_job(start, stop, tell),
         ):
             code = _attempt(main, start, world, stop)

@@ -368,6 +368,56 @@ def test_what_an_outer_allocation_left_does_not_reach_srun(bench: Bench) -> None
     assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND"))}
 
 
+def test_what_asks_for_gpus_in_an_outer_allocation_does_not_reach_srun() -> None:
+    inherited = {*slurm.OTHER_GPUS, *slurm.GPUS_OF_A_NODE, *slurm.GPUS_OF_A_TASK}
+    for words, own in (
+        (("gpus_per_node=2",), slurm.GPUS_OF_A_NODE),
+        (("gpus=3",), slurm.GPUS_OF_A_TASK),
+        (("device=cpu",), ()),
+        (("gpus=3", "device=cpu"), ()),
+    ):
+        [line] = [one for one in slurm.script(describe(*words)).splitlines() if one.startswith("unset SLURM_GPUS ")]
+        assert {*line.split()[1:]} == inherited - {*own}
+
+
+def test_the_doctor_beside_a_run_has_its_own_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, environ = tmp_path / "run", {"SLURM_JOB_ID": "7"}
+    (run_dir / "doctor").mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    rundir.write_status(run_dir, "failed", attempt=rundir.open_attempt(run_dir, ["a"], "3.0"), step=1)
+    attempt = rundir.open_attempt(run_dir / "doctor", ["a"], "7.0")
+    rundir.write_status(run_dir / "doctor", "done", attempt=attempt, step=0)
+    assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
+    assert capsys.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
+    assert batch.finish("mnist", 1, [f"run_dir={run_dir}"], environ) == 1
+
+
+@pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
+def test_a_job_of_a_few_minutes_goes_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, words: Sequence[str], expected: bool
+) -> None:
+    """Its script's signal, 120 s ahead of the limit, would stop it as it begins."""
+    stub(tmp_path, monkeypatch, "squeue", f"echo {limit}")
+    with open(tmp_path / "lines", "w") as lines:
+        environ = {"SLURM_JOB_ID": "7", "RECIPES_LINES": str(lines.fileno()), "RECIPES_SNAPSHOT": "false"}
+        assert batch.begin("mnist", [f"run_dir={tmp_path}/run", *words], environ) == 0
+    assert ("export RECIPES_BY_CLOCK=1" in (tmp_path / "lines").read_text().splitlines()) is expected
+
+
+def test_a_job_of_another_cluster_is_asked_after_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(
+        tmp_path,
+        monkeypatch,
+        "scontrol",
+        'echo "JobState=PENDING ExitCode=0:0 $SLURM_CLUSTERS" > "$NOTES/asked"; cat "$NOTES/asked"',
+    )
+    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
+    assert submit.job_state("7") == ("PENDING", 0)
+    assert (tmp_path / "asked").read_text().split()[-1] == "far"
+
+
 PROFILES = (
     "modules:\n  - gcc/12\n  - cuda/12.4\n",
     "modules:\n  - gcc/12\n  - cuda/12.4",

@@ -48,8 +48,9 @@ def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
     squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
     assert preempt.seconds_left(job) == 120
-    squeue(tmp_path, "exit 1")
-    assert preempt.seconds_left(job) == pytest.approx(1000, abs=5)
+    for silent in ("exit 1", "echo NOT_SET"):
+        squeue(tmp_path, silent)
+        assert preempt.seconds_left(job) == pytest.approx(1000, abs=5)
     (tmp_path / "squeue").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert preempt.seconds_left({"SLURM_JOB_ID": "7"}) is None
