@@ -19,7 +19,9 @@ stop() {
     exit "${2:-2}"
 }
 trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
-unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
+# What may be left over where this was submitted inside another allocation.
+unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}"
+unset SLURM_GPUS SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_NTASKS_PER_GPU SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/mnist.py ] ||
     stop "sbatch/mnist_2x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/mnist_2x8.sh"
@@ -66,6 +68,6 @@ fi
 lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.batch begin mnist "$@" 3>&1 >&2) || exit
 step=() inside=("$python")
 eval "$lines" # into a copy of the code, with whole paths
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 "${step[@]}" \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.mnist "$@"
 "$python" -m recipes.core.batch finish mnist $? "$@"

@@ -121,6 +121,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         "--ntasks-per-node=1",
         "--export=ALL",
         "--wait=60",
+        "--mem=0",
         *options,
     ]
     step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", *inside, "-u", "-m", "recipes.doctor"]
@@ -135,7 +136,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
             # A task of the doctor is to see all GPUs of its node, also where the ranks are granted one each.
-            env={name: value for name, value in environ.items() if name != "SLURM_GPUS_PER_TASK"},
+            env={name: value for name, value in environ.items() if name not in slurm.GPUS_OF_A_TASK},
             timeout=DOCTOR_S,
             cwd=config.ROOT,
         )

@@ -46,6 +46,11 @@ HOSTILE = {
     "SLURM_CPU_BIND_LIST": "99",
     "SRUN_CPUS_PER_TASK": "64",
     "SRUN_EXPORT_ENV": "NONE",
+    # Of which sbatch replaces those that this job asks for, and no other.
+    "SLURM_MEM_PER_CPU": "1000000",
+    "SLURM_MEM_PER_NODE": "999999999",
+    "SLURM_GPUS": "99",
+    "SLURM_GPUS_PER_TASK": "9",
 }
 
 
