@@ -30,7 +30,6 @@ NAME = re.compile(r"step-(\d{8,})\.pt")
 COMMENT = re.compile(rb"sha256:([0-9a-f]{64})")
 COMMENT_BYTES = 71
 CHUNK_BYTES = 1 << 20
-RNG = ("torch", "cuda", "python", "numpy")
 
 
 @dataclass
@@ -270,8 +269,14 @@ def write(
     path = folder / f"step-{content['meta']['step']:08d}.pt"
     rundir.write_whole(path, lambda file: _write_archive(file, content), before_rename)
     for name in ("best", "latest") if best else ("latest",):
-        rundir.write_whole(folder / name, lambda file: file.write(f"{path.name}\n".encode()), before_rename)
+        point(path, name, before_rename)
     return path
+
+
+def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
+    """Makes ``latest`` or ``best`` of its folder name the checkpoint ``path``. Raises OSError."""
+    if named(path.parent, pointer) != path.name:
+        rundir.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
 
 
 def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:

@@ -52,11 +52,13 @@ class Run:
     world: World
     dir: Path
     attempt: int
+    launch: str  # what started rank 0, by `rundir.launch_id`
     stop: preempt.StopFlag
     terminal: TextIO | None
     rows: metrics.Rows | None  # rank 0's
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
     resumed_from_step: int | None = None
+    resumed_from: Path | None = None
     was_done: bool = False
     rehearsal: Asked | None = None  # by `launch.py check`, in place of a run
     checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
@@ -169,6 +171,8 @@ class Run:
             (self.dir / snapshot.DIFF).unlink(missing_ok=True)
             if diff := snapshot.difference(config.ROOT):
                 rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
+            if self.resumed_from and self.resumed_from.parent == self.dir / "checkpoints":
+                checkpoint.point(self.resumed_from, "latest")  # where the run is now: it may have been sent back
             rundir.begin_attempt_at(self.dir, self.step)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
@@ -253,7 +257,7 @@ class Run:
             Path(chosen).parent == self.checkpoints
         ):  # where the best one is kept: in a folder of its own, this run has none yet
             state.meta["best"] = meta.get("best")
-        self.resumed_from_step = state.step
+        self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
         self.say(f"resumed from {chosen}, step {state.step}")
         other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
         if other and not evaluate:
@@ -287,10 +291,10 @@ class Run:
 
     def _look_for_checkpoint(self) -> str:
         wanted, there = self.keys.resume, checkpoint.candidates(self.checkpoints)
-        if there and self.world.ranks.restart_count:
-            wanted = "auto"  # a job that was queued again goes on from what it has saved itself
+        if there and self._has_begun_before():
+            wanted = "auto"  # from what it has saved itself, where it has
         if wanted not in ("auto", "never"):
-            path = Path(wanted).expanduser()
+            path = Path(os.path.realpath(Path(wanted).expanduser()))
             if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
                 path = path.with_name(name)
             if not os.path.exists(path):
@@ -312,6 +316,13 @@ class Run:
             raise InputError(f"{self.checkpoints}: none of {len(there)} can be read: move them away to start anew")
         return ""
 
+    def _has_begun_before(self) -> bool:
+        """Whether this job, which was queued again, has trained this run before."""
+        if self.settings.config.evaluate or not self.world.ranks.restart_count:
+            return False
+        before = (rundir.read_json(self.dir / "attempt.json") or {}).get("before") or {}
+        return "from_step" in before and before.get("job") == rundir.job_id(os.environ)
+
     def check_mine(self) -> None:
         """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
         if not self.is_mine():
@@ -324,7 +335,7 @@ class Run:
         """Whether no later attempt has taken the run directory over, as far as the file system tells."""
         if rundir.read_json(self.dir / "attempt.json") is None:  # it does not answer just now: no other attempt is seen
             return True
-        return rundir.owner(self.dir, attempt=self.attempt, launch=rundir.launch_id(os.environ)) is not None
+        return rundir.owner(self.dir, attempt=self.attempt, launch=self.launch) is not None
 
     def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
         """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.
@@ -478,14 +489,15 @@ def _leave(code: int) -> NoReturn:
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: preempt.StopFlag) -> int:
     """The part that has a run directory: gives the exit status, and leaves a record where this rank failed."""
-    run_dir, attempt, was_done = _open_run_dir(start, world)
+    run_dir, attempt, launch, was_done = _open_run_dir(start, world)
     with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
         rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
         if rows:
             stack.callback(rows.close)
         current = Run(
-            start.settings, world, run_dir, attempt, stop, terminal, rows, was_done=was_done, rehearsal=start.rehearsal
-        )
+            start.settings, world, run_dir, attempt, launch, stop, terminal, rows, was_done=was_done,
+            rehearsal=start.rehearsal,
+        )  # fmt: skip
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
         if world.backend == "nccl":
@@ -584,7 +596,7 @@ def _fail(run: Run, error: BaseException) -> int:
         if run.begun or rundir.read_status(run.dir) is None:
             rundir.write_status(run.dir, "failed", attempt=run.attempt, step=step, reason=reason, first=first)
         elif code != rundir.EXIT_CRASH:
-            rundir.refuse(run.dir, rundir.launch_id(os.environ), code, reason)
+            rundir.refuse(run.dir, run.launch, code, reason)
         speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
         if code == rundir.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
@@ -634,9 +646,9 @@ def _rank0_says(run: Run, line: str) -> bool:
     return False
 
 
-def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
-    """The run directory that rank 0 chooses, made; this attempt's number; and whether the run was done already."""
-    message = {}
+def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
+    """The run directory that rank 0 chooses, made; this attempt's number and launch; and whether the run was done already."""
+    message: dict[str, Any] = {}
     if world.rank == 0:
         # In a batch script one run is the job's, whichever step it is (another srun may have come before).
         run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
@@ -647,8 +659,10 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
             for name in ("logs", "checkpoints", "failures"):
                 (path / name).mkdir(parents=True, exist_ok=True)
             status = rundir.read_status(path)
-            attempt = rundir.open_attempt(path, list(world.hosts), rundir.launch_id(os.environ))
-            message = {"dir": str(path), "attempt": attempt, "was_done": bool(status and status["state"] == "done")}
+            launch = rundir.launch_id(os.environ)
+            attempt = rundir.open_attempt(path, list(world.hosts), launch, rundir.job_id(os.environ))
+            was_done = bool(status and status["state"] == "done")
+            message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
         except OSError as error:
             message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
     message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
@@ -659,7 +673,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, bool]:
     if world.rank != 0:
         for name in ("logs", "failures"):
             (path / name).mkdir(parents=True, exist_ok=True)
-    return path, message["attempt"], message["was_done"]
+    return path, message["attempt"], message["launch"], message["was_done"]
 
 
 def _introduce(run: Run, start: Start) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.core import checkpoint, rundir
 from tests import helpers
 
 KEYS = {
@@ -87,3 +88,40 @@ def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_
         ended = helpers.run(again)
         assert ended.status == 0, ended.out
         assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10
+
+
+def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
+    """Also where it ends before its next checkpoint; and a checkpoint that was asked for stays the one, except for a job that was
+    queued again and has trained this run already."""
+    argv = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", "cpu_threads=1", "run_dir=run"]
+    argv += ["global_batch_size=64", "checkpoint_every_steps=2", "keep_checkpoints=0", "network=ethernet"]
+    folder, again = tmp_path / "run/checkpoints", {"TORCHELASTIC_RESTART_COUNT": "1"}
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "PYTHONPATH": str(helpers.ROOT),
+    }
+
+    def resumed(*words: str, **environ: str) -> int:
+        ended = helpers.run([*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**place, **environ))
+        assert ended.status == 0, ended.out
+        [line] = [line for line in ended.lines if line.startswith("resumed from ")]
+        assert line.startswith(f"resumed from {folder}/step-"), line
+        return int(line.rpartition(" ")[2])
+
+    first = helpers.run([*argv, "max_steps=6"], cwd=tmp_path, environ=helpers.clean_environment(**place))
+    assert first.status == 0, first.out
+    best = checkpoint.read(folder / "step-00000006.pt")["meta"]["best"]
+    assert best["step"] == 6
+    back = [f"resume=run/checkpoints/step-{step:08d}.pt" for step in (2, 4)]
+    assert resumed(back[0], "evaluate=true", **again) == 2
+    assert checkpoint.named(folder, "latest") == "step-00000006.pt"
+    assert resumed(back[1], "max_steps=4") == 4
+    assert checkpoint.named(folder, "latest") == "step-00000004.pt"
+    assert resumed(back[0], "max_steps=5", **again) == 4  # the same job, which has begun at 4
+    noted = helpers.read(tmp_path / "run", "attempt")
+    rundir.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
+    assert resumed(back[0], "max_steps=2", **again) == 2  # another one's
+    assert helpers.read(tmp_path / "run", "status")["step"] == 2
