@@ -303,7 +303,8 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """All ranks, met and connected; torn down at the end, in bounded time also where a rank was lost.
 
-    Raises MachineError when the ranks do not meet within ``timeout_s``, two ranks have the same GPU, or there is no such backend.
+    Raises MachineError when the ranks do not meet within ``timeout_s``, two ranks have the same GPU, there is no such backend, or
+    not the same one on all.
     """
     info, run = start.ranks, start.settings.run
     timeout = datetime.timedelta(seconds=run.timeout_s)
@@ -311,7 +312,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         _take_gpu(device)
     store = _meet(info, timeout)
-    hosts = _exchange_hosts(store, info, device)
+    hosts = _exchange_hosts(store, info, device, backend)
     try:
         if backend == "mpi":  # which numbers the ranks itself, and knows no timeout: the watchdog's holds
             torch.distributed.init_process_group("mpi")
@@ -411,10 +412,23 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
     return store
 
 
-def _exchange_hosts(store: torch.distributed.Store, info: RankInfo, device: torch.device) -> tuple[str, ...]:
-    """Every rank's host name. Raises MachineError when two ranks hold one GPU, or a rank does not come."""
+def _odd_pair(found: list[list[str]], mine: int) -> str:
+    """Why rank ``mine`` and another one cannot be in one group, by host, backend and GPU of each rank; "" where they can."""
+    here, my_backend, my_gpu = found[mine]
+    for rank, (host, backend, gpu) in enumerate(found):
+        if gpu and rank != mine and (host, gpu) == (here, my_gpu):
+            return f"{host}: ranks {rank} and {mine} have the same GPU {gpu}; there is one rank per GPU"
+        if backend != my_backend:  # of machines that were started by hand one may have no GPU
+            return f"{here}: rank {mine} is for {my_backend}, rank {rank} on {host} for {backend}: give the same device= and backend= on each"
+    return ""
+
+
+def _exchange_hosts(
+    store: torch.distributed.Store, info: RankInfo, device: torch.device, backend: str
+) -> tuple[str, ...]:
+    """Every rank's host name. Raises MachineError when two ranks hold one GPU or have not one backend, or a rank does not come."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(f"host/{info.rank}", f"{socket.gethostname()} {gpu}")
+    store.set(f"host/{info.rank}", f"{socket.gethostname()} {backend} {gpu}")
     try:
         found = [
             text.decode().split(" ") for text in store.multi_get([f"host/{rank}" for rank in range(info.world_size)])
@@ -425,9 +439,8 @@ def _exchange_hosts(store: torch.distributed.Store, info: RankInfo, device: torc
         raise MachineError(
             f"{socket.gethostname()}: rank {shown} of {info.world_size} did not come in time (timeout_s)"
         ) from None
-    for rank, (host, uuid) in enumerate(found):
-        if uuid and rank != info.rank and (host, uuid) == tuple(found[info.rank]):
-            raise MachineError(
-                f"{host}: ranks {rank} and {info.rank} have the same GPU {uuid}; there is one rank per GPU"
-            )
-    return tuple(host for host, _ in found)
+    if wrong := _odd_pair(found, info.rank):
+        if info.rank == 0:
+            time.sleep(5 * POLL_S)  # the store goes with it, and the others still look for the same
+        raise MachineError(wrong)
+    return tuple(host for host, *_ in found)

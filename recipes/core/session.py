@@ -37,6 +37,8 @@ DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, 
 STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
 SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
 OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
+# Keys of a run that say when all ranks save together.
+OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
 OF_THE_BITS = (
     "torch",
     "world_size",
@@ -217,7 +219,11 @@ class Run:
             raise Stopped(reason)
 
     def _compare_keys(self, keys: dict[str, Any]) -> None:
-        """Raises InputError on a rank whose recipe keys are not rank 0's: several machines started by hand can differ."""
+        """Raises InputError on a rank whose keys are not rank 0's: several machines started by hand can differ.
+
+        keys: the recipe's; those of a run by which the ranks meet are compared too.
+        """
+        keys = keys | {name: getattr(self.keys, name) for name in OF_ALL_RANKS}
         first = json.loads(self.world.broadcast_text("keys", json.dumps(keys)))
         paths = {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
         other = [

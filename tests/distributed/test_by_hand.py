@@ -178,10 +178,30 @@ def test_machines_that_were_given_other_keys_are_refused(tmp_path: Path) -> None
     words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{port}", "max_steps=1"]
     both = [
         helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}", "lr=0.1"]),
-        helpers.start([*words, "node_rank=1", "lr=0.5"]),
+        helpers.start([*words, "node_rank=1", "lr=0.5", "checkpoint_every_steps=7"]),
     ]
     ended = [helpers.finish(process) for process in both]
     assert ended[1].status == 2, ended[1].out
-    assert any("other keys than rank 0" in line and "lr=0.5 here, lr=0.1 there" in line for line in ended[1].lines)
+    [line] = [line for line in ended[1].lines if "other keys than rank 0" in line]
+    assert "lr=0.5 here, lr=0.1 there" in line
+    assert "checkpoint_every_steps=7 here, checkpoint_every_steps=0 there" in line
     assert ended[0].status != 0
     assert helpers.rows(tmp_path) == []
+
+
+@pytest.mark.long
+def test_where_the_first_machine_is_lost_another_one_says_so(tmp_path: Path) -> None:
+    """Both see the run directory; the second was not told of it."""
+    words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{helpers.free_port()}", "epochs=1000", "timeout_s=20"]
+    first = helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}"])
+    second = helpers.start([*words, "node_rank=1"])
+    helpers.wait_until(lambda: helpers.rows(tmp_path), 60, "a step")
+    [rank] = helpers.children(first.pid)
+    first.kill()  # and its rank with it
+    helpers.wait_until(lambda: not helpers.alive(rank), 10, "rank 0's end")
+    ended = helpers.finish(second, timeout_s=60)
+    helpers.finish(first)
+    assert ended.status != 0, ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["first_failing_rank"]) == ("failed", 0), status
+    assert "rank 0 on " in status["reason"]

@@ -108,6 +108,22 @@ def test_missing_gpus_are_one_line_with_host_and_counts(
 
 
 @pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-2"], ["b", "nccl", "GPU-1"]], ""),
+        ([["a", "gloo", ""], ["a", "gloo", ""]], ""),
+        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-1"]], "a: ranks 1 and 0 have the same GPU GPU-1; there is one rank per GPU"),
+        (
+            [["a", "nccl", "GPU-1"], ["b", "gloo", ""]],
+            "a: rank 0 is for nccl, rank 1 on b for gloo: give the same device= and backend= on each",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_be_one_group_are_a_line(found: list[list[str]], expected: str) -> None:
+    assert dist._odd_pair(found, 0) == expected
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (torch.distributed.DistNetworkError("anything"), True),
