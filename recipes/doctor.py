@@ -93,9 +93,9 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
     def at(share: float) -> float:
         return begin + share * cfg.seconds
 
-    run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
-    if (run_dir / "config.yaml").exists():
-        run_dir /= "doctor"  # a training run keeps its own status
+    run_dir = rundir.for_examination(
+        rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
+    )
     # A job's steps come one after another, and each is an examination of its own.
     meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}")
     nonce = meeting.folder.as_posix()
@@ -300,7 +300,7 @@ def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, depu
     """Serves the others until the verdict is there. Where rank 0 gives none, the first rank that lives does."""
     if not meeting.wait(["verdict"], deputy):
         alive = meeting.wait([f"final-{rank}" for rank in range(1, info.world_size)], 0)
-        if min(int(name.partition("-")[2]) for name in alive) == info.rank:
+        if min((int(name.partition("-")[2]) for name in alive), default=info.rank) == info.rank:
             return _judge(meeting, info, cfg, run_dir, 0)
         meeting.wait(["verdict"], end)
     meeting.tell(f"gone-{info.rank}", {"rank": info.rank})

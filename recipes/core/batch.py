@@ -36,7 +36,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         return rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
-    run_dir = rundir.choose(settings.run.run_dir, recipe, job, config.ROOT)
+    run_dir = _run_dir(settings, environ)
     code = _code(environ) if job else config.ROOT
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
@@ -60,6 +60,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return rundir.EXIT_DONE
+
+
+def _run_dir(settings: config.Settings, environ: Mapping[str, str]) -> Path:
+    """Where this job's run is, and says how it ended."""
+    run_dir = rundir.choose(settings.run.run_dir, settings.recipe, rundir.job_id(environ), config.ROOT)
+    return rundir.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
 
 
 def container_of(settings: config.Settings, environ: Mapping[str, str]) -> container.Container | None:
@@ -101,7 +107,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     """
     try:
         settings = config.parse(words, recipe=recipe)
-    except config.ConfigError as error:  # they were right when it was submitted: a config= file has changed since
+    except config.ConfigError as error:  # they were right a moment ago: an env file has gone since
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
@@ -177,9 +183,11 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             )  # fmt: skip
             job_id = submit.submit(again, sys.executable, typed).job_id
         else:
-            excluded = ",".join(filter(None, [environ.get("RECIPES_LEFT_OUT", ""), *bad]))
+            told = _as_submitted(environ)
+            excluded = ",".join(filter(None, [told.get("exclude") or environ.get("RECIPES_LEFT_OUT", ""), *bad]))
+            again_as = [f"--{name}={value}" for name, value in {**told, "exclude": excluded}.items()]
             asked = subprocess.run(
-                ["sbatch", "--parsable", f"--exclude={excluded}", *_as_submitted(environ), str(run_dir / "job.sh"), *words],
+                ["sbatch", "--parsable", *again_as, str(run_dir / "job.sh"), *words],
                 capture_output=True, text=True, timeout=120, check=True, cwd=rundir.home(config.ROOT),
                 env={
                     **submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded,
@@ -209,32 +217,38 @@ TOLD = {
 }
 
 
-def _as_submitted(environ: Mapping[str, str]) -> list[str]:
+# By scontrol's names.
+SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu", "ExcNodeList": "exclude"}  # fmt: skip
+
+
+def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     """Options of sbatch for a job of the same size, place and time limit as this one."""
     known = {option: environ.get(name, "") for name, option in TOLD.items()}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", str(rundir.job_id(environ)), "--format=%l"],
-            capture_output=True, text=True, timeout=60, check=True,
+            ["scontrol", "show", "job", "-o", str(rundir.job_id(environ))], capture_output=True, text=True, timeout=60,
+            check=True,
         )  # fmt: skip
-        known["time"] = asked.stdout.strip()
+        said = dict(word.split("=", 1) for word in asked.stdout.split() if "=" in word)
+        known |= {option: said.get(name, "") for name, option in SAID.items()}
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
     if known["gpus-per-task"]:
         known["nodes"] = ""  # Slurm found that many, and may find others
     known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # of a sweep this run alone
-    return [f"--{option}={value}" for option, value in known.items() if value and value != "(null)"]
+    unsaid = {"mem": "0", "mem-per-cpu": "0"}
+    return {name: value for name, value in known.items() if value not in ("", "(null)", unsaid.get(name))}
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
     """The job's exit status, after its step has ended with ``srun_status``."""
     try:
         settings = config.parse(words, recipe=recipe)
-    except config.ConfigError as error:  # they were right when the job began: a config= file has changed since
+    except config.ConfigError as error:  # they were right when the job began: an env file has gone since
         print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
         return srun_status or rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
+    run_dir = _run_dir(settings, environ)
     launch = rundir.launch_id(environ)
     status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
     if refused := rundir.refusal(run_dir, launch):

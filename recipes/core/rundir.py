@@ -7,6 +7,7 @@ record each; a rank that is gone without one was killed. `verdict` puts that tog
 import contextlib
 import json
 import os
+import pwd
 import re
 import secrets
 import shlex
@@ -25,7 +26,7 @@ EXIT_MACHINE = 3  # this machine or allocation cannot run it
 EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
-EVALUATION = "evaluation"  # a folder in a run directory
+EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
 STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
 
 
@@ -123,11 +124,22 @@ def private_folder(root: Path, name: str) -> Path:
         raise MachineError(
             f"{folder}: cannot be made ({error.strerror}); what jobs run has to be written there"
         ) from None
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    if found.st_uid != os.getuid():
+        raise MachineError(
+            f"{folder}: belongs to {_user(found.st_uid)}, and must be yours, since jobs run what lies there: use a clone of your own"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o022:
         raise MachineError(
             f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
         )
     return folder
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def write_whole(
@@ -253,6 +265,11 @@ def for_evaluation(run_dir: Path) -> Path:
     return run_dir / EVALUATION if trained else run_dir
 
 
+def for_examination(run_dir: Path) -> Path:
+    """Where the doctor leaves its own status and verdict: beside the run, where there is one."""
+    return run_dir / DOCTOR if (run_dir / "config.yaml").exists() else run_dir
+
+
 def of_launch(run_dir: Path, launch: str) -> Path:
     """``run_dir``, or the folder in it of the evaluation that this launch was."""
     attempt = read_json(run_dir / EVALUATION / "attempt.json")
@@ -268,8 +285,10 @@ def refuse(run_dir: Path, launch: str, exit_status: int, line: str) -> None:
 
 def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
     """The note of `refuse` for this launch, if there is one: ``exit_status`` and ``line``."""
-    note = read_json(run_dir / "refused.json")
-    return note if note and note["launch"] == launch else None
+    for folder in (of_launch(run_dir, launch), run_dir):
+        if (note := read_json(folder / "refused.json")) and note["launch"] == launch:
+            return note
+    return None
 
 
 def record_failure(

@@ -45,8 +45,7 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
     "PREEMPTED",
-    "REVOKED",
-)
+)  # not REVOKED: of a federation another cluster runs it
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,7 @@ def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str])
     """Leaves what was submitted in the run directory, which it gives."""
     assert job.root is not None
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
+    where = rundir.for_examination(where) if job.recipe == "doctor" else where
     described = {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
     described["code"] = str(job.code) if job.code else None
     try:
@@ -179,7 +179,10 @@ def job_state(job_id: str) -> tuple[str, int]:
     Asks the controller, since accounting may not be there. Raises MachineError when the controller does not answer.
     """
     try:
-        show = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, timeout=120)
+        show = subprocess.run(
+            ["scontrol", "show", "job", "-o", job_id], env=_of_its_cluster(os.environ), capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
     except FileNotFoundError:
         raise MachineError("there is no scontrol on the PATH to ask for the job") from None
     if show.returncode != 0:
@@ -189,6 +192,12 @@ def job_state(job_id: str) -> tuple[str, int]:
     fields = dict(word.split("=", 1) for word in show.stdout.split() if "=" in word)
     status, _, signal = fields.get("ExitCode", "0:0").partition(":")
     return fields.get("JobState", ""), int(status) or (128 + int(signal) if int(signal or 0) else 0)
+
+
+def _of_its_cluster(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a command that asks after a job: sbatch goes by a variable that scontrol does not read."""
+    clusters = environ.get("SBATCH_CLUSTERS")
+    return {**({"SLURM_CLUSTERS": clusters} if clusters else {}), **environ}
 
 
 def wait_for_all(submitted: Submitted) -> int:

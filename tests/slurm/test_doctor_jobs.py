@@ -68,7 +68,14 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     (tmp_path / "job.sh").write_text(done.stdout)
     log = tmp_path / "log"
     job = jobs.sbatch(
-        slurm, repo, log, "--time=7", "--cpus-per-task=2", str(tmp_path / "job.sh"), f"run_dir={tmp_path}/run"
+        slurm,
+        repo,
+        log,
+        "--time=7",
+        "--cpus-per-task=2",
+        "--mem=100",
+        str(tmp_path / "job.sh"),
+        f"run_dir={tmp_path}/run",
     )
     assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
     second = again(log)
@@ -76,7 +83,7 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     assert jobs.ended(slurm, second, second_log) == ("COMPLETED", "0:0"), jobs.tail(second_log)
     assert jobs.read(tmp_path / "run/summary.json")["steps"] == 5
     typed = slurm.jobs(second)[0]
-    assert (typed["TimeLimit"], typed["CPUs/Task"]) == ("00:07:00", "2")
+    assert (typed["TimeLimit"], typed["CPUs/Task"], typed["MinMemoryNode"]) == ("00:07:00", "2", "100M")
 
 
 def test_not_more_often_than_told(slurm: Cluster, repo: Path, bad_node: str) -> None:

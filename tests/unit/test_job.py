@@ -744,7 +744,7 @@ def test_a_private_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatc
     folder.mkdir(parents=True, mode=0o700)
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    with pytest.raises(MachineError, match="must be yours"):
+    with pytest.raises(MachineError, match=r"belongs to .*, and must be yours, .*: use a clone of your own"):
         rundir.private_folder(tmp_path, "submitit")
 
 

@@ -400,3 +400,15 @@ def test_what_a_run_came_to_is_said_where_nothing_can_be_written(
     assert closed
     assert (closed["state"], closed["step"]) == ("failed", 5)
     assert rundir.exit_code(closed, 1) == 1
+
+
+def test_what_refused_an_evaluation_or_was_examined_is_found_where_it_is(tmp_path: Path) -> None:
+    evaluation = tmp_path / rundir.EVALUATION
+    evaluation.mkdir()
+    rundir.open_attempt(evaluation, ["a"], "9.0")
+    rundir.refuse(evaluation, "9.0", 2, "another model")
+    assert rundir.refusal(tmp_path, "9.0") == {"launch": "9.0", "exit_status": 2, "line": "another model"}
+    assert rundir.refusal(tmp_path, "9.1") is None
+    assert rundir.for_examination(tmp_path) == tmp_path
+    (tmp_path / "config.yaml").touch()
+    assert rundir.for_examination(tmp_path) == tmp_path / "doctor"
