@@ -382,7 +382,7 @@ class TrainKeys:
     lr: float = key(0.1, "peak learning rate", low=0)
     seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
     num_workers: int = key(
-        0, "loader processes of a rank, where samples are read from files", low=0, high=1024, may_change=True
+        0, "loader threads of a rank, where samples are read from files", low=0, high=1024, may_change=True
     )
     accumulate: int = key(
         1, "parts into which a rank's batch is cut, one after another, to fit in memory", low=1, may_change=True

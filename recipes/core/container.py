@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RUNTIMES = ("apptainer", "singularity", "pyxis")
 PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
 WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME")  # modules of the outside set them, for another Python
 # Beginnings of names of variables that count inside whatever the image says.
