@@ -23,10 +23,10 @@ demo: install ## train MNIST's recipe on two ranks here, on digits that need no 
 	print(f\"test accuracy {s['val_top1']:.2%} on {s['val_samples']} digits; run directory runs/demo\")"
 
 test: install ## all tests but the long ones, WORKERS=2 files at a time; those on a real Slurm say what to install where it is not there
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 alltests: install ## all tests, the long ones too: an hour on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
 	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -161,7 +161,7 @@ def fit(turns: Turns, folder: Path) -> list[Tensor]:
         stack.callback(rows.close)
         net, optimizer = fresh()
         state = State(net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-        run = Run(start.settings, world, folder, 0, preempt.StopFlag(), terminal, rows, state=state)
+        run = Run(start.settings, world, folder, 0, "", preempt.StopFlag(), terminal, rows, state=state)
         (folder / "checkpoints").mkdir()
         (folder / "attempt.json").write_text('{"attempt": 0, "launch": ""}')
 

@@ -38,7 +38,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("recipe", ["cifar", pytest.param("imagenet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["cifar", "imagenet"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Path, tmp_path: Path) -> None:
     argv = [
         sys.executable,
@@ -90,6 +91,7 @@ def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_
         assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10
 
 
+@pytest.mark.long
 def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     """Also where it ends before its next checkpoint; and a checkpoint that was asked for stays the one, except for a job that was
     queued again and has trained this run already."""
