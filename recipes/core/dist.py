@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.config import Backend, Device
 from recipes.core.entry import Start
 from recipes.core.ranks import RankInfo
-from recipes.core import gpus, rundir, watchdog
+from recipes.core import gpus, local, rundir, watchdog
 from recipes.core.rundir import InputError, MachineError, NodeError, Stopped
 from recipes.core.watchdog import Pulse
 
@@ -265,9 +265,9 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node")
     if seen == 0:
         if info.in_slurm:
-            raise MachineError(
-                f"{host}: Slurm granted {on_node} GPUs and torch sees 0: ask for GPUs (--gpus-per-node=…), or give device=cpu"
-            )
+            named = local.named_gpus(environ)
+            mend = f"{named[0]} names none: unset it" if named and on_node else "ask for GPUs (--gpus-per-node=…)"
+            raise MachineError(f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {mend}, or give device=cpu")
         if device is Device.cuda:
             raise MachineError(
                 f"{host}: device=cuda and torch sees 0 GPUs: give device=cpu, or install a driver and a CUDA build of torch"
@@ -277,9 +277,10 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    raise MachineError(
-        f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; start fewer ranks there, ask for more GPUs, or give device=cpu"
-    )
+    mend = "start fewer ranks there, ask for more GPUs, or give device=cpu"
+    if seen == 1 and gpus.are_slices(environ):
+        mend = "of several MIG slices a process has the first: give each rank its own (--gpus-per-task=1)"
+    raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {mend}")
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:

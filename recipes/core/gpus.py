@@ -44,7 +44,15 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     """Whether this rank, one of ``ranks`` on its node, is shown a GPU of its own alone (--gpus-per-task, --gpu-bind, a wrapper's
     variable). Not where Slurm has granted the node fewer than ranks."""
     named, granted = local.named_gpus(environ), granted_gpus(environ)
+    if are_slices(environ):
+        return False
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
+
+
+def are_slices(environ: Mapping[str, str]) -> bool:
+    """Whether several MIG slices are named, of which CUDA shows a process the first alone."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return listed.startswith("MIG-") and "," in listed
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
@@ -53,7 +61,9 @@ def granted_gpus(environ: Mapping[str, str]) -> int:
     return int(granted) if granted.isdecimal() else 0
 
 
-def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> tuple[dict[str, Any], list[Finding]]:
+def look(
+    environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask, root: Path = Path("/")
+) -> tuple[dict[str, Any], list[Finding]]:
     """Facts of the GPUs that this process may use, and what is wrong: what, mend, whether the node cannot be used.
 
     on_cpu: none is wanted. ask: runs a command for so many seconds and gives its stdout, and what went wrong.
@@ -65,7 +75,8 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
     host = socket.gethostname()
     smi, why = ask(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"], SMI_S)
     there = parse_smi(smi)
-    if why and shutil.which("nvidia-smi"):  # many images have none
+    expected = facts["granted"] or local.visible_gpus(environ, root)
+    if why and expected and shutil.which("nvidia-smi"):  # many images have none, and others a tool without a GPU
         wrong.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site", True))
     out, why = ask([sys.executable, "-m", "recipes.core.gpucheck", "gpus"], CHECK_S)
     try:
@@ -110,7 +121,7 @@ def look(environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask) -> 
                 )
             )
     topology, _ = ask(["nvidia-smi", "topo", "-m"], SMI_S)
-    wrong += far(topology, os.sched_getaffinity(0), info, seen)
+    wrong += far(topology, os.sched_getaffinity(0), info, _row_of_mine(facts["gpus"], there, info))
     return facts, wrong
 
 
@@ -159,8 +170,16 @@ def parse_smi(text: str) -> dict[str, dict[str, str]]:
     return {row[1]: dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)}
 
 
-def far(topology: str, allowed: set[int], info: RankInfo, seen: int) -> list[Finding]:
-    """What is wrong in ``nvidia-smi topo -m``: what, mend. allowed: CPUs of this process, which is a node's local rank.
+def _row_of_mine(seen: Sequence[Mapping[str, Any]], there: Mapping[str, Mapping[str, str]], info: RankInfo) -> str:
+    """nvidia-smi's name of this rank's GPU, by its UUID: torch's numbers are of those that are shown; "" where it is not known."""
+    place = info.local_rank if len(seen) > 1 else 0
+    uuid = seen[place].get("uuid", "") if place < len(seen) else ""
+    return f"GPU{there[uuid]['index']}" if uuid in there else ""
+
+
+def far(topology: str, allowed: set[int], info: RankInfo, mine: str) -> list[Finding]:
+    """What is wrong in ``nvidia-smi topo -m``: what, mend. allowed: CPUs of this process, which is a node's local rank; mine: the
+    name of its GPU there.
 
     A rank on CPUs that are all far from its GPU; and a GPU that reaches every NIC across the sockets while another has one near.
     """
@@ -168,7 +187,6 @@ def far(topology: str, allowed: set[int], info: RankInfo, seen: int) -> list[Fin
     names = [name for name in rows if name.startswith("GPU")]
     nics = sorted({other for name in names for other in rows[name] if re.match(r"NIC\d|mlx|bnxt|irdma", other)})
     found = []
-    mine = f"GPU{info.local_rank}" if seen > 1 else (names[0] if len(names) == 1 else "")
     near = _cpus(rows.get(mine, {}).get("CPU Affinity", ""))
     if info.local_world_size > 1 and near and allowed and not near & allowed:
         found.append(

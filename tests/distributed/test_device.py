@@ -89,6 +89,20 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
         ("auto", rank(), {"CUDA_VISIBLE_DEVICES": "GPU-8a1f0c3d"}, 0, ["names 1 GPUs", "sees 0"]),
         ("cuda", rank(), {}, 0, ["device=cuda", "sees 0 GPUs", "device=cpu"]),
         ("auto", rank(1, 2), {}, 1, ["2 ranks and 1 GPUs"]),
+        (
+            "auto",
+            rank(1, 2, True),
+            {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
+            1,
+            ["2 ranks and 1 GPUs", "MIG slices", "--gpus-per-task=1"],
+        ),
+        (
+            "auto",
+            rank(in_slurm=True),
+            {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""},
+            0,
+            ["granted 8", "CUDA_VISIBLE_DEVICES names none: unset it"],
+        ),
         ("auto", rank(2, 3, True), {"SLURM_GPUS_ON_NODE": "2"}, 2, ["3 ranks and 2 GPUs", "one rank per GPU"]),
         ("auto", rank(1, 2, True), {"ROCR_VISIBLE_DEVICES": "0,1"}, 1, ["ROCR_VISIBLE_DEVICES names 2 GPUs", "sees 1"]),
         # One GPU on the node and two ranks: not one bound to each.

@@ -152,12 +152,39 @@ def test_a_driver_that_does_not_answer() -> None:
 
 def test_a_rank_on_far_cpus() -> None:
     near, far_ = set(range(0, 8)), set(range(40, 48))
-    assert gpus.far(TOPOLOGY, near, info(0, 4), 4) == []
-    assert gpus.far(TOPOLOGY, far_, info(2, 4), 4) == []
-    (found,) = gpus.far(TOPOLOGY, near, info(2, 4), 4)
+    assert gpus.far(TOPOLOGY, near, info(0, 4), "GPU0") == []
+    assert gpus.far(TOPOLOGY, far_, info(2, 4), "GPU2") == []
+    (found,) = gpus.far(TOPOLOGY, near, info(2, 4), "GPU2")
     assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
     assert "--cpu-bind=none" in found.mend
-    assert gpus.far(TOPOLOGY, near, info(0, 1), 4) == []  # one process for all GPUs
+    assert gpus.far(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
+    assert gpus.far(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
+
+
+def test_a_ranks_gpu_is_found_by_its_uuid_in_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's first of those that are shown can be the driver's third."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    shown = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,3"}
+    cards, all_four = [card(0, uuid="GPU-2"), card(1, uuid="GPU-3")], "".join(smi(i) for i in range(4))
+    (found,) = look(cards, all_four, topology=TOPOLOGY, place=info(0, 2), **shown)
+    assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
+    near = [card(0, uuid="GPU-0"), card(1, uuid="GPU-1")]
+    assert look(near, all_four, topology=TOPOLOGY, place=info(0, 2), **shown) == []
+
+
+def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a login node with the image of the others."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+        return ("[]", "") if "recipes.core.gpucheck" in command else ("", "ended with status 9")
+
+    place = info(0, 1, in_slurm=False)
+    assert gpus.look({}, place, False, ask, tmp_path)[1] == []
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    (found,) = gpus.look({}, place, False, ask, tmp_path)[1]
+    assert "nvidia-smi fails (ended with status 9)" in found.what
 
 
 def test_a_nic_behind_the_other_socket() -> None:
@@ -171,7 +198,7 @@ def test_a_nic_behind_the_other_socket() -> None:
             del parts[6]
         if not line.startswith("NIC1"):
             lost.append("\t".join(parts))
-    (found,) = gpus.far("\n".join(lost), set(range(128)), info(0, 4), 4)
+    (found,) = gpus.far("\n".join(lost), set(range(128)), info(0, 4), "GPU0")
     assert found.what == "GPU2, GPU3 reach every NIC across the sockets (SYS), others have one near"
     assert not found.bad
 
@@ -189,7 +216,7 @@ def test_a_nic_behind_the_other_socket() -> None:
     ],
 )
 def test_what_is_no_topology_is_no_finding(text: str) -> None:
-    assert gpus.far(text, {0}, info(0, 4), 4) == []
+    assert gpus.far(text, {0}, info(0, 4), "GPU0") == []
 
 
 def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> None:
