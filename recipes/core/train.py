@@ -1,6 +1,7 @@
 """The step loop, once, as a function: what can deadlock or lose data stands here and nowhere else."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,7 +78,28 @@ def averaged(
     share = _of_batch(of_batch_size, batches)
     if share != 1:
         run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
-    return swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay**share), use_buffers=True)
+    return _Average(net, decay**share)
+
+
+class _Average(swa_utils.AveragedModel):
+    """torch's average, of weights and buffers, without its way to a GPU of the count of steps, for which the host waits at each step."""
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        super().__init__(net, use_buffers=True)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        mine, its = ([*of.parameters(), *of.buffers()] for of in (self.module, model))
+        blended = [bool(self.n_averaged) and one.is_floating_point() for one in mine]
+        if any(blended):
+            torch._foreach_lerp_(
+                list(itertools.compress(mine, blended)), list(itertools.compress(its, blended)), 1 - self._decay
+            )
+        for one, other, is_done in zip(mine, its, blended, strict=True):
+            if not is_done:
+                one.copy_(other)
+        self.n_averaged += 1
 
 
 def seed_ranks(run: Run, seed: int) -> None:

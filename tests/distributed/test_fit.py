@@ -6,16 +6,19 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
-from recipes.core import checkpoint, dist, entry, local, metrics, preempt, session, train
+from recipes.core import checkpoint, dist, entry, local, metrics, preempt, rundir, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.local import Layout
@@ -195,3 +198,37 @@ def test_one_machine_with_a_master_of_its_own_listens_on_it() -> None:
         assert listener.getsockname()[:2] in (("::", port), ("0.0.0.0", port))
     with local.listen(Layout((2,))) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_average_is_torchs_own() -> None:
+    """Of all that is floating; whole numbers, of which torch's would be cut, are the network's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    run: Any = SimpleNamespace(say=print)
+    batches: Any = SimpleNamespace(global_batch_size=8, num_samples=8)
+    ours = train.averaged(run, net, 0.9, 0, batches)
+    theirs = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+    assert ours
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(8, 3)).sum().backward()
+        optimizer.step()
+        ours.update_parameters(net)
+        theirs.update_parameters(net)
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        if name.endswith("num_batches_tracked"):
+            assert one == 4
+        else:
+            assert torch.equal(one, other), name
+
+
+def test_a_sum_that_does_not_come_from_the_gpu_is_a_lost_peer_before_nccl_ends_the_process() -> None:
+    looks = iter([False, False, True])
+    train.await_event(lambda: next(looks), time.monotonic() + 20, 600)
+    with pytest.raises(RuntimeError, match=r"for most of 2 s \(timeout_s\)") as error:
+        train.await_event(lambda: False, time.monotonic() + 0.05, 2)
+    assert dist.is_peer_error(error.value)
+    assert rundir.is_timeout(str(error.value))
+    assert [dist.sooner(seconds) for seconds in (600, 20)] == [590, 15]
