@@ -28,7 +28,7 @@ T = TypeVar("T")
 POLL_S = 0.2
 STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
-EARLIER, SHARE_EARLIER = datetime.timedelta(seconds=10), 0.75
+EARLIER_S, SHARE_EARLIER = 10.0, 0.75
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 READERS_S = 5.0  # that rank 0 waits for the others to have read why none of them goes on
 
@@ -359,6 +359,11 @@ def _take_gpu(device: torch.device) -> None:
         ) from None
 
 
+def sooner(timeout_s: float) -> float:
+    """Seconds of patience for who is to speak a little before the others' ``timeout_s`` ends the run."""
+    return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Whether ``error`` tells of another rank's end rather than of this rank's own fault."""
     if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError):
@@ -391,10 +396,10 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
     # Who does not reach rank 0 knows why, and is to say so before rank 0 has waited in vain, and ends the others.
-    sooner = timeout if info.rank == 0 else max(timeout - EARLIER, SHARE_EARLIER * timeout)
+    patience = timeout if info.rank == 0 else datetime.timedelta(seconds=sooner(timeout.total_seconds()))
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
-            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=sooner,
+            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:

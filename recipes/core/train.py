@@ -17,11 +17,13 @@ from torch.optim import swa_utils
 from recipes.core import metrics, watchdog
 from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
+from recipes.core.dist import sooner
 from recipes.core.rundir import InputError, RunError
 from recipes.core.session import Run
 from recipes.core.watchdog import Pulse
 
 PROGRESS_EVERY_S = 0.5
+EVENT_POLL_S = 0.0002
 
 
 class Batches(Protocol):
@@ -47,12 +49,18 @@ def total_steps(cfg: TrainKeys, batches: Batches) -> int:
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The context of the forward pass: bfloat16 where ``dtype=`` asks for it, or is auto and the GPU has it. Says so."""
-    device = run.world.device
-    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    lower = cfg.dtype is Dtype.bfloat16 or (cfg.dtype is Dtype.auto and has_it)
+    """The context of the forward pass: bfloat16 where ``dtype=`` asks for it, or is auto and all ranks' GPUs have it. Says so.
+
+    Called by all ranks.
+    """
+    device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
+    if cfg.dtype is Dtype.auto and device.type == "cuda":
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+        with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
+        lower = with_it == run.world.size
+        why += f"; {with_it} of {run.world.size} GPUs have bfloat16" if with_it and not lower else ""
     if cfg.dtype is Dtype.auto:
-        run.say(f"dtype: {'bfloat16' if lower else 'float32'} (auto)")
+        run.say(f"dtype: {'bfloat16' if lower else 'float32'} ({why})")
     return torch.autocast(device.type, torch.bfloat16, enabled=lower)
 
 
@@ -163,8 +171,11 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
 class _Totals:
     """Sums over all ranks of one step's loss, stop flags and rank 0's wish to save: on their way, read when they are needed."""
 
-    def __init__(self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int) -> None:
-        self.step, self._global_size = step, global_size
+    def __init__(
+        self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int, timeout_s: float = math.inf
+    ) -> None:
+        self.step, self._global_size, self._timeout_s = step, global_size, timeout_s
+        self._deadline = time.monotonic() + sooner(timeout_s)
         flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
         self._sums = torch.cat([loss_sum.detach().double().reshape(1), flags])
         alone = torch.distributed.get_world_size() == 1
@@ -184,13 +195,22 @@ class _Totals:
     def read(self) -> tuple[float, bool, bool]:
         """The mean loss over the global batch, whether a rank was told to stop, whether to save; equal on all ranks."""
         if self._arrived:
-            self._arrived.synchronize()
+            await_event(self._arrived.query, self._deadline, self._timeout_s)
         elif self._work:
             self._work.wait()
         loss, stop, save = self._sums.tolist()
         if not math.isfinite(loss):
             raise RunError(f"the loss at step {self.step} is {loss}: a lower lr, or the data, is where to look")
         return loss / self._global_size, stop > 0, save > 0
+
+
+def await_event(arrived: Callable[[], bool], deadline: float, timeout_s: float) -> None:
+    """Until what the GPU has been given is done. Raises RuntimeError, as of a lost peer, at ``deadline``: a little before NCCL's
+    own watchdog, which ends the process without a word on who did not come."""
+    while not arrived():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Timed out waiting for the sum over all ranks, for most of {timeout_s:g} s (timeout_s)")
+        time.sleep(EVENT_POLL_S)
 
 
 def fit(
@@ -235,7 +255,10 @@ def fit(
             pulse.beat(watchdog.SUM, state.step)
 
             due = world.rank == 0 and clock.save_due(run.keys.checkpoint_every_s)
-            before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
+            before, pending = (
+                pending,
+                _Totals(loss, bool(run.stop), due, state.step, shard.global_size, world.timeout_s),
+            )
             # What all ranks decide by is one step old, so that no step waits for it; at a row it is read at once.
             _, stop, save = before.read() if before else (0.0, False, False)
             end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total

@@ -62,7 +62,9 @@ class Trained:
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
             rows = metrics.Rows(self.folder / "metrics.jsonl")
-            run = Run(start.settings, world, self.folder, 0, "", stop, None, rows, state=State(net, optimizer, scheduler))
+            run = Run(
+                start.settings, world, self.folder, 0, "", stop, None, rows, state=State(net, optimizer, scheduler)
+            )
 
             def loss_sum(shard: Shard) -> Tensor:
                 step = run.state.step + 1
