@@ -82,7 +82,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
     train_set, val_set = images.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    train.want_full_batches(cfg, batches, world.size)
+    train.want_full_batches(cfg, batches, run.ranks)
     steps = train.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = images.Loader(

@@ -104,7 +104,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             logits.float(), train_set.labels[indices], reduction="sum", label_smoothing=cfg.label_smoothing
         )
 
-    def answers() -> Iterator[tuple[Tensor, Tensor]]:
+    def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         part = data.share(len(test_set), world.rank, world.size)
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
@@ -113,8 +113,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Over all ranks, each test sample once."""
-        return train.count_right(run, answers())
+        with train.evaluated(run) as net:
+            return train.count_right(run, answers(net))
 
+    train.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler), train.sampler_state(batches))
     if cfg.evaluate:
         return train.evaluate_only(run, evaluate)

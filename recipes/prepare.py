@@ -648,7 +648,7 @@ def _span(seconds: float) -> str:
 def prepare_weights(keys: WeightsKeys) -> None:
     """Have torchvision's weights where torch looks for them. Raises InputError, MachineError.
 
-    They are verified by the hash in their name when they are fetched; a file that is there already is taken as it is.
+    They are verified by the hash in their name; a file that is there already and is damaged is fetched again.
     """
     import torch
 

@@ -375,12 +375,14 @@ class TrainKeys:
     dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
     data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
-    max_steps: int = key(0, "stop after so many optimiser steps; 0: no limit", low=0, may_change=True)
+    max_steps: int = key(
+        0, "the run, and its schedule, ends after so many optimiser steps; 0: no limit", low=0, may_change=True
+    )
     global_batch_size: int = key(
         128, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
     )
     lr: float = key(0.1, "peak learning rate", low=0)
-    seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
+    seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**32 - 1)  # torch takes no more of it
     num_workers: int = key(
         0, "loader threads of a rank, where samples are read from files", low=0, high=1024, may_change=True
     )

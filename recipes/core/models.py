@@ -25,10 +25,9 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
     another number of classes; MachineError where the weights are not on this machine.
     """
     _check_arch(arch)
-    options: dict[str, Any] = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
     if not weights:
-        if options:
-            options["init_weights"] = True
+        has_heads = arch in ("googlenet", "inception_v3")
+        options: dict[str, Any] = {"aux_logits": False, "init_weights": True} if has_heads else {}
         if zero_init_residual and arch.startswith(("resnet", "resnext", "wide_resnet")):
             options["zero_init_residual"] = True
         return torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
@@ -45,7 +44,10 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
             f"weights={chosen.name} ($TORCH_HOME says where)"
         )
     with _in_place_of(chosen, torch.load(path, map_location="cpu", weights_only=True)):
-        return torchvision.models.get_model(arch, weights=chosen, **options)
+        net = torchvision.models.get_model(arch, weights=chosen)
+    if arch == "inception_v3":  # which keeps the head that its weights have
+        net.aux_logits, net.AuxLogits = False, None
+    return net
 
 
 @contextlib.contextmanager

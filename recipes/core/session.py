@@ -91,6 +91,11 @@ class Run:
         return self.state.step if self.state else 0
 
     @property
+    def ranks(self) -> int:
+        """Of the run; for `launch.py check`, which has one, those of the job."""
+        return self.rehearsal.ranks if self.rehearsal else self.world.size
+
+    @property
     def on_gpus(self) -> bool:
         """Whether the ranks have GPUs; for `launch.py check`, which has none, whether those of the job have."""
         return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"

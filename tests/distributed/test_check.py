@@ -202,6 +202,14 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_batches_too_small_for_the_jobs_ranks(tmp_path: Path) -> None:
+    """It is started on one rank."""
+    words = ("recipe=cifar", "dataset=fake", "ranks_per_node=300", "global_batch_size=256")
+    ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
+    assert ended.status == 2, ended.out
+    assert "leaves some of 300 ranks without any" in parts(ended)["recipe"]
+
+
 def test_a_checkpoint_of_other_keys(trained: Path) -> None:
     before = everything(trained)
     ended = check(*DIGITS, f"run_dir={trained}", "lr=0.5")

@@ -114,3 +114,15 @@ def test_batch_norm_over_all_ranks_is_for_gpus() -> None:
 def test_cifars_networks_take_images_of_any_side_that_a_run_has(px: int) -> None:
     for net in (cifar.resnet18(10), cifar.ResNet9(10)):
         assert net.train()(torch.randn(2, 3, px, px)).shape == (2, 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
+def test_weights_with_heads_for_training_give_a_net_without(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision refuses aux_logits=False beside them."""
+    whole = torchvision.models.get_model(arch, weights=None, aux_logits=True, init_weights=False)
+    monkeypatch.setattr(models, "fault_of", lambda path: "")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: whole.state_dict())
+    net = models.classifier(arch, "true", 1000).train()
+    assert net(torch.randn(2, 3, 299, 299)).shape == (2, 1000)
+    assert not [name for name in net.state_dict() if name.lower().startswith("aux")]
