@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from recipes.core.bandwidth import Figure
 from recipes.core.rundir import InputError, RunError
 from recipes.core.session import Run
 
+T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # what came, and what is right
 
 
@@ -65,20 +66,25 @@ class Here:
 # The lessons. Each does one thing on every rank and gives what came and what is right.
 
 
+def in_turn(here: Here, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
+    """Round the ring even ranks send first, and odd ones receive."""
+    first_alone = here.size % 2 == 1 and here.rank == here.size - 1  # an odd ring's last rank meets an even one
+    calls = (send, receive) if here.rank % 2 == 0 and not first_alone else (receive, send)
+    return [call() for call in calls]
+
+
 def send_and_recv(here: Here) -> Answer:
     """round the ring; each call waits, so even ranks send first and odd ones receive, or all would wait for ever"""
     came = here.empty()
-    calls = [lambda: dist.send(here.of(here.rank), here.right), lambda: dist.recv(came, here.left)]
-    first_alone = here.size % 2 == 1 and here.rank == here.size - 1  # an odd ring's last rank meets an even one
-    for call in calls if here.rank % 2 == 0 and not first_alone else reversed(calls):
-        call()
+    in_turn(here, lambda: dist.send(here.of(here.rank), here.right), lambda: dist.recv(came, here.left))
     return came, here.of(here.left)
 
 
 def isend_and_irecv(here: Here) -> Answer:
-    """round the ring without waiting: both are begun at once, in any order, and waited for at the end"""
+    """round the ring without waiting: both are begun at once and waited for at the end; NCCL wants them in turn here too"""
     came = here.empty()
-    for work in (dist.isend(here.of(here.rank), here.right), dist.irecv(came, here.left)):
+    begun = in_turn(here, lambda: dist.isend(here.of(here.rank), here.right), lambda: dist.irecv(came, here.left))
+    for work in begun:
         assert work is not None
         work.wait()
     return came, here.of(here.left)
@@ -291,8 +297,9 @@ def pairs(run: Run, cfg: Config) -> dict[str, Any]:
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.begin()
-    results: dict[str, Any] = {} if cfg.pairs else learn(run) if cfg.mode is Mode.learn else bench(run, cfg)
-    return {**results, **(pairs(run, cfg) if cfg.pairs else {})}
+    if cfg.pairs:
+        return pairs(run, cfg)
+    return learn(run) if cfg.mode is Mode.learn else bench(run, cfg)
 
 
 if START:

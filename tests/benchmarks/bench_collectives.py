@@ -35,7 +35,11 @@ def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "values.json")
         status = local.run(
-            [sys.executable, "-m", __name__, str(out), str(ROUNDS * size.rounds)], Layout((2,)), None, ROOT, clean_environment()
+            [sys.executable, "-m", __name__, str(out), str(ROUNDS * size.rounds)],
+            Layout((2,)),
+            None,
+            ROOT,
+            clean_environment(),
         )
         if status:
             raise MachineError(f"collectives: ended with status {status}; the lines above say why")
