@@ -19,9 +19,7 @@ stop() {
     exit "${2:-2}"
 }
 trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
-# What may be left over where this was submitted inside another allocation.
-unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}"
-unset SLURM_GPUS SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_NTASKS_PER_GPU SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/cifar.py ] ||
     stop "sbatch/cifar_2x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/cifar_2x8.sh"

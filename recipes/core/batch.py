@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines = [f"cd {shlex.quote(str(code))} || exit"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
+    if by_clock and (left := preempt.seconds_left(environ)):  # in a container there is nobody to ask
+        lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
+    if said := _said_of(environ):  # left over where this was submitted inside another allocation
+        lines += [
+            f"unset {name}" for name, field in slurm.ASKS_FOR_GPUS.items() if name in environ and field not in said
+        ]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
@@ -224,20 +231,28 @@ SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "
 def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     """Options of sbatch for a job of the same size, place and time limit as this one."""
     known = {option: environ.get(name, "") for name, option in TOLD.items()}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(
-            ["scontrol", "show", "job", "-o", str(rundir.job_id(environ))], capture_output=True, text=True, timeout=60,
-            check=True,
-        )  # fmt: skip
-        said = dict(word.split("=", 1) for word in asked.stdout.split() if "=" in word)
-        known |= {option: said.get(name, "") for name, option in SAID.items()}
+    said = _said_of(environ)
+    known |= {option: said.get(name, "") for name, option in SAID.items()}
+    if "MemPerTres" in said or known["mem-per-cpu"] == "0":
+        known["mem"] = known["mem-per-cpu"] = ""
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
     if known["gpus-per-task"]:
         known["nodes"] = ""  # Slurm found that many, and may find others
     known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # of a sweep this run alone
-    unsaid = {"mem": "0", "mem-per-cpu": "0"}
-    return {name: value for name, value in known.items() if value not in ("", "(null)", unsaid.get(name))}
+    return {name: value for name, value in known.items() if value not in ("", "(null)")}
+
+
+def _said_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What Slurm says of this job, by scontrol's names; nothing where it is none, or scontrol is not to be had."""
+    job = rundir.job_id(environ)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if job:
+            asked = subprocess.run(
+                ["scontrol", "show", "job", "-o", job], capture_output=True, text=True, timeout=60, check=True
+            )
+            return dict(word.split("=", 1) for word in asked.stdout.split() if "=" in word)
+    return {}
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:

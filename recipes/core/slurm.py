@@ -20,8 +20,11 @@ GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
 # A step has all memory of its job, which no variable of an outer allocation can then contradict.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-GPUS_OF_A_NODE = ("SLURM_GPUS_PER_NODE",)
-OTHER_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
+# By which srun asks for GPUs, with the field of scontrol that a job has where it was told so itself.
+ASKS_FOR_GPUS = {
+    "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
+    **dict.fromkeys(GPUS_OF_A_TASK, "TresPerTask"), "SLURM_GPU_BIND": "TresBind",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,9 +278,7 @@ def _setup(job: Job) -> list[str]:
         '    exit "${2:-2}"',
         "}",
         "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
-        "# What may be left over where this was submitted inside another allocation.",
-        'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}"',
-        f"unset {' '.join(_not_of(job))}",
+        'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
     ]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
@@ -288,12 +289,6 @@ def _setup(job: Job) -> list[str]:
     if not job.snapshot:
         lines += ["export RECIPES_SNAPSHOT=false # this job runs the repository as it is"]
     return lines + ([*_MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
-
-
-def _not_of(job: Job) -> list[str]:
-    """Variables by which srun would ask for GPUs, and which no option of this job sets: a step has all of its job's."""
-    of_a_node, of_a_task = (job.gpus_per_node > 0 and not job.ranks), (job.gpus_per_node > 0 and job.ranks > 0)
-    return [*OTHER_GPUS, *(() if of_a_node else GPUS_OF_A_NODE), *(() if of_a_task else GPUS_OF_A_TASK)]
 
 
 _MODULES = """\

@@ -396,17 +396,17 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
 
 
 @pytest.mark.long
-def test_a_job_of_two_minutes_is_not_stopped_at_its_begin(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The script's signal, 120 s ahead of the limit, comes at once, or when Slurm next looks at its jobs' time."""
+def test_a_job_of_a_few_minutes_is_not_stopped_at_its_begin(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The script's signal, 120 s ahead of the limit, would come at once."""
     log, run_dir = tmp_path / "log", tmp_path / "run"
-    keys = ["device=cpu", "dataset=fake", "max_steps=60", "global_batch_size=64", "log_every_steps=1"]
-    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "--time=2", "sbatch/mnist_2x8.sh", *keys, f"run_dir={run_dir}")
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "--time=5", "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)
-    assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+    wait_for_training(slurm, job, run_dir, step=rows(run_dir)[-1]["step"] + 20)
     assert "mnist: a job of a few minutes goes by the clock: saved ahead of its end, and not by SIGUSR2" in said(log)
-    assert read(run_dir / "summary.json")["steps"] == 60
     assert slurm.jobs(job)[0]["Restarts"] == "0"
+    slurm.run("scancel", job)
+    ended(slurm, job, log)
 
 
 @pytest.mark.long
