@@ -221,15 +221,18 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | N
     return attempt
 
 
-def begin_attempt_at(run_dir: Path, step: int) -> None:
-    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``. Raises MachineError, OSError."""
+def begin_attempt_at(run_dir: Path, step: int, own: bool = False) -> None:
+    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``. Raises MachineError, OSError.
+
+    own: from a checkpoint of this run directory.
+    """
     record = read_json(run_dir / "attempt.json")
     if record is None:
         raise MachineError(
             f"{run_dir}/attempt.json, which this run has just written, cannot be read: the file system is at fault"
         )
     record.pop("before", None)
-    write_json(run_dir / "attempt.json", {**record, "from_step": step})
+    write_json(run_dir / "attempt.json", {**record, "from_step": step, "own": own})
 
 
 def _begun(record: dict[str, Any] | None) -> dict[str, Any] | None:

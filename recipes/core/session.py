@@ -178,9 +178,11 @@ class Run:
             (self.dir / snapshot.DIFF).unlink(missing_ok=True)
             if diff := snapshot.difference(config.ROOT):
                 rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
-            if self.resumed_from and self.resumed_from.parent == self.dir / "checkpoints":
-                checkpoint.point(self.resumed_from, "latest")  # where the run is now: it may have been sent back
-            rundir.begin_attempt_at(self.dir, self.step)
+            came = self.resumed_from
+            own = came is not None and came.parent == self.dir / "checkpoints"
+            if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
+                checkpoint.point(came, "latest")  # where the run is now: it may have been sent back
+            rundir.begin_attempt_at(self.dir, self.step, own)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
 
@@ -328,11 +330,15 @@ class Run:
         return ""
 
     def _has_begun_before(self) -> bool:
-        """Whether this job, which was queued again, has trained this run before."""
+        """Whether this job, which was queued again, has trained this run before, and there is a checkpoint of that."""
         if self.settings.config.evaluate or not self.world.ranks.restart_count:
             return False
         before = (rundir.read_json(self.dir / "attempt.json") or {}).get("before") or {}
-        return "from_step" in before and before.get("job") == rundir.job_id(os.environ)
+        if "from_step" not in before or before.get("job") != _job(os.environ):
+            return False
+        status = rundir.read_status(self.dir)
+        has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
+        return bool(has_saved) or bool(before.get("own"))
 
     def check_mine(self) -> None:
         """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
@@ -657,6 +663,11 @@ def _rank0_says(run: Run, line: str) -> bool:
     return False
 
 
+def _job(environ: Mapping[str, str]) -> str | None:
+    """What is started again, and is the same then: Slurm's job, or torchrun's run."""
+    return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
+
+
 def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
     """The run directory that rank 0 chooses, made; this attempt's number and launch; and whether the run was done already."""
     message: dict[str, Any] = {}
@@ -671,7 +682,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
                 (path / name).mkdir(parents=True, exist_ok=True)
             status = rundir.read_status(path)
             launch = rundir.launch_id(os.environ)
-            attempt = rundir.open_attempt(path, list(world.hosts), launch, rundir.job_id(os.environ))
+            attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ))
             was_done = bool(status and status["state"] == "done")
             message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
         except OSError as error:

@@ -127,3 +127,5 @@ def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     rundir.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
     assert resumed(back[0], "max_steps=2", **again) == 2  # another one's
     assert helpers.read(tmp_path / "run", "status")["step"] == 2
+    rundir.write_json(tmp_path / "run/attempt.json", {**helpers.read(tmp_path / "run", "attempt"), "own": False})
+    assert resumed(back[1], "max_steps=4", **again) == 4  # it had begun, and saved nothing
