@@ -382,7 +382,7 @@ class TrainKeys:
         128, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
     )
     lr: float = key(0.1, "peak learning rate", low=0)
-    seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**32 - 1)  # torch takes no more of it
+    seed: int = key(0, "seed of weights, order and augmentation", low=0, high=2**62)
     num_workers: int = key(
         0, "loader threads of a rank, where samples are read from files", low=0, high=1024, may_change=True
     )

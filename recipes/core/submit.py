@@ -196,8 +196,9 @@ def job_state(job_id: str) -> tuple[str, int]:
 
 def _of_its_cluster(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` for a command that asks after a job: sbatch goes by a variable that scontrol does not read."""
-    clusters = environ.get("SBATCH_CLUSTERS")
-    return {**({"SLURM_CLUSTERS": clusters} if clusters else {}), **environ}
+    cluster = environ.get("SBATCH_CLUSTERS", "")
+    is_one = bool(cluster) and "," not in cluster and cluster != "all"
+    return {**({"SLURM_CLUSTERS": cluster} if is_one else {}), **environ}
 
 
 def wait_for_all(submitted: Submitted) -> int:

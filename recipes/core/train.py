@@ -54,12 +54,12 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     Called by all ranks.
     """
     device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
-    if cfg.dtype is Dtype.auto and device.type == "cuda":
-        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
-        with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    # On every rank, whatever its keys: they have yet to be compared.
+    with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
+    if cfg.dtype is Dtype.auto:
         lower = with_it == run.world.size
         why += f"; {with_it} of {run.world.size} GPUs have bfloat16" if with_it and not lower else ""
-    if cfg.dtype is Dtype.auto:
         run.say(f"dtype: {'bfloat16' if lower else 'float32'} ({why})")
     return torch.autocast(device.type, torch.bfloat16, enabled=lower)
 
