@@ -130,6 +130,7 @@ class Run:
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
             "best": None,  # of the evaluations so far: val_top1 and its step
+            "unevaluated": None,  # the row of an epoch's last step, where a stop has put its evaluation off
         }
         self._compare_keys(state.meta["config"])
         chosen = self._choose_checkpoint()
@@ -266,10 +267,9 @@ class Run:
         checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
             checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
-        if (
-            Path(chosen).parent == self.checkpoints
-        ):  # where the best one is kept: in a folder of its own, this run has none yet
-            state.meta["best"] = meta.get("best")
+        # In a folder of its own, this run has no best one yet, and no row that lacks its results.
+        if Path(chosen).parent == self.checkpoints:
+            state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
         self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
         self.say(f"resumed from {chosen}, step {state.step}")
         other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]

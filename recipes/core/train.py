@@ -231,10 +231,12 @@ def fit(
     global batch, whatever share of it a rank had. Raises RunError, on all ranks alike, when the loss is not finite.
     """
     state, world, total = run.state, run.world, total_steps(cfg, batches)
+    results: Mapping[str, Any] = {}
+    if state.meta.get("unevaluated") and not run.was_done:
+        results = _evaluate_late(run, evaluate, batches)
     if state.step >= total:
         run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
-        return {} if run.was_done else _evaluate(run, evaluate)
-    results: Mapping[str, Any] = {}
+        return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)
     pending: _Totals | None = None
     clock, pulse = _Clock(), world.pulse
     first_step = state.step + 1
@@ -270,7 +272,9 @@ def fit(
                 stop = stop or bool(run.stopping)
                 best = run.is_best(results) and run.keys.keep_best
                 run.check_saved()
-                log_row(run, epoch, mean_loss, lr, speed, results)
+                row: dict[str, Any] = {"epoch": epoch, "loss": mean_loss, "lr": lr, "speed": speed}
+                log_row(run, **row, results=results)
+                state.meta["unevaluated"] = row if (end_of_epoch or end) and stop else None
                 if stop and not end:
                     run.stopping = run.told_to_stop()
                 if save or stop or end or best:
@@ -283,7 +287,19 @@ def fit(
                 break
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
-    results = results if results or run.stopping else _evaluate(run, evaluate)
+    if state.meta.get("unevaluated") and not run.stopping:
+        results = _evaluate_late(run, evaluate, batches)
+    return results
+
+
+def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: Batches) -> Mapping[str, Any]:
+    """The evaluation of an epoch's last step that a stop has put off: its row again, with results, and the best checkpoint."""
+    results = _evaluate(run, evaluate)
+    if results:
+        log_row(run, **run.state.meta["unevaluated"], results=results)
+        run.state.meta["unevaluated"] = None
+        if run.is_best(results) and run.keys.keep_best:
+            run.save(sampler_state(batches), best=True, wait=True)
     return results
 
 

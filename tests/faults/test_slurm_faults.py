@@ -23,9 +23,10 @@ import pytest
 from recipes.core import checkpoint, ranks, rundir
 from tests import helpers
 from tests.faults.conftest import Recorded
+from tests.helpers import rows
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, rows, said, until
+from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, said, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.helpers import ROOT, need
+from tests.helpers import ROOT, need, rows
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
 PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
@@ -89,13 +89,6 @@ def until(condition: Callable[[], Found | None], timeout_s: float, what: str) ->
 
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl has so far; a line that is being written does not count."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0, step: int = 3) -> None:

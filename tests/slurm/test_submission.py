@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import helpers
-from tests.helpers import ROOT
+from tests.helpers import ROOT, rows
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
@@ -31,7 +31,6 @@ from tests.slurm.jobs import (
     queue,
     ranks,
     read,
-    rows,
     said,
     sbatch,
     until,
