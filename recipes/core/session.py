@@ -31,6 +31,8 @@ from recipes.core.rundir import InputError, MachineError, NodeError, RunError, S
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
+# Under which a wait for another rank has no end, or one that NCCL makes of the process without a word on who did not come.
+SILENT_BACKENDS = {"nccl", "mpi"}
 FENCE_S = 5.0  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
@@ -70,6 +72,7 @@ class Run:
     samples: int = 0  # trained on, in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # taken by who says why this rank ends
     _saved_at: float = field(default_factory=time.monotonic)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # of the code, on rank 0
@@ -519,10 +522,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
         if world.backend == "nccl":
             keep_flight_records(os.environ, run_dir)
+        over = threading.Event()
+        stack.callback(over.set)
         if world.rank == 0:
-            over = threading.Event()
             threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
-            stack.callback(over.set)
+        if world.size > 1 and world.backend in SILENT_BACKENDS:
+            threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
         try:
             _introduce(current, start)
             _seed_others(start.settings.config.seed, world.rank)
@@ -533,6 +538,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         except Over:
             return rundir.EXIT_DONE
         except BaseException as error:
+            current.failing.acquire()  # for good
             current.progress("")
             return _fail(current, error)
 
@@ -557,6 +563,25 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
             _leave(rundir.EXIT_MACHINE)
 
 
+def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
+    """Ends this process, a little before ``timeout_s``, where it gets no further since another rank is behind, and says which."""
+    last, quiet_s, looked = run.world.pulse.read(), 0.0, time.monotonic()
+    patience_s = max(dist.sooner(run.keys.timeout_s) - dist.BETWEEN_S, run.keys.timeout_s / 2)
+    while not over.wait(dist.POLL_S):
+        now = run.world.pulse.read()
+        # Of the time in which this process was stopped nothing counts.
+        quiet_s, looked = quiet_s + min(time.monotonic() - looked, 5 * dist.POLL_S), time.monotonic()
+        if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
+            last, quiet_s = now, 0.0
+        elif quiet_s > patience_s:
+            behind = run.world.behind()
+            if behind and run.world.pulse.read() == last and run.failing.acquire(blocking=False):
+                words = f"Timed out waiting for the other ranks, for most of {run.keys.timeout_s:g} s (timeout_s)"
+                code = _fail(run, RuntimeError(words), behind)
+                entry.remove_own_folder(start)
+                _leave(code)
+
+
 def _stopped_early(run: Run, reason: str) -> int:
     """Stopped before there was a step to save: nothing is lost, and nothing else is to be written."""
     if run.world.rank == 0 and run.is_mine():
@@ -567,8 +592,11 @@ def _stopped_early(run: Run, reason: str) -> int:
     return rundir.EXIT_REQUEUE
 
 
-def _fail(run: Run, error: BaseException) -> int:
-    """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see."""
+def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
+    """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see.
+
+    behind: the rank for which it has waited in vain, where that is known already.
+    """
     world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
@@ -577,7 +605,7 @@ def _fail(run: Run, error: BaseException) -> int:
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; started again, the run goes on from its "
             "last checkpoint"
         )
-    code, kind, line, behind = rundir.EXIT_CRASH, "error", rundir.one_line(error), None
+    code, kind, line = rundir.EXIT_CRASH, "error", rundir.one_line(error)
     if isinstance(error, (InputError, MachineError)):
         code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
     elif isinstance(error, RunError):
@@ -588,9 +616,9 @@ def _fail(run: Run, error: BaseException) -> int:
         kind, line = "peer", dist.peer_words(error)
         print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
     # At once, since the others lose their connections to this rank now, and would call it silent.
-    recorded = _record(run, kind, line, code, moment)
+    recorded = _record(run, kind, line, code, moment, behind)
     if kind == "peer" and rundir.is_timeout(line):
-        behind = world.behind()
+        behind = behind or world.behind()
     elif kind == "peer":
         world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:

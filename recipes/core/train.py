@@ -17,13 +17,11 @@ from torch.optim import swa_utils
 from recipes.core import metrics, watchdog
 from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
-from recipes.core.dist import sooner
 from recipes.core.rundir import InputError, RunError
 from recipes.core.session import Run
 from recipes.core.watchdog import Pulse
 
 PROGRESS_EVERY_S = 0.5
-EVENT_POLL_S = 0.0002
 
 
 class Batches(Protocol):
@@ -159,6 +157,7 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
     """
     ema, net = run.state.ema, run.state.model
     chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
+    run.world.pulse.beat(watchdog.EVALUATION)
     run.world.broadcast_buffers(chosen)
     training = chosen.training
     chosen.eval()
@@ -171,11 +170,8 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
 class _Totals:
     """Sums over all ranks of one step's loss, stop flags and rank 0's wish to save: on their way, read when they are needed."""
 
-    def __init__(
-        self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int, timeout_s: float = math.inf
-    ) -> None:
-        self.step, self._global_size, self._timeout_s = step, global_size, timeout_s
-        self._deadline = time.monotonic() + sooner(timeout_s)
+    def __init__(self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int) -> None:
+        self.step, self._global_size = step, global_size
         flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
         self._sums = torch.cat([loss_sum.detach().double().reshape(1), flags])
         alone = torch.distributed.get_world_size() == 1
@@ -189,28 +185,19 @@ class _Totals:
             self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
                 self._sums, non_blocking=True
             )
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
     def read(self) -> tuple[float, bool, bool]:
         """The mean loss over the global batch, whether a rank was told to stop, whether to save; equal on all ranks."""
         if self._arrived:
-            await_event(self._arrived.query, self._deadline, self._timeout_s)
+            self._arrived.synchronize()
         elif self._work:
             self._work.wait()
         loss, stop, save = self._sums.tolist()
         if not math.isfinite(loss):
             raise RunError(f"the loss at step {self.step} is {loss}: a lower lr, or the data, is where to look")
         return loss / self._global_size, stop > 0, save > 0
-
-
-def await_event(arrived: Callable[[], bool], deadline: float, timeout_s: float) -> None:
-    """Until what the GPU has been given is done. Raises RuntimeError, as of a lost peer, at ``deadline``: a little before NCCL's
-    own watchdog, which ends the process without a word on who did not come."""
-    while not arrived():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"Timed out waiting for the sum over all ranks, for most of {timeout_s:g} s (timeout_s)")
-        time.sleep(EVENT_POLL_S)
 
 
 def fit(
@@ -257,10 +244,7 @@ def fit(
             pulse.beat(watchdog.SUM, state.step)
 
             due = world.rank == 0 and clock.save_due(run.keys.checkpoint_every_s)
-            before, pending = (
-                pending,
-                _Totals(loss, bool(run.stop), due, state.step, shard.global_size, world.timeout_s),
-            )
+            before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
             # What all ranks decide by is one step old, so that no step waits for it; at a row it is read at once.
             _, stop, save = before.read() if before else (0.0, False, False)
             end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.core import dist
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start
@@ -22,6 +23,7 @@ from tests.helpers import Ended
 HOST = socket.gethostname()
 NOTICED_S = 5.0  # a rank that is gone, by its peers
 TIMEOUT_S = 8.0
+LONGER_S = 20.0  # so that there is time between the asking and gloo's own end of a wait
 WATCHED_S = 15.0  # what a watchdog waits beyond timeout_s
 ROOM_S = 12.0  # for two slow cores
 LATER = "100"  # a step some seconds from the begin: a rank says about once a second how far it is
@@ -116,6 +118,40 @@ def test_the_ranks_that_waited_say_who_did_not_come_and_how_far_it_was(
     )
     assert re.match(place, status["reason"]), status
     assert re.search(place, ended.lines[-1]), ended.out
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize(
+    ("at", "rank", "place"),
+    [
+        (LATER, 1, f"step {LATER} (forward)"),
+        ("evaluate", 0, "step 10 (loss over all ranks)"),
+        ("evaluate", 1, "step 10 (loss over all ranks)"),
+    ],
+)
+@pytest.mark.long
+def test_where_the_backend_does_not_tell_of_a_wait_its_end_comes_a_little_earlier(
+    start: Start, tmp_path: Path, at: str, rank: int, place: str
+) -> None:
+    """In a step and in an evaluation: that rank is named, by the other one alone."""
+    environ = {
+        "FAULT": "hang",
+        "FAULT_AT": at,
+        "FAULT_RANK": str(rank),
+        "FAULT_SILENT": "1",
+        "FAULT_DIR": str(tmp_path),
+    }
+    ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={LONGER_S:g}", **environ))
+    reached = float((tmp_path / f"reached.{rank}").read_text())
+    record = helpers.read(tmp_path / "run" / "failures", f"attempt-0-rank-{1 - rank}")
+    assert record["error"].endswith(f"Timed out waiting for the other ranks, for most of {LONGER_S:g} s (timeout_s)")
+    assert record["behind"] == {"rank": rank, "host": HOST, "at": place}
+    assert dist.sooner(LONGER_S) - 1 < record["time"] - reached < LONGER_S
+    status = helpers.read(tmp_path / "run", "status")
+    assert status["first_failing_rank"] == rank, status
+    assert status["reason"] == f"rank {rank} on {HOST} got no further than {place}, and the others waited in vain"
+    assert ended.lines[-1].endswith(f"{status['reason']}; logs in {tmp_path}/run/logs"), ended.out
+    assert "Traceback" not in ended.out
 
 
 @pytest.mark.fault(3)
