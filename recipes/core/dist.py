@@ -28,7 +28,6 @@ T = TypeVar("T")
 POLL_S = 0.2
 STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
-BETWEEN_S = 2.5 * PULSE_S  # two looks at what all ranks say
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 READERS_S = 5.0  # that rank 0 waits for the others to have read why none of them goes on
@@ -192,7 +191,7 @@ class World:
         def ask() -> None:
             names = [f"pulse/{rank}" for rank in range(self.size)]
             with contextlib.suppress(torch.distributed.DistError):
-                for wait_s in (0.0, BETWEEN_S):
+                for wait_s in (0.0, 2.5 * PULSE_S):
                     time.sleep(wait_s)
                     answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
 

@@ -212,11 +212,12 @@ class Run:
 
         Called by all ranks after each step, in a loop of one's own; that of `train.fit` does not wait for the answer.
         """
-        self.world.pulse.beat(watchdog.DATA, self.step)
+        self.world.pulse.beat(watchdog.SUM, self.step)
         every_s = self.keys.checkpoint_every_s
         due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
         answers = [("", False)] * self.world.size
         torch.distributed.all_gather_object(answers, (self.stop.reason, due))
+        self.world.pulse.beat(watchdog.ROW)
         return next((reason for reason, _ in answers if reason), ""), answers[0][1] or self.interval_ends()
 
     def interval_ends(self) -> bool:
@@ -395,7 +396,7 @@ class Run:
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
-        self.world.pulse.beat(watchdog.UNWATCHED)
+        self.world.pulse.beat(watchdog.END)
         if self.world.rank != 0:
             return
         self.check_mine()
@@ -564,22 +565,28 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
 
 
 def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
-    """Ends this process, a little before ``timeout_s``, where it gets no further since another rank is behind, and says which."""
+    """Ends this process, a little before ``timeout_s``, where it waits in vain for the other ranks, and says which one is behind."""
     last, quiet_s, looked = run.world.pulse.read(), 0.0, time.monotonic()
-    patience_s = max(dist.sooner(run.keys.timeout_s) - dist.BETWEEN_S, run.keys.timeout_s / 2)
+    # NCCL's own clock runs since the collective was begun, which can be some seconds before this rank's last beat.
+    patience_s = max(dist.sooner(run.keys.timeout_s) - dist.EARLIER_S, run.keys.timeout_s / 2)
     while not over.wait(dist.POLL_S):
         now = run.world.pulse.read()
         # Of the time in which this process was stopped nothing counts.
         quiet_s, looked = quiet_s + min(time.monotonic() - looked, 5 * dist.POLL_S), time.monotonic()
-        if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
+        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
             last, quiet_s = now, 0.0
-        elif quiet_s > patience_s:
+        elif quiet_s > patience_s and not run.failing.locked():
             behind = run.world.behind()
-            if behind and run.world.pulse.read() == last and run.failing.acquire(blocking=False):
+            # In these two a rank does nothing but wait: if nobody is behind, it is the network.
+            in_vain = behind or now[2] in (watchdog.SUM, watchdog.COUNT)
+            if in_vain and run.world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks, for most of {run.keys.timeout_s:g} s (timeout_s)"
-                code = _fail(run, RuntimeError(words), behind)
-                entry.remove_own_folder(start)
-                _leave(code)
+                code = rundir.EXIT_CRASH
+                try:
+                    code = _fail(run, RuntimeError(words), behind)
+                    entry.remove_own_folder(start)
+                finally:
+                    _leave(code)
 
 
 def _stopped_early(run: Run, reason: str) -> int:

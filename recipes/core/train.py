@@ -143,6 +143,7 @@ def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
 
 def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     """What ``evaluate`` gives; where that is nothing, since a rank was told to stop, the run is stopping."""
+    run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
     results = evaluate()
     if not results:
         run.stopping = run.told_to_stop()
@@ -268,6 +269,7 @@ def fit(
             elif clock.progress_due():
                 run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
             if run.stopping or end:
+                pulse.beat(watchdog.TO_EVALUATE)  # a stop may have left one to be done
                 break
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
@@ -354,6 +356,7 @@ def log_row(
 
     Called by all ranks. Raises RunError, on all alike, where the loss is not finite.
     """
+    run.world.pulse.beat(watchdog.ROW, run.step)
     if not math.isfinite(loss):
         raise RunError(f"the loss at step {run.step} is {loss}: a lower lr, or the data, is where to look")
     if not run.rows:

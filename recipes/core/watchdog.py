@@ -23,10 +23,13 @@ PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
 NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
 # In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
 PHASES = (
-    "nothing that is watched", "start", "loss over all ranks", "evaluation", "sum of the evaluation", "saving", "data", "forward",
-    "forward, in the model", "backward", "update",
+    "nothing that is watched", "start", "loss over all ranks", "start of an evaluation", "evaluation", "sum of the evaluation",
+    "row of metrics", "saving", "data", "forward", "forward, in the model", "backward", "update", "end",
 )  # fmt: skip
-UNWATCHED, START, SUM, EVALUATION, COUNT, SAVING, DATA, FORWARD, MODEL, BACKWARD, UPDATE = range(len(PHASES))
+(
+    UNWATCHED, START, SUM, TO_EVALUATE, EVALUATION, COUNT, ROW, SAVING, DATA, FORWARD, MODEL, BACKWARD, UPDATE, END,
+) = range(len(PHASES))  # fmt: skip
+NOT_WATCHED = (UNWATCHED, END)
 POLL_S = 0.5
 MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
 TELL_S = 5.0  # for the run directory's file system to take the last words
@@ -75,7 +78,7 @@ class Pulse:
 
 def place(step: int, phase: int) -> str:
     """Where a pulse stands, for a line. step: completed ones."""
-    return f"step {step + (phase >= DATA)} ({PHASES[phase]})"
+    return f"step {step + (DATA <= phase < END)} ({PHASES[phase]})"
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
@@ -86,7 +89,7 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
         now = PULSE.unpack_from(memory)
         # A job that is suspended (scontrol suspend) stops both processes: time that this one did not see does not count.
         quiet_s, looked = quiet_s + min(time.monotonic() - looked, 2 * POLL_S), time.monotonic()
-        if now != last or now[2] == UNWATCHED:
+        if now != last or now[2] in NOT_WATCHED:
             last, quiet_s = now, 0.0
         elif quiet_s > timeout_s:
             _end(parent, memory, timeout_s)

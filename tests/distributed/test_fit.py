@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
-from recipes.core import checkpoint, dist, entry, local, metrics, preempt, session, train
+from recipes.core import checkpoint, dist, entry, local, metrics, preempt, rundir, session, train, watchdog
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.local import Layout
@@ -258,3 +259,41 @@ def test_the_average_is_torchs_own() -> None:
 
 def test_who_is_to_speak_before_nccl_ends_the_process_waits_a_little_less() -> None:
     assert [dist.sooner(seconds) for seconds in (600, 20)] == [590, 15]
+
+
+@pytest.mark.parametrize(
+    ("phase", "behind", "ends"),
+    [
+        (watchdog.SUM, None, True),
+        (watchdog.COUNT, None, True),
+        (watchdog.FORWARD, None, False),
+        (watchdog.FORWARD, {"rank": 1}, True),
+        (watchdog.END, {"rank": 1}, False),
+    ],
+)
+def test_a_wait_for_nobody_in_particular_is_ended_where_a_rank_does_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool
+) -> None:
+    """Where no rank is behind it is the network."""
+    said: list[Any] = []
+    over = threading.Event()
+    monkeypatch.setattr(session, "_fail", lambda run, error, behind: said.append((error, behind)) or 1)
+    monkeypatch.setattr(session, "_leave", lambda code: (said.append(code), over.set()))
+    pulse = watchdog.Pulse()
+    pulse.beat(phase, 7)
+    start: Any = SimpleNamespace(own_folder=None)
+    monkeypatch.setattr(entry, "remove_own_folder", lambda start: None)
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(pulse=pulse, behind=lambda: behind),
+        keys=SimpleNamespace(timeout_s=1.0),
+        failing=threading.Lock(),
+    )
+    ended = threading.Timer(2.0, over.set)
+    ended.start()
+    session._end_a_wait(run, start, over)
+    ended.cancel()
+    assert bool(said) == ends
+    if ends:
+        (error, named), code = said
+        assert (named, code, dist.is_peer_error(error)) == (behind, 1, True)
+        assert rundir.is_timeout(str(error))
