@@ -427,9 +427,9 @@ class Run:
                 "versions": metrics.versions(),
             }
             # Where nothing was trained in this attempt, what was said of the training stays.
-            only_now = self.samples or self.settings.config.evaluate
-            trained = {} if only_now else rundir.read_json(self.dir / "summary.json") or {}
-            rundir.write_json(self.dir / "summary.json", {**summary, **trained, **results})
+            before = rundir.read_json(self.dir / "summary.json") or {}
+            stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
+            rundir.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
 
 

@@ -222,6 +222,8 @@ def fit(
     results: Mapping[str, Any] = {}
     if state.meta.get("unevaluated") and not run.was_done:
         results = _evaluate_late(run, evaluate, batches)
+        if state.step < total:
+            run.stopping = ""  # told so anew, it stops a step later: a job too short for an evaluation gains that
     if state.step >= total:
         run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
         return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)

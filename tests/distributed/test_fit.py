@@ -86,6 +86,8 @@ class Trained:
                 if resumes:
                     run.resume(run.state, train.sampler_state(batches))
                 results = train.fit(run, cfg, net, batches, loss_sum, evaluate)
+                if resumes:
+                    run.finish(results)
             finally:
                 rows.close()
                 assert run.saver
@@ -138,6 +140,48 @@ def test_an_evaluation_that_a_stop_has_put_off_comes_first(
     assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
     assert run.state.meta["best"] == {"val_top1": 0.9, "step": step}
     assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
+
+
+def test_a_put_off_evaluation_that_is_cut_short_again_is_left_out(tmp_path: Path) -> None:
+    """A job that is too short for an evaluation gains a step all the same."""
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = [0.1, None, 0.3], 4
+    trained.run(resumes=True, epochs=3)
+    trained.stop_at = 0
+    _, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, run.stopping) == (5, "SIGUSR2")
+    assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
+    found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
+    assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
+
+
+def test_of_an_enlarged_run_the_summary_is_not_that_of_the_smaller_one(tmp_path: Path) -> None:
+    """Also where what goes on has nothing left to train."""
+    trained = Trained(tmp_path)
+    trained.values = [0.1, 0.2, None, 0.9]
+    trained.run(resumes=True, epochs=1)
+    assert helpers.read(tmp_path, "summary")["steps"] == 2
+    trained.run(resumes=True, epochs=3)
+    assert helpers.read(tmp_path, "status")["state"] == "preempted"
+    trained.run(resumes=True, epochs=3)
+    summary = helpers.read(tmp_path, "summary")
+    assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
+
+
+def test_a_checkpoint_that_is_written_anew_as_the_best_is_named_so_before_it_says_so(tmp_path: Path) -> None:
+    """A kill between the two leaves one that is evaluated once more, or one that is the best and is named so."""
+    checkpoint.write(tmp_path, {"meta": {"step": 2}}, best=True)
+    checkpoint.write(tmp_path, {"meta": {"step": 4}})
+
+    def killed() -> None:
+        if seen.append((tmp_path / "best").read_text()) or len(seen) == 2:
+            raise KeyboardInterrupt
+
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write(tmp_path, {"meta": {"step": 4, "best": 1}}, best=True, before_rename=killed)
+    assert seen == ["step-00000002.pt\n", "step-00000004.pt\n"]
+    assert torch.load(tmp_path / "step-00000004.pt")["meta"] == {"step": 4}
 
 
 def test_saves_by_time_come_one_by_one(tmp_path: Path) -> None:
