@@ -267,9 +267,8 @@ def write(
     The file comes under its name only when all of it is on the disk. Raises OSError where it cannot be written.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
-    if (
-        best and named(folder, "latest") == path.name
-    ):  # written anew: what is in it now is not to be there with another best
+    # Written anew: its new content, which says that it is the best, is never there with another one named so.
+    if best and named(folder, "latest") == path.name:
         point(path, "best", before_rename)
     rundir.write_whole(path, lambda file: _write_archive(file, content), before_rename)
     for name in ("best", "latest") if best else ("latest",):
