@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core import checkpoint
+from recipes.core import checkpoint, session
 from recipes.core.rundir import InputError
 from tests import helpers
 from tests.faults import conftest
@@ -378,7 +378,9 @@ def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: S
     ended = helpers.finish(start(tmp_path / "run", f"resume={there}", "max_steps=2", ranks=0))
     assert ended.status == 2, ended.out
     assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
-    assert time.monotonic() - begin < 30
+    assert (
+        time.monotonic() - begin < session.SEEN_S
+    )  # which a wait alone would take, and a start on a busy machine does not
 
 
 @pytest.mark.fault(33)
