@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core import checkpoint, session
+from recipes.core import checkpoint
 from recipes.core.rundir import InputError
 from tests import helpers
 from tests.faults import conftest
@@ -374,13 +373,13 @@ def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Sta
 def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: Start, tmp_path: Path) -> None:
     """What somebody has typed is not waited for."""
     there = tmp_path / "step-00000012.pt"
-    begin = time.monotonic()
     ended = helpers.finish(start(tmp_path / "run", f"resume={there}", "max_steps=2", ranks=0))
     assert ended.status == 2, ended.out
     assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
-    assert (
-        time.monotonic() - begin < session.SEEN_S
-    )  # which a wait alone would take, and a start on a busy machine does not
+    begun = (
+        (tmp_path / "run" / "attempt.json").stat().st_mtime
+    )  # a start alone can take half a minute on a busy machine
+    assert conftest.noticed(tmp_path / "run", 0) - begun < 20
 
 
 @pytest.mark.fault(33)

@@ -8,7 +8,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,10 +42,10 @@ os._exit(0)
     [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
 )
 def test_collectives_that_do_not_match_are_named_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
-    begin = time.monotonic()
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
-    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=100", **environ))
-    assert time.monotonic() - begin < 100  # which a wait alone would take
+    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", **environ))
+    begun = (tmp_path / "attempt.json").stat().st_mtime  # a start alone can take half a minute on a busy machine
+    assert conftest.noticed(tmp_path, 0) - begun < 45
     assert ended.status == 1, ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
