@@ -101,6 +101,14 @@ dist.all_gather_into_tensor = bent
 
 
 @pytest.mark.long
+def test_a_barrier_that_lets_one_go_early_is_found(tmp_path: Path) -> None:
+    open_gate = "dist.barrier = lambda: None"
+    ended = helpers.run_ranks(BENT.replace("PATCH", open_gate), ["device=cpu", f"run_dir={tmp_path}"], 2, 21006)
+    assert ended.status == 1
+    assert "barrier: a wrong answer on rank 0 on" in ended.out
+
+
+@pytest.mark.long
 def test_what_the_backend_has_not_is_told(tmp_path: Path) -> None:
     missing = """
 def bent(*args, **kwargs):
