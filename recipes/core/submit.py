@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import os
 import re
 import shlex
@@ -97,10 +98,18 @@ def ask_controller(job: Job) -> str:
         raise MachineError(
             "Slurm's controller has not answered within 120 s: ask for its state with scontrol ping"
         ) from None
-    words = " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", asked.stderr).split())
     if asked.returncode != 0:
-        raise MachineError(f"Slurm refuses this job: {words or 'sbatch --test-only gave no reason'}")
-    return words
+        raise MachineError(_refusal(asked.stderr, "sbatch --test-only"))
+    return _words(asked.stderr)
+
+
+def _words(said: str) -> str:
+    """What sbatch said, without its prefixes, in a line."""
+    return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", said).split())
+
+
+def _refusal(said: str, by: str) -> str:
+    return f"Slurm refuses this job: {_words(said)[:300] or f'{by} gave no reason'}"
 
 
 def submit(job: Job, python: str, run_dir: str) -> Submitted:
@@ -136,12 +145,13 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
         executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
-            if job.elements:
-                taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
-            else:
-                taken = [executor.submit(os.execvp, inside[0], commands[0])]
-        except submitit.core.utils.FailedSubmissionError as error:
-            raise MachineError(f"Slurm refuses this job: {' '.join(str(error).split())[:300]}") from None
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what it raises
+                if job.elements:
+                    taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
+                else:
+                    taken = [executor.submit(os.execvp, inside[0], commands[0])]
+        except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
+            raise MachineError(_refusal(str(error), "sbatch")) from None
     script, found = Path(taken[0].paths.submission_file), []
     for number, (one, command) in enumerate(zip(taken, commands, strict=True)):
         each = job

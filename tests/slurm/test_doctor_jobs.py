@@ -86,6 +86,25 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     assert (typed["TimeLimit"], typed["CPUs/Task"], typed["MinMemoryNode"]) == ("00:07:00", "2", "100M")
 
 
+def test_where_too_few_nodes_are_left_it_says_why_it_is_not_submitted_again(
+    slurm: Cluster, repo: Path, bad_node: str
+) -> None:
+    words = [word for word in KEYS if word != "nodes=1"]
+    done = slurm.run(
+        sys.executable, "launch.py", *words, "nodes=2", "wait=true", cwd=repo, env=jobs.PYTHON, timeout=200
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    job = done.stdout.split(":", 1)[0].removeprefix("job ")
+    told = re.search(
+        r"^mnist: (bad nodes: node1; not submitted again \(Slurm refuses this job: .+\): submit it with exclude=node1)$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert told, done.stdout + done.stderr
+    assert jobs.read(repo / "runs/mnist" / job / "refused.json")["line"] == told[1]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_not_more_often_than_told(slurm: Cluster, repo: Path, bad_node: str) -> None:
     before = jobs.queue(slurm)
     job, log = launched(slurm, repo, "max_resubmits=0")

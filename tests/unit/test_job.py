@@ -824,6 +824,20 @@ def test_slurms_refusal_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert calls(tmp_path, "sbatch") == [["--test-only"]]
 
 
+def test_a_refusal_that_comes_at_submission_alone_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    stub(
+        tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: Batch job submission failed: too many jobs' >&2\nexit 1"
+    )
+    for job in (describe(root=tmp_path), describe("sweep.lr=0.1,0.2", root=tmp_path)):
+        with pytest.raises(MachineError) as caught:
+            submit.submit(job, sys.executable, "")
+        assert str(caught.value) == "Slurm refuses this job: Batch job submission failed: too many jobs"
+    assert capsys.readouterr().err == ""
+
+
 def test_no_slurm_names_launcher_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="launcher=local"):
