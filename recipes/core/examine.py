@@ -4,7 +4,9 @@ Whatever can hang (a file system, a driver, a resolver) is asked in a process of
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ SHM_BYTES = 1 << 30  # of shared memory; containers come with 64 MB
 DISK_BYTES = 5 << 30
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_NAME_S = 1.0
+REAPED_S = 2.0  # that a command which was killed is waited for
 Facts = dict[str, Any]
 
 
@@ -41,6 +45,7 @@ class Report:
     rank: int
     node_rank: int
     local_rank: int
+    local_world_size: int
     host: str
     facts: Facts = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -56,8 +61,8 @@ Check = Callable[["Surroundings"], tuple[Facts, list[Finding]]]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the checks look at: the variables, this rank's place, the folders that the training will want, and files of the kernel's
-    (another folder in tests)."""
+    """What the checks look at: the variables, this rank's place, the folders that the training will want, files of the kernel's
+    (another folder in tests), and until when."""
 
     environ: Mapping[str, str]
     info: RankInfo
@@ -65,12 +70,19 @@ class Surroundings:
     data_dir: str = ""
     on_cpu: bool = False
     root: Path = Path("/")
+    end: float = math.inf  # by time.monotonic(): what has not come back then is not waited for
+
+    @property
+    def others(self) -> bool:
+        """Whether there are nodes to compare this one with: where it is alone, what was typed wrongly looks like its own fault."""
+        return self.info.num_nodes > 1
 
 
 def everything(here: Surroundings, deadline_s: float) -> Report:
     """All checks at once, each for at most ``deadline_s`` seconds: one that does not come back is a finding."""
-    report = Report(here.info.rank, here.info.node_rank, here.info.local_rank, socket.gethostname())
-    checks = CHECKS if here.info.local_rank == 0 else (gpus,)
+    info, here = here.info, dataclasses.replace(here, end=time.monotonic() + deadline_s)
+    report = Report(info.rank, info.node_rank, info.local_rank, info.local_world_size, socket.gethostname())
+    checks = CHECKS if info.local_rank == 0 else (gpus,)
     pool = ThreadPoolExecutor(len(checks))  # not in a with: it would wait for a thread that hangs
     begun = {check.__name__: pool.submit(check, here) for check in checks}
     answered, _ = wait(begun.values(), deadline_s)
@@ -134,7 +146,7 @@ def _answer(process: "subprocess.Popen[str]", name: str, timeout_s: float) -> tu
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
-            out, _ = process.communicate(timeout=2)
+            out, _ = process.communicate(timeout=REAPED_S)
         except (
             subprocess.TimeoutExpired
         ):  # what waits for a dead file system or driver stays, and is nobody's to wait for
@@ -170,6 +182,7 @@ def torch(here: Surroundings) -> tuple[Facts, list[Finding]]:
             Finding(
                 f"torch cannot be imported there ({wrong})",
                 f"is the environment {sys.prefix} seen on that node, and whole?",
+                leave_out=here.others,
             )
         ]
     facts = json.loads(out.splitlines()[-1])
@@ -229,25 +242,25 @@ def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
                     bad=False,
                 )
             )
-        if (
-            number == resource.RLIMIT_MEMLOCK
-            and limited
+        by_rdma = (
+            not here.on_cpu
+            and here.environ.get("NCCL_IB_DISABLE") != "1"
             and (here.root / "sys/class/infiniband").is_dir()
-            and soft < 1 << 30
-        ):
+        )
+        if number == resource.RLIMIT_MEMLOCK and limited and by_rdma and soft < 1 << 30:
             findings.append(Finding(f"locked memory is limited to {soft // 1024} KB, and RDMA locks what it sends",
-                                    "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"))  # fmt: skip
+                                    "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)", bad=here.others))  # fmt: skip
     return facts, findings
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """/dev/shm, the run directory, TMPDIR and the data folder: each asked in a child, since a file system may not answer."""
-    folders = {"/dev/shm": "shm", str(here.run_dir): "run", here.environ.get("TMPDIR") or "/tmp": "tmp"}
+    folders = [("/dev/shm", "shm"), (str(here.run_dir), "run"), (here.environ.get("TMPDIR") or "/tmp", "tmp")]
     if here.data_dir:
-        folders[here.data_dir] = "data"
+        folders.append((here.data_dir, "data"))
     facts: Facts = {}
     findings = []
-    for folder, use in folders.items():
+    for folder, use in folders:
         name = {"shm": "/dev/shm", "run": f"run_dir={folder}", "tmp": f"TMPDIR={folder}", "data": f"data_dir={folder}"}[
             use
         ]
@@ -259,7 +272,9 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             }
             findings.append(
                 Finding(
-                    f"{name} cannot be used ({wrong})", mends.get(use, "look at that file system; give another run_dir")
+                    f"{name} cannot be used ({wrong})",
+                    mends.get(use, "look at that file system; give another run_dir"),
+                    leave_out=here.others or use == "shm",
                 )
             )
             continue
@@ -332,8 +347,12 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         return facts, findings
     facts["chosen"] = {"interface": chosen.interface, "address": chosen.address, "reason": chosen.reason}
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if (value := here.environ.get(name)) and not _names(value, chosen.interface, exact=name[0] == "G"):
-            findings.append(Finding(f"{name}={value}, and the route to {chosen.peer or 'itself'} goes by {chosen.interface}",
+        if (
+            here.others
+            and (value := here.environ.get(name))
+            and not _names(value, chosen.interface, exact=name[0] == "G")
+        ):
+            findings.append(Finding(f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}",
                                     f"unset {name}, or set it to {chosen.interface}", bad=not _any_is_there(value, facts["interfaces"], name[0] == "G")))  # fmt: skip
     return facts, findings
 
@@ -421,8 +440,13 @@ def variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Granted, visible and usable: each one computes something whose answer is known."""
-    facts, wrong = gpu_checks.look(here.environ, here.info, here.on_cpu, ask)
+    facts, wrong = gpu_checks.look(here.environ, here.info, here.on_cpu, partial(_ask_by, here.end))
     return facts, wrong
+
+
+def _ask_by(end: float, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """`ask`, the answer of which is there before ``end``: one that is killed can take `REAPED_S` more."""
+    return ask(command, min(timeout_s, max(0.5, end - time.monotonic() - REAPED_S - 1)))
 
 
 CHECKS: tuple[Check, ...] = (system, torch, cpus, limits, disks, interfaces, names, variables, gpus)

@@ -7,7 +7,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from recipes.core.ranks import RankInfo
 
 Ask = Callable[[Sequence[str], float], tuple[str, str]]
 SMI_S, CHECK_S = 20.0, 60.0
+LONGEST = 4096  # characters of a line of nvidia-smi's
 FREE_SHARE = 0.9  # of a GPU's memory; with less, somebody else is on it
 # As nvidia-smi names them; what a GPU or driver does not know comes as [N/A].
 FIELDS = (
@@ -27,6 +29,12 @@ FIELDS = (
     "memory.used",
     "ecc.errors.uncorrected.volatile.total",
     "temperature.gpu",
+)
+AS_TABLE = "--format=csv,noheader,nounits"
+SMI = (
+    (f"--query-gpu={','.join(FIELDS)}", AS_TABLE),
+    ("--query-compute-apps=gpu_uuid,pid,used_memory", AS_TABLE),
+    ("topo", "-m"),
 )
 
 
@@ -73,7 +81,8 @@ def look(
     if on_cpu or (info.local_rank and not _own_gpu(environ)):
         return facts, wrong  # the node's first rank sees the same GPUs, and tries them alone
     host = socket.gethostname()
-    smi, why = ask(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"], SMI_S)
+    with ThreadPoolExecutor(len(SMI)) as pool:  # without persistence mode each loads the driver anew, and takes seconds
+        (smi, why), (apps, _), (topology, _) = pool.map(lambda words: ask(["nvidia-smi", *words], SMI_S), SMI)
     there = parse_smi(smi)
     expected = facts["granted"] or local.visible_gpus(environ, root)
     if why and expected and shutil.which("nvidia-smi"):  # many images have none, and others a tool without a GPU
@@ -92,7 +101,7 @@ def look(
                 )
             )
             return facts, wrong
-    seen = len(facts["gpus"])
+    seen, named = len(facts["gpus"]), local.named_gpus(environ) is not None
     if few := shortage(environ, seen):
         wrong.append(Finding(few, f"compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node", True))
     elif info.in_slurm and seen == 0:
@@ -105,13 +114,15 @@ def look(
         )
     elif seen and seen < info.local_world_size and not (seen == 1 and has_its_own(environ, info.local_world_size)):
         wrong.append(Finding(f"{info.local_world_size} ranks and {seen} GPUs", "start one rank per GPU", True))
+    elif there and seen < len(there) and not info.in_slurm and not named:
+        what = f"nvidia-smi shows {len(there)} GPUs and torch sees {seen}"
+        wrong.append(
+            Finding(what, "torch without CUDA, or too new for the driver: python -m torch.utils.collect_env", seen == 0)
+        )
     for gpu in facts["gpus"]:
         wrong += _of_one(gpu, there.get(gpu.get("uuid", ""), {}))
-    apps, _ = ask(
-        ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"], SMI_S
-    )
     mine = {gpu.get("uuid") for gpu in facts["gpus"]}
-    for uuid, pid, memory in (row for row in csv.reader(apps.splitlines(), skipinitialspace=True) if len(row) == 3):
+    for uuid, pid, memory in (row for row in _rows(apps) if len(row) == 3):
         if uuid in mine and pid.isdecimal() and not _is_check(int(pid)):
             wrong.append(
                 Finding(
@@ -120,7 +131,6 @@ def look(
                     False,
                 )
             )
-    topology, _ = ask(["nvidia-smi", "topo", "-m"], SMI_S)
     wrong += far(topology, os.sched_getaffinity(0), info, _row_of_mine(facts["gpus"], there, info))
     return facts, wrong
 
@@ -166,8 +176,13 @@ def _of_one(gpu: Mapping[str, Any], smi: Mapping[str, str]) -> list[Finding]:
 
 def parse_smi(text: str) -> dict[str, dict[str, str]]:
     """nvidia-smi's rows of `FIELDS`, by UUID; those that are no such rows are left out."""
-    rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return {row[1]: dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)}
+    return {row[1]: dict(zip(FIELDS, row, strict=True)) for row in _rows(text) if len(row) == len(FIELDS)}
+
+
+def _rows(text: str) -> Iterator[list[str]]:
+    """The rows of a table of nvidia-smi's; a line that is far too long for one is left out."""
+    lines = (line for line in text.splitlines() if len(line) < LONGEST)
+    return iter(csv.reader(lines, skipinitialspace=True))
 
 
 def _row_of_mine(seen: Sequence[Mapping[str, Any]], there: Mapping[str, Mapping[str, str]], info: RankInfo) -> str:

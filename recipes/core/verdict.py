@@ -132,7 +132,7 @@ def lines(verdict: Verdict) -> list[str]:
     else:
         bad = len({node for entry in verdict.entries if entry.bad for node in entry.nodes})
         found.append(
-            f"{bad} of {count} nodes bad"
+            (f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame")
             + (f": sbatch --exclude={','.join(verdict.exclude)} keeps off them" if verdict.exclude else "")
         )
     return found
@@ -195,9 +195,12 @@ def _missing(expected: Expected, nodes: Mapping[int, Any], verdict: Verdict) -> 
             mend = "is run_dir on a file system that all nodes share? if not, give one that is"
         what = "did not answer: it hangs, was never started, or does not see run_dir"
         verdict.entries.append(Entry([node], what, mend, True, leave_out=not elsewhere))
-    each, rest = divmod(expected.ranks, max(1, len(expected.hosts)))
     came = {node: 1 + len(report["more"]) for node, report in nodes.items() if not report["partial"]}
-    short = [node for node, count in came.items() if count < each] if not rest else []
+    short = [
+        node
+        for node, count in came.items()
+        if _positive(wanted := nodes[node].get("local_world_size")) and count < wanted
+    ]
     if short or (len(came) == len(expected.hosts) and sum(came.values()) < expected.ranks):
         what = "not all of its ranks answered: they hang, or have ended" if short else "not all ranks answered"
         verdict.entries.append(

@@ -6,11 +6,12 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from recipes.core import examine, network, ranks
+from recipes.core import examine, gpus, network, ranks
 from recipes.core.examine import Surroundings
 from recipes.core.findings import Finding
 
@@ -70,6 +71,24 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
 
 
+@pytest.mark.long
+def test_a_slow_nvidia_smi_leaves_time_to_try_the_gpus_and_one_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(examine, "CHECKS", (examine.gpus,))
+    monkeypatch.setattr(gpus, "SMI_S", 6.0)
+    node = replace(here(tmp_path, SLURM_GPUS_ON_NODE="8"), on_cpu=False)
+    few = "Slurm granted 8 GPUs and torch sees 0"
+    smi.write_text("#!/bin/sh\nexec sleep 5\n")  # each of three times
+    assert [found.what for found in examine.everything(node, 60).findings] == [few]
+    smi.write_text("#!/bin/sh\nexec sleep 600\n")
+    fails = "nvidia-smi fails (nvidia-smi did not answer in 6 s)"
+    assert [found.what for found in examine.everything(node, 60).findings] == [fails, few]
+
+
 def test_fewer_cpus_than_were_granted(tmp_path: Path) -> None:
     allowed = len(os.sched_getaffinity(0))
     assert examine.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed)))[1] == []
@@ -87,19 +106,24 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
     assert examine.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
     (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert (
-        only(examine.limits(here(tmp_path, root=str(tmp_path)))).what
-        == "locked memory is limited to 64 KB, and RDMA locks what it sends"
-    )
+    assert examine.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # gloo takes none
+    alone, two = (replace(here(tmp_path, one, root=str(tmp_path)), on_cpu=False) for one in (ALONE, ranks.detect(TASK)))
+    assert only(examine.limits(two)).what == "locked memory is limited to 64 KB, and RDMA locks what it sends"
+    assert (only(examine.limits(two)).bad, only(examine.limits(alone)).bad) == (True, False)
+    assert examine.limits(replace(two, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     found = only(examine.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
     assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
     assert found.bad
+    # It may be the node's fault, and it may be a slip of the pen: alone there is no telling, and no other node is wasted on it.
+    assert not found.leave_out
+    assert only(examine.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
     found = only(examine.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
     assert "tmp" in examine.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
+    assert {"shm", "tmp", "run"} <= examine.disks(here(tmp_path, TMPDIR="/dev/shm"))[0].keys()
 
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,14 +153,16 @@ def test_infiniband_ports(tmp_path: Path) -> None:
 def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = network.Choice("eth1", "10.0.0.1", "two", "10.0.0.2", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
+    two = ranks.detect(TASK)
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "^=eth10", "eth0,eth1"):
-        assert examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME=value))[1] == []
+        assert examine.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for value in ("eth0", "=eth", "^eth", "^=eth1"):
-        found = only(examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME=value)))
+        found = only(examine.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value)))
         assert found.what == f"NCCL_SOCKET_IFNAME={value}, and the route to two goes by eth1"
-    assert examine.interfaces(here(tmp_path, GLOO_SOCKET_IFNAME="eth1"))[1] == []
-    found = only(examine.interfaces(here(tmp_path, GLOO_SOCKET_IFNAME="eth")))
+    assert examine.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth1"))[1] == []
+    found = only(examine.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth")))
     assert found.bad  # there is none of that name
+    assert examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it talks to nobody
 
 
 def test_variables_that_are_another_allocations(tmp_path: Path) -> None:

@@ -112,6 +112,22 @@ def test_where_no_gpu_is_wanted_or_there_none_is_missed() -> None:
     assert look([], SLURM_GPUS_ON_NODE="", place=info(in_slurm=False)) == []
 
 
+def test_gpus_that_torch_does_not_see_where_nobody_has_granted_any() -> None:
+    at_home = {"SLURM_GPUS_ON_NODE": "", "place": info(0, 1, in_slurm=False)}
+    eight = "".join(map(smi, range(8)))
+    (found,) = look([], eight, **at_home)
+    assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 0", True)
+    (found,) = look([card(0)], eight, **at_home)
+    assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 1", False)  # one may be cut into slices
+    assert look([card(0)], eight, CUDA_VISIBLE_DEVICES="0", **at_home) == []
+    assert look([], eight, CUDA_VISIBLE_DEVICES="", **at_home) == []
+
+
+def test_a_line_without_an_end_hides_nothing() -> None:
+    (found,) = look([card(i) for i in range(7)], "x," * 200_000 + "\n" + smi(0), apps="y" * 300_000)
+    assert found.what == "Slurm granted 8 GPUs and torch sees 7"
+
+
 def test_a_gpu_of_ones_own_for_each_task() -> None:
     assert look([card(0)], CUDA_VISIBLE_DEVICES="3") == []
     (found,) = look([card(0)], SLURM_GPUS_ON_NODE="1")

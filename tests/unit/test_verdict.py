@@ -223,6 +223,15 @@ def test_where_only_one_node_is_seen_the_folder_is_not_shared_and_nobody_is_left
     assert judged(healthy(2)[:1], 2).exclude == ["node1"]
 
 
+def test_where_nobody_is_to_blame_no_node_is_counted() -> None:
+    reports = healthy(2)
+    for report in reports:
+        report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
+    told = verdict.lines(judged(reports, 2))
+    assert any(line.startswith("BAD   the nodes together: ") for line in told)
+    assert told[-1] == "not healthy, and no single node is to blame"
+
+
 def test_two_machines_of_one_name_are_told() -> None:
     reports = healthy(3)
     reports[2]["host"] = "node1"
@@ -287,8 +296,22 @@ def test_what_each_rank_of_one_node_says_is_that_nodes() -> None:
 def ranks_of_each(count: int, each: int) -> list[Report]:
     """As `healthy`, with so many ranks on each node."""
     return [
-        {**one, "rank": one["node_rank"] * each + i, "local_rank": i} for one in healthy(count) for i in range(each)
+        {**one, "rank": one["node_rank"] * each + i, "local_rank": i, "local_world_size": each}
+        for one in healthy(count)
+        for i in range(each)
     ]
+
+
+def test_nodes_may_have_another_number_of_ranks_each() -> None:
+    reports = [
+        {**one, "rank": 8 * one["node_rank"] + i, "local_rank": i, "local_world_size": size}
+        for one, size in zip(healthy(2), (8, 2), strict=True)
+        for i in range(size)
+    ]
+    assert verdict.judge(Expected(hosts(2), 10), reports).entries == []
+    del reports[3]
+    found = verdict.judge(Expected(hosts(2), 10), reports)
+    assert bad(found) == {"node0": "not all of its ranks answered: they hang, or have ended"}
 
 
 def test_a_rank_beside_the_first_that_does_not_answer_or_has_a_wrong_sum() -> None:
