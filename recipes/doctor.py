@@ -16,6 +16,7 @@ import contextlib
 import gc
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,45 +41,85 @@ LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
 POLL_S = 0.3
 OVER_S = 5.0  # after the whole, for whatever hangs in this process itself
 LEAVE_S = 3.0  # for the others to leave before the rank that gave the verdict
-STALE_S = 300.0  # a file of an earlier examination in the same folder is older than this
+STALE_S = 300.0  # what is older than the examination by more is not of it, nor its name
+NAMED = "examination.json"
 
 
 class Meeting:
-    """The folder in which the nodes leave word for each other; a word is a whole file of JSON."""
+    """The folder in which the nodes leave word for each other; a word is a whole file of JSON.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    An examination that was ended before its verdict has left its words there. So the first rank gives this one a name, under which
+    each word stands; who has spoken before there was one says all of it again. Who comes before the first rank may still find an
+    older name: what the first rank tells it is for it alone if its ``token`` is in it.
+    """
+
+    def __init__(self, folder: Path, first: bool) -> None:
+        self.folder, self._is_first = folder, first
+        self._told: dict[str, Mapping[str, Any]] = {}
+        self.token = secrets.token_hex(8)  # this rank's
+        self.tokens: dict[str, str] = {}  # of who has told what was found here, by the words' names
+        self._name = secrets.token_hex(8) if first else ""
         folder.mkdir(parents=True, exist_ok=True)
         # By the file system's clock, as the words are: this node's own may be off.
         with tempfile.TemporaryFile(dir=folder) as file:
             self._begin = os.fstat(file.fileno()).st_mtime
+        if first:
+            rundir.write_json(folder / NAMED, {"name": self._name})
 
     def tell(self, name: str, content: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        rundir.write_json(self.folder / f"{name}.json", content)
+        self._told[name] = content
+        self._learn_name()
+        self._write(name)
 
     def wait(self, names: Sequence[str], end: float) -> dict[str, dict[str, Any]]:
         """What is there of ``names``, as soon as all is, or at ``end`` (time.monotonic)."""
         found: dict[str, dict[str, Any]] = {}
         while True:
+            if self._learn_name():
+                found = {}
             with contextlib.suppress(FileNotFoundError):  # who comes late finds it swept
                 there = set(os.listdir(self.folder))  # once, and it makes NFS look again
-                found |= {
-                    name: word
-                    for name in names
-                    if f"{name}.json" in there - found.keys() and (word := self._read(name))
-                }
+                wanted = [name for name in names if name not in found and f"{name}.json" in there]
+                found |= {name: word for name in wanted if (word := self._word(name))}
             if len(found) == len(names) or time.monotonic() > end:
                 return found
             time.sleep(POLL_S)
 
-    def _read(self, name: str) -> dict[str, Any] | None:
-        """A word, unless an examination that was ended before its verdict has left it."""
-        path = self.folder / f"{name}.json"
+    def _learn_name(self) -> bool:
+        """Whether the first rank has named this examination since; then what was told is told again."""
+        name = None if self._is_first else (self._read(NAMED) or {}).get("name")
+        if not name or name == self._name:
+            return False
+        self._name = str(name)
+        for told in self._told:
+            self._write(told)
+        return True
+
+    def _write(self, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rundir.write_json(self.folder / f"{name}.json", {"of": self._name, "by": self.token, "says": self._told[name]})
+
+    def _word(self, name: str) -> dict[str, Any] | None:
+        """What was told in this examination; one's own without a look at the file, which another one may have written over."""
+        word = {"of": self._name, "by": self.token, "says": self._told[name]} if name in self._told else {}
+        word = word or self._read(f"{name}.json") or {}
+        says = word.get("says") if word.get("of") == self._name else None
+        self.tokens[name] = str(word.get("by"))
+        return dict(says) if isinstance(says, dict) else None
+
+    def _read(self, file: str) -> dict[str, Any] | None:
+        """A file's content, unless it is older than any that is of this examination."""
+        path = self.folder / file
         with contextlib.suppress(OSError):
             if path.stat().st_mtime > self._begin - STALE_S:
                 return rundir.read_json(path)
         return None
+
+    def withdraw(self) -> None:
+        """Takes one's own words back, in an examination that is given up."""
+        for file in [f"{name}.json" for name in self._told] + ([NAMED] if self._is_first else []):
+            with contextlib.suppress(OSError):
+                (self.folder / file).unlink()
 
     def sweep(self) -> None:
         """Leaves nothing for the next examination to find."""
@@ -97,7 +138,8 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
         rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
     )
     # A job's steps come one after another, and each is an examination of its own.
-    meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}")
+    meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}", info.rank == 0)
+    _end_when_told(meeting.withdraw)
     nonce = meeting.folder.as_posix()
     server = reach.Server(info.node_rank, nonce)
     here = examine.Surroundings(os.environ, info, run_dir, _data_dir(cfg), settings.run.device is Device.cpu)
@@ -202,7 +244,8 @@ def _members(meeting: Meeting, info: RankInfo, cfg: Config, port: int, end: floa
     if not cfg.bandwidth or len(members) < 2 or 0 not in members:
         members = {}
     backend = "nccl" if all(map(_has_a_gpu_a_rank, (found[f"report-{rank}"] for rank in members))) else "gloo"
-    return {"ranks": list(members), "nodes": list(members.values()), "port": port, "backend": backend}
+    heard = {str(rank): meeting.tokens[name] for rank, name in enumerate(names) if name in found}
+    return {"ranks": list(members), "nodes": list(members.values()), "port": port, "backend": backend, "heard": heard}
 
 
 def _has_a_gpu_a_rank(report: Mapping[str, Any]) -> bool:
@@ -225,11 +268,22 @@ def _sound(report: Mapping[str, Any], bad: set[int]) -> bool:
     )
 
 
+def _go(meeting: Meeting, info: RankInfo, end: float) -> dict[str, Any]:
+    """The first rank's word on who measures, if it has heard this rank; {} where none comes until ``end``."""
+    while True:
+        go = meeting.wait(["go"], end).get("go")
+        if go and go["heard"].get(str(info.rank)) == meeting.token:
+            return go
+        if time.monotonic() > end:
+            return {}
+        time.sleep(POLL_S)  # that was another examination's, or does without this rank
+
+
 def _measure(
     meeting: Meeting, info: RankInfo, settings: Settings, listener: int, go_end: float, end: float
 ) -> dict[str, Any]:
     """This rank's part of the bandwidth test, in a process that is killed at ``end``; how far it came, and what it found."""
-    go = meeting.wait(["go"], go_end).get("go", {})
+    go = _go(meeting, info, go_end)
     ranks_, nodes = go.get("ranks", []), go.get("nodes", [])
     if info.rank not in ranks_:
         return {}
@@ -332,8 +386,7 @@ def main(argv: list[str]) -> int:
     over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
     over.daemon = True
     over.start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _told_to_end)
+    _end_when_told(lambda: None)
     return examine_all(settings, info)
 
 
@@ -380,9 +433,16 @@ def _out_of_time() -> NoReturn:
     os._exit(rundir.EXIT_MACHINE)
 
 
-def _told_to_end(number: int, frame: object) -> NoReturn:
-    examine.leave()
-    os._exit(128 + number)
+def _end_when_told(first: Callable[[], None]) -> None:
+    """Has this process end at once where it is told to, after it has done ``first``, and leave no other behind."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        examine.leave()
+        first()
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import envfile
-from recipes.doctor import Meeting
+from recipes.core import envfile, ranks
+from recipes.doctor import Meeting, _go
 from tests import helpers
 
 
@@ -54,12 +54,84 @@ def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None
 def test_words_are_found_where_this_nodes_clock_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr("recipes.doctor.time.time", lambda: now + 3600)
-    meeting = Meeting(tmp_path)
-    meeting.tell("report-0", {"rank": 0})
-    assert meeting.wait(["report-0"], 0) == {"report-0": {"rank": 0}}
+    first, second = Meeting(tmp_path, True), Meeting(tmp_path, False)
+    first.tell("report-0", {"rank": 0})
+    assert second.wait(["report-0"], 0) == {"report-0": {"rank": 0}}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_an_examination_that_was_killed_has_left_is_not_believed(tmp_path: Path) -> None:
+    before = [Meeting(tmp_path, rank == 0) for rank in range(3)]
+    for rank, meeting in enumerate(before):
+        meeting.tell(f"port-{rank}", {"port": 1})
+    assert len(before[0].wait(["port-0", "port-1", "port-2"], 0)) == 3
+    early = Meeting(tmp_path, False)  # the second rank comes before the first one
+    early.tell("port-1", {"port": 2})
+    first = Meeting(tmp_path, True)
+    first.tell("port-0", {"port": 2})
+    assert first.wait(["port-0", "port-1", "port-2"], 0) == {"port-0": {"port": 2}}
+    assert early.wait(["port-0", "port-1", "port-2"], 0) == {"port-0": {"port": 2}, "port-1": {"port": 2}}
+    assert first.wait(["port-1"], 0) == {"port-1": {"port": 2}}  # told again under the new name
+    assert (first.tokens["port-0"], first.tokens["port-1"]) == (first.token, early.token)
+    early.withdraw()
+    assert first.wait(["port-1"], 0) == {}
+    first.withdraw()
+    assert [path.name for path in tmp_path.iterdir()] == ["port-2.json"]
+
+
+def test_a_word_on_who_measures_is_for_those_that_it_has_heard(tmp_path: Path) -> None:
+    """A rank that comes before the first one finds an older examination's, with a port at which nobody listens any more."""
+    rank = ranks.detect(
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    )
+    first, early = Meeting(tmp_path, True), Meeting(tmp_path, False)
+    first.tell("go", {"ranks": [0, 1], "heard": {"0": first.token, "1": "another's"}})
+    assert _go(early, rank, time.monotonic()) == {}
+    now = {"ranks": [0, 1], "heard": {"0": first.token, "1": early.token}}
+    first.tell("go", now)
+    assert _go(early, rank, time.monotonic()) == now
+
+
+def test_two_examinations_of_one_rank_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    one, other = Meeting(tmp_path, True), Meeting(tmp_path, True)
+    one.tell("final-0", {"is": "one"})
+    other.tell("final-0", {"is": "other"})
+    assert one.wait(["final-0"], 0) == {"final-0": {"is": "one"}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_after_an_examination_that_was_ended_in_the_middle_the_next_one_is_right(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}"]
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(helpers.free_port()),
+    }
+    environ = [helpers.clean_environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+    def start() -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(command, cwd=helpers.ROOT, env=one, stdout=subprocess.PIPE, text=True) for one in environ
+        ]
+
+    ended = start()
+    while not list(tmp_path.glob("reports/*/go.json")):
+        assert all(process.poll() is None for process in ended)
+        time.sleep(0.02)
+    for process in ended:
+        process.send_signal(number)
+    for process in ended:
+        process.communicate(timeout=10)
+    began = time.monotonic()
+    said = [process.communicate(timeout=100)[0] for process in start()]
+    assert time.monotonic() - began < 60
+    assert said[0].splitlines()[-1] == "healthy: 1 node", said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_is_told_to_end_does_so_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     asked = tmp_path / "nvidia-smi"
     asked.write_text(
