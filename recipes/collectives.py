@@ -254,7 +254,11 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
             if operation == "send_recv" and world.size == 1:
                 run.say(f"{operation:<15}takes two ranks or more")
                 continue
-            for size in sizes:
+            small = [size for size in sizes if not bandwidth.used_bytes(operation, size, world.size)]
+            if small:
+                least = 4 if operation in bandwidth.WHOLE else 16 * world.size
+                run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: the least is {least}")
+            for size in (size for size in sizes if size not in small):
                 made, why = attempt(
                     run, f"{operation}/{size}", partial(bandwidth.measure, operation, size, world, cfg.seconds)
                 )
@@ -267,7 +271,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
                     file.write(json.dumps(figure.row()) + "\n")
                 found += made
                 run.stop_where_asked()
-    if world.rank == 0 and found:
+    if world.rank == 0 and any(figure.busbw for figure in found):
         drawing.bandwidths(found, run.dir / "bandwidth.png", run.say)
     if wrong := [f for f in found if f.wrong]:
         raise RunError(

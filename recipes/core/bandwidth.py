@@ -1,10 +1,12 @@
 """How fast messages pass between ranks: what is timed, how, and algbw and busbw as nccl-tests gives them (its doc/PERFORMANCE.md)."""
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
     None where no part is left. Each rank gives its number from 1 on; to what is summed `addend` of it, so that sums stay exact.
     """
     n, rank = world.size, world.rank
-    count = size // 4 if operation in WHOLE else size // 4 // n // 4 * 4
+    count = used_bytes(operation, size, n) // 4 // (1 if operation in WHOLE else n)
     if not count:
         return
     ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
@@ -118,6 +120,11 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
         raise ValueError(f"no operation {operation!r}")
 
 
+def used_bytes(operation: str, size: int, ranks: int) -> int:
+    """Bytes of ``size`` that an operation is timed with: whole numbers of float32, or ranks' parts of whole 16 bytes."""
+    return size // 4 * 4 if operation in WHOLE else size // (16 * ranks) * 16 * ranks
+
+
 def addend(rank: int) -> float:
     """What a rank gives to a sum. Small: float32 is exact up to 2^24, which ranks' own numbers pass from some hundred ranks on."""
     return rank % 13 + 1.0
@@ -169,13 +176,13 @@ HEADING = f"{'operation':<15}{'form':<13}{'bytes':>13}{'min us':>12}{'median us'
 def measure(operation: str, size: int, world: World, budget_s: float) -> list[Figure]:
     """The figures of each form of an operation. Called by all ranks, which get the same. budget_s: of each, about."""
     found = []
+    used = used_bytes(operation, size, world.size)
     for case in cases(operation, size, world):
         seconds = seconds_of(case.call, world, budget_s)
         for tensor, value in case.fill:
             tensor.copy_(torch.as_tensor(value, device=world.device))
         case.call()
         right = all(bool((tensor == value).all()) for tensor, value in case.right)
-        used = size if operation in WHOLE else size // 4 // world.size // 4 * 16 * world.size
         times = (min(seconds), statistics.median(seconds), max(seconds))
         found.append(Figure(operation, case.form, world.size, used, *times, len(wrong_ranks(right, world))))
     return found
@@ -202,7 +209,8 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
         return [float(one) for one in found.tolist()]
 
     once = slowest([min(batch(1) for _ in range(WARM_UP))])[0]
-    repeated = max(1, min(MOST_REPEATED, int(A_BATCH_S / once)))
+    longer = max(1.0, budget_s / (MOST_BATCHES * A_BATCH_S))
+    repeated = max(1, int(longer * min(MOST_REPEATED, A_BATCH_S / once)))
     batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget_s / (repeated * once))))
     return slowest([batch(repeated) for _ in range(batches)])
 
@@ -245,10 +253,29 @@ def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> 
     return fitting
 
 
-def free_memory() -> int:
-    """Bytes of this machine's memory that could be taken, by Linux's estimate."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process could take: Linux's estimate of the machine's, or what its cgroups leave of a job's share.
+
+    root: where ``proc`` and ``sys`` are.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    left = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        first = number == "0"  # version 2 has one tree
+        if not first and "memory" not in controllers.split(","):
+            continue
+        tree = root / "sys/fs/cgroup" / ("" if first else "memory")
+        folder = tree / path.lstrip("/")
+        limit, used, cache = ("max", "current", "inactive_file") if first else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")  # fmt: skip
+        for place in (folder, *folder.parents):  # a group has no more than those that it is in
+            with contextlib.suppress(OSError, ValueError):
+                most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
+                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                left.append(most - taken + int(stat.get(cache, 0)))
+            if place == tree:
+                break
+    return max(0, min(left))
 
 
 def best(found: Iterable[Figure]) -> dict[str, float]:
@@ -326,7 +353,7 @@ def exchange(world: World, peer: int, size: int, budget_s: float) -> float:
         synchronize(world)
         return time.perf_counter() - begin
 
-    once = max(both_ways() for _ in range(WARM_UP))
+    once = min(both_ways() for _ in range(WARM_UP))  # the first one connects, too
     count = torch.tensor([max(3, min(100, int(budget_s / once)))], device=world.device)
     if world.rank < peer:  # both repeat as often as the lower one says
         dist.send(count, peer)

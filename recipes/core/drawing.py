@@ -25,7 +25,9 @@ def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]
     axes = canvas.subplots()
     operations = list(dict.fromkeys(f.operation for f in figures))
     for operation, form in dict.fromkeys((f.operation, f.form) for f in figures):
-        points = [(f.size, f.busbw) for f in figures if (f.operation, f.form) == (operation, form)]
+        points = [(f.size, f.busbw) for f in figures if (f.operation, f.form) == (operation, form) and f.busbw]
+        if not points:  # one rank has none of most operations
+            continue
         style = {"color": f"C{operations.index(operation)}", "linestyle": "-" if form == "out of place" else "--"}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{operation}, {form}", **style)
     axes.set(yscale="log", xlabel="bytes of the whole array", ylabel="busbw, GB/s", title=f"{figures[0].ranks} ranks")

@@ -71,6 +71,39 @@ def test_what_is_timed_is_right_too(tmp_path: Path, ranks: int) -> None:
     assert len([line for line in ended.lines if line.endswith("  right")]) == len(rows)
 
 
+def test_sizes_of_which_nothing_can_be_sent_are_told(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, "mode=bench", "sizes=3,5,40", "seconds=0.01", "operations=all_reduce,all_gather")
+    assert ended.status == 0, ended.out
+    assert "all_reduce     3 bytes left out: the least is 4" in ended.lines
+    assert "all_gather     3, 5 bytes left out: the least is 32" in ended.lines
+    rows = [json.loads(line) for line in (tmp_path / "bandwidth.jsonl").read_text().splitlines()]
+    assert [(row["operation"], row["size"]) for row in rows] == [
+        ("all_reduce", 4), ("all_reduce", 40), ("all_gather", 32), ("all_gather", 32),
+    ]  # fmt: skip
+
+
+def test_the_memory_that_a_jobs_cgroup_leaves_is_what_is_free(tmp_path: Path) -> None:
+    groups = tmp_path / "proc/self/cgroup"
+    groups.parent.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 32000 kB\nMemAvailable: 16000 kB\n")
+    groups.write_text("0::/\n")
+    assert bandwidth.free_memory(tmp_path) == 16000 << 10
+
+    def group(folder: str, **files: object) -> None:
+        (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / "sys/fs/cgroup" / folder / f"memory.{name}").write_text(f"{content}\n")
+
+    group("job/step", max="max", current=5000, stat="anon 1\ninactive_file 100")
+    group("job", max=9000, current=7000, stat="anon 1\ninactive_file 300")
+    groups.write_text("0::/job/step\n")
+    assert bandwidth.free_memory(tmp_path) == 2300
+    group("memory/job/step", limit_in_bytes=8000, usage_in_bytes=6000, stat="inactive_file 1\ntotal_inactive_file 50")
+    groups.write_text("9:cpu,cpuacct:/job\n4:memory:/job/step\n0::/\n")
+    assert bandwidth.free_memory(tmp_path) == 2050
+    assert bandwidth.free_memory() > 0
+
+
 @pytest.mark.long
 def test_a_wrong_answer_is_found_with_its_rank(tmp_path: Path) -> None:
     wrong = """
