@@ -11,6 +11,7 @@ into the queue, says how the run ended, and exits with what counts.
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -221,11 +222,15 @@ TOLD = {
     "SLURM_GPUS_PER_TASK": "gpus-per-task",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_GPUS": "gpus",
+    "SLURM_MEM_PER_GPU": "mem-per-gpu",
 }
 
 
 # By scontrol's names.
-SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu", "ExcNodeList": "exclude"}  # fmt: skip
+SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu", "ExcNodeList": "exclude", "Nice": "nice"}  # fmt: skip
+SHARED = {"NO": "exclusive", "USER": "user", "MCS": "mcs"}  # what scontrol calls OverSubscribe, for --exclusive=
+LOGS = {"StdOut": "output", "StdErr": "error"}
 
 
 def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
@@ -235,6 +240,12 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     known |= {option: said.get(name, "") for name, option in SAID.items()}
     if "MemPerTres" in said or known["mem-per-cpu"] == "0":
         known["mem"] = known["mem-per-cpu"] = ""
+    if known["nice"] == "0":
+        known["nice"] = ""
+    known["exclusive"] = SHARED.get(said.get("OverSubscribe", ""), "")
+    if not known["gpus-per-node"]:
+        known["gres"] = ",".join(re.sub(r"^gres[:/]", "", one) for one in said.get("TresPerNode", "").split(","))
+    known |= _logs_of(said, environ)
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
     if known["gpus-per-task"]:
@@ -243,16 +254,36 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in known.items() if value not in ("", "(null)")}
 
 
+def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Options of sbatch for logs beside this job's, behind it where their names have no job's number in them."""
+    job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
+    numbers = {job: "%j"}
+    if array:
+        numbers = {f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}": "%A_%a", array: "%A", **numbers}
+    logs: dict[str, str] = {}
+    for name, option in LOGS.items():
+        path = said.get(name, "")
+        for number, pattern in numbers.items():
+            path = path.replace(number, pattern) if number else path
+        if path and path not in logs.values():
+            logs[option] = path
+    if any("%" not in path for path in logs.values()):
+        logs["open-mode"] = "append"
+    return logs
+
+
 def _said_of(environ: Mapping[str, str]) -> dict[str, str]:
     """What Slurm says of this job, by scontrol's names; nothing where it is none, or scontrol is not to be had."""
-    job = rundir.job_id(environ)
+    job, said = rundir.job_id(environ), dict[str, str]()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if job:
             asked = subprocess.run(
-                ["scontrol", "show", "job", "-o", job], capture_output=True, text=True, timeout=60, check=True
+                ["scontrol", "show", "job", job], capture_output=True, text=True, timeout=60, check=True
             )
-            return dict(word.split("=", 1) for word in asked.stdout.split() if "=" in word)
-    return {}
+            for line in asked.stdout.splitlines():
+                of_path = re.match(r"\s*(StdOut|StdErr)=(.*)", line)  # which has a line of its own, and may have blanks
+                said |= {of_path[1]: of_path[2]} if of_path else dict(w.split("=", 1) for w in line.split() if "=" in w)
+    return said
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:

@@ -74,16 +74,24 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
         "--time=7",
         "--cpus-per-task=2",
         "--mem=100",
+        "--gres=gpu:2",
+        "--exclusive",
+        "--nice=7",
+        f"--error={tmp_path}/%j.err",
         str(tmp_path / "job.sh"),
         f"run_dir={tmp_path}/run",
     )
     assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
-    second = again(log)
-    second_log = repo / f"mnist-{second}.out"
-    assert jobs.ended(slurm, second, second_log) == ("COMPLETED", "0:0"), jobs.tail(second_log)
+    second = again(tmp_path / f"{job}.err")
+    assert jobs.ended(slurm, second, log) == ("COMPLETED", "0:0"), jobs.tail(log)
+    assert log.read_text().index("1 of 1 nodes bad") < log.read_text().index(
+        "healthy: 1 node"
+    )  # behind the first job's
     assert jobs.read(tmp_path / "run/summary.json")["steps"] == 5
     typed = slurm.jobs(second)[0]
     assert (typed["TimeLimit"], typed["CPUs/Task"], typed["MinMemoryNode"]) == ("00:07:00", "2", "100M")
+    assert (typed["TresPerNode"], typed["OverSubscribe"], typed["Nice"]) == ("gres:gpu:2", "NO", "7")
+    assert (typed["StdOut"], typed["StdErr"]) == (str(log), f"{tmp_path}/{second}.err")
 
 
 def test_where_too_few_nodes_are_left_it_says_why_it_is_not_submitted_again(

@@ -395,6 +395,33 @@ def test_the_doctor_beside_a_run_has_its_own_outcome(
     assert batch.finish("mnist", 1, [f"run_dir={run_dir}"], environ) == 1
 
 
+def test_a_job_that_is_submitted_again_has_its_options_and_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "JobId=75 Nice=0\n   OverSubscribe=OK TimeLimit=01:00:00\n   StdErr=/a b/x-75.out\n   StdOut=/a b/x-75.out\n"
+    stub(tmp_path, monkeypatch, "scontrol", f"printf {shlex.quote(said + '   TresPerNode=gres/gpu:2,gres/shard:1')}")
+    assert batch._as_submitted({"SLURM_JOB_ID": "75"}) == {
+        "time": "01:00:00", "gres": "gpu:2,shard:1", "output": "/a b/x-%j.out",
+    }  # fmt: skip
+    stub(
+        tmp_path,
+        monkeypatch,
+        "scontrol",
+        "printf 'StdErr=/x/err\nStdOut=/x/7_3.out\nOverSubscribe=USER MemPerTres=gres:gpu:100\n'",
+    )
+    array = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_GPUS": "4",
+        "SLURM_MEM_PER_GPU": "100",
+    }
+    assert batch._as_submitted(array) == {
+        "array": "3", "gpus": "4", "mem-per-gpu": "100", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
+        "open-mode": "append",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
 def test_a_job_of_a_few_minutes_goes_by_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, words: Sequence[str], expected: bool
