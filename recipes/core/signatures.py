@@ -26,6 +26,7 @@ MOST_FILES = 4096
 MOST_NAMES = 200_000  # that a folder is looked through for logs
 MOST_LINES = 10_000  # of one wording in one file
 WIDTH = 4096  # characters on either side of a find that are taken for its line
+FAR = 100  # lines between two exceptions, after which the first one may have been caught
 LATE_S = 60.0  # a cause that is stamped so long after the first consequence did not begin it
 SUFFIXES = (".log", ".out", ".err", ".txt")
 PRUNED = {"checkpoints", "node_modules", "__pycache__", rundir.EVALUATION}
@@ -179,7 +180,7 @@ SIGNATURES = (
     S("killed from outside", "srun: error:…task…: Killed | : line…Killed | SIGKILL | exitcode: -9",
       "memory was used up, or srun ended the others", "sacct -j JOB -o state,maxrss,reqmem; dmesg on that host", SIGN),
     S("ended with the others", "srun: error:…task…: Terminated | srun: error:…task…: Aborted | Exited with exit code | CANCELLED AT"
-      " | closing signal SIGTERM | SIGABRT | SIGTERM | ChildFailedError | SignalException | KeyboardInterrupt",
+      " | signal SIGTERM | (SIGTERM) | eceived SIGTERM | got SIGTERM | by SIGTERM | SIGABRT | ChildFailedError | SignalException | KeyboardInterrupt",
       "the launcher or scancel ended it", "look at the rank that is named first", CONSEQUENCE),
     # Data and file systems
     S("disk is full", "No space left on device", "the file system has no room, or no inodes", "`df -h` and `df -i` there; another run_dir=, stage_dir= or TMPDIR"),
@@ -263,7 +264,10 @@ class Explanation:
 
 @dataclass
 class _Event:
-    """A line that fits a signature. when: seconds, by its own time (stamped) or by that of a line above it."""
+    """A line that fits a signature. when: seconds, by its own time (stamped) or by that of a line above it.
+
+    mild: a logger's level calls it a warning, or less.
+    """
 
     signature: Signature
     path: str
@@ -275,6 +279,7 @@ class _Event:
     process: tuple[str, str] | None
     when: float | None
     stamped: bool
+    mild: bool
 
 
 def explain(folder: Path) -> Explanation:
@@ -340,6 +345,8 @@ def _judge(told: "_Told", own: tuple[str, int | None, str | None] | None, notes:
         who, name = _who(rank, host), first.signature.name
         verdict = f"{who} failed first: {name}" if who else f"first came, on a rank that the logs do not name: {name}"
     error, where = (first.line, first.where) if first else ("", "")
+    if first and first.order in told.later:
+        notes = (told.later[first.order], *notes)
     if rank is not None and host and f"rank {rank} on" not in verdict and f"rank {rank}" in verdict:
         verdict = verdict.replace(f"rank {rank}", f"rank {rank} on {host}", 1)
     return Explanation(_shown(verdict, 400), rank, host, error, where, tuple(_grouped(events)), notes)
@@ -385,6 +392,7 @@ class _Told:
         self.named: set[int] = set()  # ranks that have a file
         self.files, self.unread, self.last = 0, list[str](), ("", "")
         self.recap: tuple[str, int | None, str | None] | None = None
+        self.later: dict[tuple[int, int], str] = {}  # by the order of an exception, another one far below it
 
     def read(self, number: int, path: Path, name: str, rank: int | None) -> None:
         """Adds a file's events. rank: whose file it is, by its name."""
@@ -399,13 +407,16 @@ class _Told:
             begin = _last_attempt(text)
             labelled, total = _labelled(text), text.count("\n") + (not text.endswith("\n"))
             self._notice(text, begin)
-            lines, counted, seen = 1, 0, set[tuple[object, ...]]()
+            lines, counted = 1, 0
+            first_of: dict[tuple[object, ...], _Event] = {}
+            last_of: dict[tuple[object, ...], tuple[int, int]] = {}
             for start, (end, signature, offset) in sorted(_scan(text, begin).items()):
                 said, host, process = _speaker(text[start : min(end, start + 500)], labelled)
                 said = said if said is not None else self.rank_of.get(process or ("", ""), rank)
-                if (key := (signature.name, said, host)) in seen:
+                mild = _MILD.search(text, start, start + offset) is not None
+                last_of[key := (signature.name, said, host, mild)] = (start, end)
+                if key in first_of:
                     continue
-                seen.add(key)
                 lines, counted = lines + text.count("\n", counted, start), start
                 where = f"{name}:{lines}" if from_start else f"{name}, line {total - lines + 1} from its end"
                 line = (
@@ -416,9 +427,16 @@ class _Told:
                 own = _when(text[start : min(end, start + 500)], first=True)
                 when = own if own is not None else _when(text[max(0, start - 2 * WIDTH) : start], first=False)
                 order = (number, start + at * HEAD_BYTES)
-                self.events.append(
-                    _Event(signature, name, where, _shown(line), order, said, host, process, when, own is not None)
+                first_of[key] = _Event(
+                    signature, name, where, _shown(line), order, said, host, process, when, own is not None, mild
                 )
+            self.events += first_of.values()
+            for one, first in first_of.items():
+                start, end = last_of[one]
+                between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
+                if first.signature is EXCEPTION and between >= FAR:
+                    line = _shown(text[start:end].strip())
+                    self.later[first.order] = f"{name} goes on after that, until, {between} lines below: {line}"
         if pieces and (words := _last_line(pieces[-1][0])):
             self.last = (name, words)
 
@@ -454,6 +472,8 @@ class _Told:
             level, when = float(KINDS.index(event.signature.kind)), math.inf if event.when is None else event.when
             if event.signature.whole:
                 level += 0.5  # a job that hangs after a rank's failure ends so, too
+            if event.mild:
+                level = max(level, 2.5)
             return max(level, 3.0) if event.stamped and when > late else level, when, event.order
 
         return sorted(self.events, key=key)
@@ -546,6 +566,7 @@ def _own_words(folder: Path) -> tuple[str, str, int | None, str | None] | None:
 
 _JOB = re.compile(r"^(\d+(?:_\d+)?)_\d+_log\.(?:out|err)$|^.*-(\d+(?:_\d+)?)\.(?:out|err)$")
 _INTRODUCED = re.compile(r"(?:^|\n)\w{1,64}: \d{1,6} ranks? on \d{1,6} nodes?, [^\n]*$")
+_MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|INFO|DEBUG)\b")
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\b[Rr]ank (\d{1,6})\]|\brank (\d{1,6}) on ([\w.-]{1,255})|srun: error: ([\w.-]{1,255}): tasks? (\d{1,6})"

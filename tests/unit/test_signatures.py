@@ -262,6 +262,33 @@ def test_a_cause_beats_what_the_others_say_of_it(tmp_path: Path) -> None:
     ]
 
 
+def test_a_traceback_that_was_survived_is_told_with_the_one_that_was_not(tmp_path: Path) -> None:
+    caught = "Traceback (most recent call last):\n  x\nKeyError: 'a'\n"
+    fatal = "Traceback (most recent call last):\n  x\nValueError: b\n"
+    steps = "".join(f"step {i}  loss 0.5\n" for i in range(900))
+    found = said(tmp_path, rank3__log=caught + steps + fatal)
+    assert found.lines()[-1] == "rank3.log goes on after that, until, 903 lines below: ValueError: b"
+    assert said(tmp_path, rank3__log=caught + fatal).notes == ()  # one comes of the other
+
+
+def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_path: Path) -> None:
+    line = "2026-11-22 10:00:00,123 {} cache: /x: Permission denied\n"
+    fatal = "2026-11-22 10:09:00,123 [rank5]: torch.OutOfMemoryError: CUDA out of memory.\n"
+    found = said(tmp_path, rank0__log=line.format("WARNING"), rank5__log=fatal)
+    assert (found.rank, names(found)) == (5, ["CUDA out of memory", "permission denied"])
+    found = said(tmp_path, rank0__log=line.format("WARNING") + line.format("ERROR"), rank5__log=fatal)
+    assert (found.rank, found.where) == (0, "rank0.log:2")
+    found = said(tmp_path, rank0__log=line.format("WARNING"), rank5__log="step 1\n")
+    assert (found.rank, names(found)) == (0, ["permission denied"])
+
+
+def test_a_signals_name_among_the_arguments_is_none_that_came(tmp_path: Path) -> None:
+    found = said(tmp_path, rank0__log="--signals-to-handle=SIGTERM,SIGINT\nlast word\n")
+    assert found.verdict == "no known cause in 1 file; the last words, in rank0.log: last word"
+    for words in ("Signal 15 (SIGTERM) received by PID 7", "Received SIGTERM", "closing signal SIGTERM"):
+        assert names(said(tmp_path, rank0__log=f"{words}\n")) == ["ended with the others"]
+
+
 def test_srun_names_the_host_and_the_first_of_those_that_ended(tmp_path: Path) -> None:
     text = (
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.\n"
