@@ -399,7 +399,12 @@ def check_env_files(files: Sequence[str]) -> int:
     """Prints what is wrong in env files; status 2 where one cannot be used, or sets what cannot work."""
     code = rundir.EXIT_DONE
     for file in files:
-        problems = variables.check_file(Path(file), config.ROOT / "env")
+        try:
+            problems = variables.check_file(Path(file), config.ROOT / "env")
+        except envfile.EnvFileError as error:
+            print(f"doctor: {error}", file=sys.stderr)
+            code = rundir.EXIT_CONFIG
+            continue
         for problem in problems:
             print(f"{file}: {problem.name}: {problem.what}: {problem.mend}")
             code = rundir.EXIT_CONFIG if problem.bad else code
@@ -448,15 +453,17 @@ def _end_when_told(first: Callable[[], None]) -> None:
 if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
+        sys.stdout.flush()
     except (ConfigError, ranks.RankError, envfile.EnvFileError, rundir.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = rundir.EXIT_CONFIG
+    except BrokenPipeError:  # whoever read it has seen enough
+        status = 128 + signal.SIGPIPE
     except OSError as error:
         print(
             f"doctor: {socket.gethostname()}: {error.filename or ''} {error.strerror or error}: give another run_dir=",
             file=sys.stderr,
         )
         status = rundir.EXIT_MACHINE
-    sys.stdout.flush()
     examine.leave()
     os._exit(status)  # a check that hangs is not waited for

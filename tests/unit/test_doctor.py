@@ -167,6 +167,22 @@ def test_an_env_file(tmp_path: Path) -> None:
     assert all(line.endswith("nothing is wrong with it") for line in ended.lines)
 
 
+def test_of_several_env_files_all_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "bad.env").write_text("A=$(x\n")
+    good = str(helpers.ROOT / "env/infiniband.env")
+    ended = doctor("env", str(tmp_path / "bad.env"), good)
+    assert ended.status == 2
+    assert len(ended.lines) == 2
+    assert f"{tmp_path}/bad.env:1: A has '$' outside quotes" in ended.out
+    assert f"{good}: nothing is wrong with it" in ended.lines
+
+
+def test_who_reads_the_first_line_alone_is_told_nothing_else() -> None:
+    command = f"{sys.executable} -m recipes.doctor env {'env/infiniband.env ' * 2000} | head -1"
+    ended = helpers.run(["sh", "-c", command], environ=helpers.clean_environment())
+    assert ended.lines == ["env/infiniband.env: nothing is wrong with it"]
+
+
 def test_lines_for_an_env_file_of_ones_own() -> None:
     ended = doctor("network")
     assert ended.status == 0, ended.out
