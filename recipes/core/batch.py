@@ -223,7 +223,6 @@ TOLD = {
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
     "SLURM_GPUS": "gpus",
-    "SLURM_MEM_PER_GPU": "mem-per-gpu",
 }
 
 
@@ -240,6 +239,8 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     known |= {option: said.get(name, "") for name, option in SAID.items()}
     if "MemPerTres" in said or known["mem-per-cpu"] == "0":
         known["mem"] = known["mem-per-cpu"] = ""
+    if of_gpu := re.search(r"\bgpu:(\d+)", said.get("MemPerTres", "")):
+        known["mem-per-gpu"] = f"{of_gpu[1]}M"
     if known["nice"] == "0":
         known["nice"] = ""
     known["exclusive"] = SHARED.get(said.get("OverSubscribe", ""), "")
@@ -256,15 +257,15 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Options of sbatch for logs beside this job's, behind it where their names have no job's number in them."""
-    job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
-    numbers = {job: "%j"}
-    if array:
-        numbers = {f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}": "%A_%a", array: "%A", **numbers}
+    array = environ.get("SLURM_ARRAY_JOB_ID", "")
+    numbers = {f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}": "%A_%a", array: "%A"} if array else {}
+    numbers |= {job: "%j"} if (job := environ.get("SLURM_JOB_ID")) else {}
     logs: dict[str, str] = {}
     for name, option in LOGS.items():
-        path = said.get(name, "")
+        folder, slash, file = said.get(name, "").rpartition("/")
         for number, pattern in numbers.items():
-            path = path.replace(number, pattern) if number else path
+            file = re.sub(rf"(?<!\d){number}(?!\d)", pattern, file)
+        path = f"{folder}{slash}{file}"
         if path and path not in logs.values():
             logs[option] = path
     if any("%" not in path for path in logs.values()):

@@ -398,10 +398,10 @@ def test_the_doctor_beside_a_run_has_its_own_outcome(
 def test_a_job_that_is_submitted_again_has_its_options_and_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "JobId=75 Nice=0\n   OverSubscribe=OK TimeLimit=01:00:00\n   StdErr=/a b/x-75.out\n   StdOut=/a b/x-75.out\n"
+    said = "JobId=75 Nice=0\n   OverSubscribe=OK TimeLimit=01:00:00\n   StdErr=/a 75/x-75.175.out\n   StdOut=/a 75/x-75.175.out\n"
     stub(tmp_path, monkeypatch, "scontrol", f"printf {shlex.quote(said + '   TresPerNode=gres/gpu:2,gres/shard:1')}")
     assert batch._as_submitted({"SLURM_JOB_ID": "75"}) == {
-        "time": "01:00:00", "gres": "gpu:2,shard:1", "output": "/a b/x-%j.out",
+        "time": "01:00:00", "gres": "gpu:2,shard:1", "output": "/a 75/x-%j.175.out",
     }  # fmt: skip
     stub(
         tmp_path,
@@ -414,10 +414,9 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "3",
         "SLURM_GPUS": "4",
-        "SLURM_MEM_PER_GPU": "100",
     }
     assert batch._as_submitted(array) == {
-        "array": "3", "gpus": "4", "mem-per-gpu": "100", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
+        "array": "3", "gpus": "4", "mem-per-gpu": "100M", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
         "open-mode": "append",
     }  # fmt: skip
 
