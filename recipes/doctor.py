@@ -56,6 +56,7 @@ class Meeting:
     def __init__(self, folder: Path, first: bool) -> None:
         self.folder, self._is_first = folder, first
         self._told: dict[str, Mapping[str, Any]] = {}
+        self.is_heard = False  # by the first rank, for sure
         self.token = secrets.token_hex(8)  # this rank's
         self.tokens: dict[str, str] = {}  # of who has told what was found here, by the words' names
         self._name = secrets.token_hex(8) if first else ""
@@ -85,9 +86,14 @@ class Meeting:
                 return found
             time.sleep(POLL_S)
 
+    @property
+    def name(self) -> str:
+        """Of the examination, as far as it is known."""
+        return self._name
+
     def _learn_name(self) -> bool:
         """Whether the first rank has named this examination since; then what was told is told again."""
-        name = None if self._is_first else (self._read(NAMED) or {}).get("name")
+        name = None if self._is_first else (rundir.read_json(self.folder / NAMED) or {}).get("name")
         if not name or name == self._name:
             return False
         self._name = str(name)
@@ -115,19 +121,32 @@ class Meeting:
                 return rundir.read_json(path)
         return None
 
+    def is_new(self, name: str) -> bool:
+        """Whether a word was told since this rank began."""
+        with contextlib.suppress(OSError):
+            return (self.folder / f"{name}.json").stat().st_mtime >= self._begin
+        return False
+
     def withdraw(self) -> None:
-        """Takes one's own words back, in an examination that is given up."""
-        for file in [f"{name}.json" for name in self._told] + ([NAMED] if self._is_first else []):
+        """Takes one's own words back, in an examination that is given up; not those of another one that has come since."""
+        mine = {f"{name}.json": ("by", self.token) for name in self._told} | {
+            NAMED: ("name", self._name if self._is_first else "")
+        }
+        for file, (key, value) in mine.items():
             with contextlib.suppress(OSError):
-                (self.folder / file).unlink()
+                if (rundir.read_json(self.folder / file) or {}).get(key) == value:
+                    (self.folder / file).unlink()
 
     def sweep(self) -> None:
         """Leaves nothing for the next examination to find."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def examine_all(settings: Settings, info: RankInfo) -> int:
-    """This rank's part of the examination, in bounded time. Gives its exit status: 3 where the first rank finds a bad node."""
+def examine_all(settings: Settings, info: RankInfo, leaving: list[Callable[[], None]]) -> int:
+    """This rank's part of the examination, in bounded time. Gives its exit status: 3 where the first rank finds a bad node.
+
+    leaving: gets what is to be done where this process is told to end.
+    """
     cfg: Config = settings.config
     begin = time.monotonic()
 
@@ -139,7 +158,7 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
     )
     # A job's steps come one after another, and each is an examination of its own.
     meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}", info.rank == 0)
-    _end_when_told(meeting.withdraw)
+    leaving.append(meeting.withdraw)
     nonce = meeting.folder.as_posix()
     server = reach.Server(info.node_rank, nonce)
     here = examine.Surroundings(os.environ, info, run_dir, _data_dir(cfg), settings.run.device is Device.cpu)
@@ -149,6 +168,7 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
         meeting.tell(f"port-{info.node_rank}", word)
     report = examine.everything(here, LOCAL * cfg.seconds)
     report.findings += taken
+    asked_in = meeting.name
     if info.local_rank == 0:
         report.links = _ask_peers(meeting, info, nonce, at(REACH), 0.05 * cfg.seconds)
     meeting.tell(f"report-{info.rank}", report.as_json())
@@ -158,6 +178,9 @@ def examine_all(settings: Settings, info: RankInfo) -> int:
             group = _measure(meeting, info, settings, listener.fileno(), at(GO), at(LINKS))
     else:
         group = _measure(meeting, info, settings, -1, at(GO) + 3, at(LINKS))
+    # Before the first rank had begun, who was asked may have been another examination's, and gone.
+    if info.local_rank == 0 and meeting.name != asked_in:
+        report.links = _ask_peers(meeting, info, nonce, at(LINKS), 0.02 * cfg.seconds)
     meeting.tell(f"final-{info.rank}", {**report.as_json(), "bandwidth": group})
     if info.rank == 0:
         code = _judge(meeting, info, cfg, run_dir, at(VERDICT))
@@ -273,10 +296,11 @@ def _go(meeting: Meeting, info: RankInfo, end: float) -> dict[str, Any]:
     while True:
         go = meeting.wait(["go"], end).get("go")
         if go and go["heard"].get(str(info.rank)) == meeting.token:
+            meeting.is_heard = True
             return go
-        if time.monotonic() > end:
+        if time.monotonic() > end or (go and meeting.is_new("go")):  # which does without this rank
             return {}
-        time.sleep(POLL_S)  # that was another examination's, or does without this rank
+        time.sleep(POLL_S)  # that may be another examination's
 
 
 def _measure(
@@ -315,8 +339,9 @@ def _expected(info: RankInfo) -> verdict.Expected:
 
 def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: float) -> int:
     """Waits for all final reports until ``end``, and says what they come to. Gives the exit status."""
-    finals = meeting.wait([f"final-{rank}" for rank in range(info.world_size)], end)
-    early = meeting.wait([f"report-{rank}" for rank in range(info.world_size) if f"final-{rank}" not in finals], 0)
+    known = range(0 if info.rank == 0 or meeting.is_heard else 1, info.world_size)  # the first rank's may be old
+    finals = meeting.wait([f"final-{rank}" for rank in known], end)
+    early = meeting.wait([f"report-{rank}" for rank in known if f"final-{rank}" not in finals], 0)
     found = verdict.judge(
         _expected(info), [*finals.values(), *({**report, "early": True} for report in early.values())]
     )
@@ -386,8 +411,9 @@ def main(argv: list[str]) -> int:
     over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
     over.daemon = True
     over.start()
-    _end_when_told(lambda: None)
-    return examine_all(settings, info)
+    leaving: list[Callable[[], None]] = []
+    _end_when_told(leaving)
+    return examine_all(settings, info, leaving)
 
 
 def keep_all() -> None:
@@ -438,16 +464,26 @@ def _out_of_time() -> NoReturn:
     os._exit(rundir.EXIT_MACHINE)
 
 
-def _end_when_told(first: Callable[[], None]) -> None:
-    """Has this process end at once where it is told to, after it has done ``first``, and leave no other behind."""
+def _end_when_told(leaving: Sequence[Callable[[], None]]) -> None:
+    """Has this process end at once where it is told to, after what ``leaving`` then holds, and leave no other behind.
 
-    def end(number: int, frame: object) -> NoReturn:
+    A thread does it: Python's handlers are the main thread's, which does not wake up for a signal that came to another one.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def end() -> NoReturn:
+        number = ours.recv(1)[0]
         examine.leave()
-        first()
+        for last in leaving:
+            last()
         os._exit(128 + number)
 
+    threading.Thread(target=end, name="told to end", daemon=True).start()
+    signal.set_wakeup_fd(theirs.detach())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: None)
 
 
 if __name__ == "__main__":

@@ -260,19 +260,21 @@ def free_memory(root: Path = Path("/")) -> int:
     """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     left = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         number, controllers, path = line.split(":", 2)
-        first = number == "0"  # version 2 has one tree
-        if not first and "memory" not in controllers.split(","):
+        alone = number == "0"  # version 2 has one tree
+        if not alone and "memory" not in controllers.split(","):
             continue
-        tree = root / "sys/fs/cgroup" / ("" if first else "memory")
+        tree = root / "sys/fs/cgroup" / ("" if alone else "memory")
         folder = tree / path.lstrip("/")
-        limit, used, cache = ("max", "current", "inactive_file") if first else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")  # fmt: skip
+        limit, used, of_all = ("max", "current", "") if alone else ("limit_in_bytes", "usage_in_bytes", "total_")
         for place in (folder, *folder.parents):  # a group has no more than those that it is in
             with contextlib.suppress(OSError, ValueError):
                 most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
                 stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                left.append(most - taken + int(stat.get(cache, 0)))
+                cached = sum(int(stat.get(f"{of_all}{name}", 0)) for name in ("active_file", "inactive_file"))
+                left.append(most - taken + cached)
             if place == tree:
                 break
     return max(0, min(left))

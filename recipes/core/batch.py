@@ -222,7 +222,6 @@ TOLD = {
     "SLURM_GPUS_PER_TASK": "gpus-per-task",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
-    "SLURM_GPUS": "gpus",
 }
 
 
@@ -244,8 +243,9 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     if known["nice"] == "0":
         known["nice"] = ""
     known["exclusive"] = SHARED.get(said.get("OverSubscribe", ""), "")
-    if not known["gpus-per-node"]:
-        known["gres"] = ",".join(re.sub(r"^gres[:/]", "", one) for one in said.get("TresPerNode", "").split(","))
+    known["gpus"] = re.sub(r"^gres[:/]gpu[:=]", "", said.get("TresPerJob", ""))
+    of_node = [re.sub(r"^gres[:/]", "", one) for one in said.get("TresPerNode", "").split(",")]
+    known["gres"] = ",".join(one for one in of_node if not (known["gpus-per-node"] and one.startswith("gpu:")))
     known |= _logs_of(said, environ)
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
@@ -281,7 +281,7 @@ def _said_of(environ: Mapping[str, str]) -> dict[str, str]:
             asked = subprocess.run(
                 ["scontrol", "show", "job", job], capture_output=True, text=True, timeout=60, check=True
             )
-            for line in asked.stdout.splitlines():
+            for line in asked.stdout.partition("\n\n")[0].splitlines():  # of a heterogeneous job the first part
                 of_path = re.match(r"\s*(StdOut|StdErr)=(.*)", line)  # which has a line of its own, and may have blanks
                 said |= {of_path[1]: of_path[2]} if of_path else dict(w.split("=", 1) for w in line.split() if "=" in w)
     return said

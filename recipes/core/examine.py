@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -56,6 +57,7 @@ class Report:
 
 
 _ASKED: set["subprocess.Popen[str]"] = set()
+_BEGINNING = threading.RLock()  # held from a command's start until it is in that set
 Check = Callable[["Surroundings"], tuple[Facts, list[Finding]]]
 
 
@@ -119,13 +121,14 @@ def ask(
     environ: its variables, where they are others than this process's. descriptors: open files that it is given.
     """
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env=environ, pass_fds=descriptors, cwd=ROOT,
-        )  # fmt: skip
+        with _BEGINNING:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                start_new_session=True, env=environ, pass_fds=descriptors, cwd=ROOT,
+            )  # fmt: skip
+            _ASKED.add(process)
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
-    _ASKED.add(process)
     try:
         return _answer(process, os.path.basename(command[0]), timeout_s)
     finally:
@@ -133,7 +136,8 @@ def ask(
 
 
 def leave() -> None:
-    """Ends the commands that are still being asked: they are sessions of their own, and would stay."""
+    """Ends the commands that are still being asked: they are sessions of their own, and would stay. For this process's end."""
+    _BEGINNING.acquire(timeout=2)  # and never given back, so that no other begins
     for process in list(_ASKED):
         if process.returncode is None:
             with contextlib.suppress(OSError):

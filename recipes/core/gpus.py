@@ -84,6 +84,7 @@ def look(
     with ThreadPoolExecutor(len(SMI)) as pool:  # without persistence mode each loads the driver anew, and takes seconds
         (smi, why), (apps, _), (topology, _) = pool.map(lambda words: ask(["nvidia-smi", *words], SMI_S), SMI)
     there = parse_smi(smi)
+    others = [row for row in _rows(apps) if len(row) == 3 and row[1].isdecimal() and not _is_check(int(row[1]))]
     expected = facts["granted"] or local.visible_gpus(environ, root)
     if why and expected and shutil.which("nvidia-smi"):  # many images have none, and others a tool without a GPU
         wrong.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site", True))
@@ -122,8 +123,8 @@ def look(
     for gpu in facts["gpus"]:
         wrong += _of_one(gpu, there.get(gpu.get("uuid", ""), {}))
     mine = {gpu.get("uuid") for gpu in facts["gpus"]}
-    for uuid, pid, memory in (row for row in _rows(apps) if len(row) == 3):
-        if uuid in mine and pid.isdecimal() and not _is_check(int(pid)):
+    for uuid, pid, memory in others:
+        if uuid in mine:
             wrong.append(
                 Finding(
                     f"process {pid} uses {memory} MB of GPU {uuid}",

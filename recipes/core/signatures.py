@@ -180,7 +180,7 @@ SIGNATURES = (
     S("killed from outside", "srun: error:…task…: Killed | : line…Killed | SIGKILL | exitcode: -9",
       "memory was used up, or srun ended the others", "sacct -j JOB -o state,maxrss,reqmem; dmesg on that host", SIGN),
     S("ended with the others", "srun: error:…task…: Terminated | srun: error:…task…: Aborted | Exited with exit code | CANCELLED AT"
-      " | signal SIGTERM | (SIGTERM) | eceived SIGTERM | got SIGTERM | by SIGTERM | SIGABRT | ChildFailedError | SignalException | KeyboardInterrupt",
+      " |  SIGTERM | .SIGTERM | (SIGTERM | SIGABRT | ChildFailedError | SignalException | KeyboardInterrupt",
       "the launcher or scancel ended it", "look at the rank that is named first", CONSEQUENCE),
     # Data and file systems
     S("disk is full", "No space left on device", "the file system has no room, or no inodes", "`df -h` and `df -i` there; another run_dir=, stage_dir= or TMPDIR"),
@@ -566,7 +566,7 @@ def _own_words(folder: Path) -> tuple[str, str, int | None, str | None] | None:
 
 _JOB = re.compile(r"^(\d+(?:_\d+)?)_\d+_log\.(?:out|err)$|^.*-(\d+(?:_\d+)?)\.(?:out|err)$")
 _INTRODUCED = re.compile(r"(?:^|\n)\w{1,64}: \d{1,6} ranks? on \d{1,6} nodes?, [^\n]*$")
-_MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|INFO|DEBUG)\b")
+_MILD = re.compile(r"(?<!NCCL)(?:^|[\s\[(|])(?:WARNING|INFO|DEBUG)(?=[\s\]):|,-])", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\b[Rr]ank (\d{1,6})\]|\brank (\d{1,6}) on ([\w.-]{1,255})|srun: error: ([\w.-]{1,255}): tasks? (\d{1,6})"

@@ -95,7 +95,7 @@ def test_the_memory_that_a_jobs_cgroup_leaves_is_what_is_free(tmp_path: Path) ->
             (tmp_path / "sys/fs/cgroup" / folder / f"memory.{name}").write_text(f"{content}\n")
 
     group("job/step", max="max", current=5000, stat="anon 1\ninactive_file 100")
-    group("job", max=9000, current=7000, stat="anon 1\ninactive_file 300")
+    group("job", max=9000, current=7000, stat="anon 1\ninactive_file 200\nactive_file 100")
     groups.write_text("0::/job/step\n")
     assert bandwidth.free_memory(tmp_path) == 2300
     group("memory/job/step", limit_in_bytes=8000, usage_in_bytes=6000, stat="inactive_file 1\ntotal_inactive_file 50")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_what_an_examination_that_was_killed_has_left_is_not_believed(tmp_path: 
     assert early.wait(["port-0", "port-1", "port-2"], 0) == {"port-0": {"port": 2}, "port-1": {"port": 2}}
     assert first.wait(["port-1"], 0) == {"port-1": {"port": 2}}  # told again under the new name
     assert (first.tokens["port-0"], first.tokens["port-1"]) == (first.token, early.token)
+    before[1].withdraw()
+    before[0].withdraw()  # what was written over is not theirs any more
+    assert len(first.wait(["port-0", "port-1"], 0)) == 2
     early.withdraw()
     assert first.wait(["port-1"], 0) == {}
     first.withdraw()
@@ -86,6 +90,10 @@ def test_a_word_on_who_measures_is_for_those_that_it_has_heard(tmp_path: Path) -
     first, early = Meeting(tmp_path, True), Meeting(tmp_path, False)
     first.tell("go", {"ranks": [0, 1], "heard": {"0": first.token, "1": "another's"}})
     assert _go(early, rank, time.monotonic()) == {}
+    os.utime(tmp_path / "go.json", (0, time.time() - 60))
+    began = time.monotonic()
+    assert _go(early, rank, began + 0.2) == {}
+    assert time.monotonic() > began + 0.2  # the right one may come yet
     now = {"ranks": [0, 1], "heard": {"0": first.token, "1": early.token}}
     first.tell("go", now)
     assert _go(early, rank, time.monotonic()) == now
@@ -140,7 +148,8 @@ def test_who_is_told_to_end_does_so_at_once_and_leaves_no_process(tmp_path: Path
     asked.chmod(0o755)
     environ = helpers.clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     command = [sys.executable, "-m", "recipes.doctor", f"run_dir={tmp_path}/run"]
-    with subprocess.Popen(command, cwd=helpers.ROOT, env=environ) as process:
+    usual = partial(signal.signal, number, signal.SIG_DFL)  # whoever started the tests may ignore it
+    with subprocess.Popen(command, cwd=helpers.ROOT, env=environ, preexec_fn=usual) as process:
         while not (tmp_path / "pid").exists():
             assert process.poll() is None
             time.sleep(0.05)

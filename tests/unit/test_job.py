@@ -407,16 +407,17 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         tmp_path,
         monkeypatch,
         "scontrol",
-        "printf 'StdErr=/x/err\nStdOut=/x/7_3.out\nOverSubscribe=USER MemPerTres=gres:gpu:100\n'",
+        "printf 'StdErr=/x/err\nStdOut=/x/7_3.out\nOverSubscribe=USER MemPerTres=gres:gpu:100 TresPerJob=gres:gpu:4 TresPerNode=gres:gpu:2,gres:nvme:1\n\nStdOut=/y\n'",
     )
     array = {
         "SLURM_JOB_ID": "9",
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "3",
-        "SLURM_GPUS": "4",
+        "SLURM_GPUS": "9",
+        "SLURM_GPUS_PER_NODE": "2",
     }
     assert batch._as_submitted(array) == {
-        "array": "3", "gpus": "4", "mem-per-gpu": "100M", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
+        "array": "3", "gpus": "4", "gpus-per-node": "2", "gres": "nvme:1", "mem-per-gpu": "100M", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
         "open-mode": "append",
     }  # fmt: skip
 

@@ -278,6 +278,8 @@ def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_
     assert (found.rank, names(found)) == (5, ["CUDA out of memory", "permission denied"])
     found = said(tmp_path, rank0__log=line.format("WARNING") + line.format("ERROR"), rank5__log=fatal)
     assert (found.rank, found.where) == (0, "rank0.log:2")
+    of_values = "NCCL_DEBUG=INFO /x/DEBUG/y: Permission denied\n"  # no logger's word
+    assert said(tmp_path, rank0__log=of_values, rank5__log="torch.OutOfMemoryError: CUDA out of memory.\n").rank == 0
     found = said(tmp_path, rank0__log=line.format("WARNING"), rank5__log="step 1\n")
     assert (found.rank, names(found)) == (0, ["permission denied"])
 
@@ -285,7 +287,10 @@ def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_
 def test_a_signals_name_among_the_arguments_is_none_that_came(tmp_path: Path) -> None:
     found = said(tmp_path, rank0__log="--signals-to-handle=SIGTERM,SIGINT\nlast word\n")
     assert found.verdict == "no known cause in 1 file; the last words, in rank0.log: last word"
-    for words in ("Signal 15 (SIGTERM) received by PID 7", "Received SIGTERM", "closing signal SIGTERM"):
+    for words in (
+        "Signal 15 (SIGTERM) received by PID 7", "Received SIGTERM", "closing signal SIGTERM", "Bypassing SIGTERM: 15",
+        "subprocess.CalledProcessError: Command 'x' died with <Signals.SIGTERM: 15>.", "Received signal: SIGTERM",
+    ):  # fmt: skip
         assert names(said(tmp_path, rank0__log=f"{words}\n")) == ["ended with the others"]
 
 
