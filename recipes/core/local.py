@@ -129,6 +129,8 @@ def supervise(
     start: a process of a session of its own, which dies with this one; called with its variables, and for rank 0 with the socket
     that it is to accept its peers on. run_dir: for the run's status; None on a machine that is not the first, where rank 0 is elsewhere.
     """
+    # Lines whole, as the ranks' are: Python writes a line's end by itself there, and one of theirs can come between.
+    sys.stderr.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port

@@ -477,3 +477,25 @@ def test_a_rank_that_somebody_else_has_waited_for_is_seen_to_have_ended() -> Non
         return Reaped(subprocess.Popen(["sh", "-c", "exit 5"], env=variables))
 
     assert local.supervise(start, local.Layout((2,)), None, os.environ) == 5
+
+
+def test_a_line_of_the_launchers_is_written_whole() -> None:
+    """Its ranks write to the same place, and would come between a line and its end."""
+    code = """
+import os, subprocess
+from recipes.core import local
+def start(variables, listener):
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print("started", flush=True)
+    return rank
+local.supervise(start, local.Layout((1,)), None, os.environ)
+"""
+    ours, theirs = socket.socketpair(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET
+    )  # where what was written together comes together
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=helpers.ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True) as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.readline() == "started\n"
+        launcher.terminate()
+        assert ours.recv(4096) == b"stopping: the ranks save and end; once more to stop at once\n"
