@@ -41,8 +41,8 @@ LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
 POLL_S = 0.3
 OVER_S = 5.0  # after the whole, for whatever hangs in this process itself
 LEAVE_S = 3.0  # for the others to leave before the rank that gave the verdict
-STALE_S = 300.0  # what is older than the examination by more is not of it, nor its name
-NAMED = "examination.json"
+STALE_S = 300.0  # a word that is older than this rank by more is of an earlier examination
+NAMED = "examination.json"  # has its name, however old
 
 
 class Meeting:
@@ -50,7 +50,7 @@ class Meeting:
 
     An examination that was ended before its verdict has left its words there. So the first rank gives this one a name, under which
     each word stands; who has spoken before there was one says all of it again. Who comes before the first rank may still find an
-    older name: what the first rank tells it is for it alone if its ``token`` is in it.
+    older name: it acts on the first rank's word alone that has its ``token`` in it.
     """
 
     def __init__(self, folder: Path, first: bool) -> None:

@@ -432,9 +432,11 @@ class _Told:
                 )
             self.events += first_of.values()
             for one, first in first_of.items():
+                if first.signature is not EXCEPTION:
+                    continue
                 start, end = last_of[one]
                 between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
-                if first.signature is EXCEPTION and between >= FAR:
+                if between >= FAR:
                     line = _shown(text[start:end].strip())
                     self.later[first.order] = f"{name} goes on after that, until, {between} lines below: {line}"
         if pieces and (words := _last_line(pieces[-1][0])):
