@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +36,19 @@ def slurm() -> Iterator[Cluster]:
     helpers.need(missing())
     with running_cluster(ClusterOptions(preempt=True, kill_wait_s=10)) as cluster:
         yield cluster
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a command has said that a test has waited for in vain."""
+    report = yield
+    if call.when == "setup":
+        helpers.STARTED.clear()
+    elif call.when == "call" and report.failed:
+        report.sections += [(f"said by {command}", text) for command, text in helpers.unread()]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -7,12 +7,13 @@ import functools
 import json
 import os
 import random
+import shlex
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+START_S = 150.0  # for a run to take its first steps on cores that other tests keep busy; nothing here is about how fast it starts
+STARTED: list[subprocess.Popen[str]] = []  # by `start`, in the test that runs
 DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
 LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=local", "device=cpu", "dataset=digits")
 
@@ -82,10 +85,21 @@ class Ended:
 
 def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Starts a command, its stdout and stderr together in one pipe; `finish` waits for it."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv, cwd=cwd, env=dict(environ or clean_environment()), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    STARTED.append(process)
+    return process
+
+
+def unread() -> Iterator[tuple[str, str]]:
+    """Of what the test has started and not waited for: the command, and what it has said. It is ended."""
+    for process in STARTED:
+        if process.stdout and not process.stdout.closed:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what it has started may hold the pipe
+                yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> Ended:
@@ -156,6 +170,16 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Non
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def wait_for_the_end_of(pids: Iterable[int], timeout_s: float) -> None:
+    """Until none of the processes runs. Raises AssertionError after ``timeout_s``, naming those that do."""
+    pids, deadline = list(pids), time.monotonic() + timeout_s
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.monotonic() > deadline:
+            told = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left}
+            raise AssertionError(f"of {pids} not ended within {timeout_s:g} s: {told}")
         time.sleep(0.02)
 
 

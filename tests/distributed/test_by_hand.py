@@ -195,10 +195,10 @@ def test_where_the_first_machine_is_lost_another_one_says_so(tmp_path: Path) -> 
     words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{helpers.free_port()}", "epochs=1000", "timeout_s=20"]
     first = helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}"])
     second = helpers.start([*words, "node_rank=1"])
-    helpers.wait_until(lambda: helpers.rows(tmp_path), 60, "a step")
+    helpers.wait_until(lambda: helpers.rows(tmp_path), helpers.START_S, "a step")
     [rank] = helpers.children(first.pid)
     first.kill()  # and its rank with it
-    helpers.wait_until(lambda: not helpers.alive(rank), 10, "rank 0's end")
+    helpers.wait_for_the_end_of([rank], 10)
     ended = helpers.finish(second, timeout_s=60)
     helpers.finish(first)
     assert ended.status != 0, ended.out

@@ -342,7 +342,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, str(ROOT / "launch.py"), "check", *DIGITS]
     process = helpers.start(argv, environ=helpers.clean_environment(TMPDIR=str(tmp_path)))
-    helpers.wait_until(lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")), 60, "the recipe runs")
+    helpers.wait_until(
+        lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")), helpers.START_S, "the recipe runs"
+    )
     [started] = helpers.children(process.pid)
     process.send_signal(number)
     ended = helpers.finish(process, 20)

@@ -55,7 +55,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Pa
     assert whole.status == 0, whole.out
 
     process = helpers.start([*argv, f"run_dir={tmp_path}/broken"])
-    helpers.wait_until(lambda: len(helpers.rows(tmp_path / "broken")) >= 4, 60, "four steps")
+    helpers.wait_until(lambda: len(helpers.rows(tmp_path / "broken")) >= 4, helpers.START_S, "four steps")
     process.send_signal(signal.SIGUSR2)
     stopped = helpers.finish(process)
     assert stopped.status == 75, stopped.out

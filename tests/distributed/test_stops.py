@@ -69,7 +69,9 @@ def attempt(run_dir: Path, number: int, end: Any) -> Stop:
         return [row["step"] for row in helpers.rows(run_dir) if row["attempt"] == number]
 
     try:
-        helpers.wait_until(lambda: len(steps()) >= 3 or launcher.poll() is not None, 90, "three rows of metrics")
+        helpers.wait_until(
+            lambda: len(steps()) >= 3 or launcher.poll() is not None, helpers.START_S, "three rows of metrics"
+        )
         pids = helpers.children(launcher.pid) if launcher.poll() is None else []
         begin = time.monotonic()
         end(launcher, pids)
@@ -162,7 +164,9 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
 def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path: Path) -> None:
     launcher = helpers.start([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
     try:
-        helpers.wait_until(lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, 90, "three rows")
+        helpers.wait_until(
+            lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, helpers.START_S, "three rows"
+        )
         alone = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", *WORDS, f"run_dir={tmp_path}"]
         for word, expected in (("lr=0.5", "differs from these keys"), ("resume=never", "has a checkpoint")):
             second = helpers.run([*alone, word])

@@ -83,7 +83,7 @@ def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_bits(tmp_path:
     spawned = [*TOY, "spawn=2", *ENDLESS]
     process = helpers.start([*spawned, f"run_dir={tmp_path}/broken"])
     try:
-        helpers.wait_until(lambda: (tmp_path / "broken/checkpoints/latest").exists(), 60, "a checkpoint")
+        helpers.wait_until(lambda: (tmp_path / "broken/checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
         os.kill(process.pid if to == "the parent" else ranks(process.pid)[1], signal.SIGTERM)
         stopped = helpers.finish(process)
     finally:
@@ -104,7 +104,7 @@ def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_bits(tmp_path:
 def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path) -> None:
     process = helpers.start([*TOY, "spawn=3", *ENDLESS, f"run_dir={tmp_path}"])
     try:
-        helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), 60, "a checkpoint")
+        helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
         pids = ranks(process.pid)
         os.kill(pids[1], signal.SIGKILL)
         ended = helpers.finish(process)
@@ -129,11 +129,11 @@ def test_spawned_in_a_job_nothing_is_left_on_the_node(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
     process = helpers.start([*TOY, "spawn=2", *ENDLESS, f"run_dir={tmp_path}"])
-    helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), 60, "a checkpoint")
+    helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
     pids = ranks(process.pid)
     process.kill()
     helpers.finish(process)
-    helpers.wait_until(lambda: not any(helpers.alive(pid) for pid in pids), 10, "the ranks' end")
+    helpers.wait_for_the_end_of(pids, 10)
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "print", "local"])

@@ -46,9 +46,12 @@ def fail(run: Run) -> float:
 
 
 def fail_later(run: Run) -> float:
-    """This rank fails at once, the others by themselves a little later."""
-    late = run.world.rank != int(os.environ["FAULT_RANK_FIRST"])
-    time.sleep(1.0 * late)
+    """One rank fails at once, the others by themselves when it has."""
+    first, end = os.environ["FAULT_RANK_FIRST"], time.monotonic() + WAIT_S
+    late = run.world.rank != int(first)
+    while late and not (run.dir / "failures" / f"attempt-{run.attempt}-rank-{first}.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
     raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")
 
 

@@ -103,14 +103,14 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 3, 
             raise AssertionError(f"ended with {process.returncode}: {process.stdout and process.stdout.read()}")
         return done
 
-    helpers.wait_until(there, 90, f"step {step} of attempt {attempt}")
+    helpers.wait_until(there, helpers.START_S, f"step {step} of attempt {attempt}")
 
 
 def wait_for_checkpoint(run_dir: Path) -> None:
     helpers.wait_until(lambda: checkpoint.candidates(run_dir / "checkpoints"), 30, "a checkpoint")
 
 
-def wait_for_file(path: Path, timeout_s: float = 90) -> str:
+def wait_for_file(path: Path, timeout_s: float = helpers.START_S) -> str:
     helpers.wait_until(path.exists, timeout_s, str(path))
     return path.read_text()
 

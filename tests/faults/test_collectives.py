@@ -24,13 +24,15 @@ HOST = socket.gethostname()
 PLAIN = """
 import datetime, os, sys, torch
 import torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=150))
+dist.barrier()  # one may have started long after the other
+group = dist.new_group(timeout=datetime.timedelta(seconds=10))
 rank, what = dist.get_rank(), sys.argv[1]
 values = torch.ones(3 + rank if what == "shape" else 3)
 if what == "operation" and rank == 0:
-    dist.broadcast(values, 0)
+    dist.broadcast(values, 0, group=group)
 else:
-    dist.all_reduce(values)
+    dist.all_reduce(values, group=group)
 print(f"rank {rank} went on with {values.tolist()}", flush=True)
 os._exit(0)
 """
@@ -120,7 +122,7 @@ def test_runs_on_one_machine_never_draw_the_same_port(start: Start, tmp_path: Pa
     runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000") for i in range(3)]
     ports = set()
     for run in runs:
-        helpers.wait_until(lambda: helpers.children(run.pid), 30, "ranks")  # noqa: B023
+        helpers.wait_until(lambda: helpers.children(run.pid), helpers.START_S, "ranks")  # noqa: B023
         ports.add(port_of(run.pid))
     for run in runs:
         ended = helpers.finish(run)
@@ -137,7 +139,7 @@ def port_of(launcher: int) -> int:
         environ.update(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
         return "MASTER_PORT" in environ
 
-    helpers.wait_until(there, 30, "the rank's environment")
+    helpers.wait_until(there, helpers.START_S, "the rank's environment")
     return int(environ["MASTER_PORT"])
 
 
@@ -180,7 +182,7 @@ def garbage(port: int) -> Iterator[list[int]]:
 @pytest.mark.long
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
     launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20")
-    helpers.wait_until(lambda: helpers.children(launcher.pid), 30, "ranks")
+    helpers.wait_until(lambda: helpers.children(launcher.pid), helpers.START_S, "ranks")
     with garbage(port_of(launcher.pid)) as taken:
         ended = helpers.finish(launcher)
     assert ended.status == 0, ended.out

@@ -42,7 +42,7 @@ def wait_for(launcher: subprocess.Popen[str], run_dir: Path, step: int) -> None:
     before = len(helpers.rows(run_dir))
     helpers.wait_until(
         lambda: any(row["step"] >= step for row in helpers.rows(run_dir)[before:]) or launcher.poll() is not None,
-        90,
+        helpers.START_S,
         f"step {step}",
     )
 
@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(
         victim = draw.choice(["0", "1", "launcher", "all"])
         launcher = start(run_dir, *words, *SAME)
         if draw.random() < 0.2:  # while it starts
-            helpers.wait_until(lambda: len(helpers.children(launcher.pid)) == 2, 30, "two ranks")  # noqa: B023
+            helpers.wait_until(lambda: len(helpers.children(launcher.pid)) == 2, helpers.START_S, "two ranks")  # noqa: B023
             after_s = draw.random() * 4
         else:
             wait_for(launcher, run_dir, step)

@@ -293,13 +293,12 @@ def test_submitit_by_itself_gives_up_what_is_told_to_stop(slurm: Cluster, tmp_pa
         "import sys, time, submitit\n"
         "executor = submitit.SlurmExecutor(folder=sys.argv[1])\n"
         "executor.update_parameters(nodes=1, ntasks_per_node=1, time=5)\n"
-        "print(executor.submit(time.sleep, 600).job_id)"
+        "print(executor.submit(exec, f'import pathlib, time; pathlib.Path({sys.argv[2]!r}).touch(); time.sleep(600)').job_id)"
     )
-    done = slurm.run(sys.executable, "-c", code, tmp_path, env=PYTHON)
+    done = slurm.run(sys.executable, "-c", code, tmp_path, tmp_path / "begun", env=PYTHON)
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
-    log = tmp_path / f"{job}_0_log.out"
-    until(lambda: log.exists() and "JobEnvironment" in log.read_text(), 60, "the function's begin")
+    until((tmp_path / "begun").exists, helpers.START_S, "the function's begin")  # submitit's handler is there then
     slurm.run("scancel", "--signal=USR2", job, check=True)
     assert slurm.wait_job(job, END_S) in ("COMPLETED", "FAILED")
     assert slurm.jobs(job)[0]["Restarts"] == "0"
@@ -336,7 +335,7 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
     step = saved_at(job, "SIGUSR2")
     jobs.start_again(slurm, job.id)
     for rank in (0, 1):
-        until((tmp_path / f"reached.{rank}").exists, 60, "the second attempt")
+        until((tmp_path / f"reached.{rank}").exists, helpers.START_S, "the second attempt")
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     assert saved_at(job, "SIGUSR2", attempt=1) == step
@@ -428,7 +427,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
     old = rank_pids(job)
     assert len(old) == 2
     mended.kill_slurmd(node)
-    wait_requeued(job, 30)
+    wait_requeued(job, 90)  # Slurm finds out by its pings, of which it makes several
     jobs.start_again(job.slurm, job.id)
 
     def taken_over() -> bool:
@@ -439,8 +438,8 @@ def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
         )
         return bool(attempt["attempt"] == 1)
 
-    until(taken_over, 60, "the second attempt")
-    until(lambda: job.status()["attempt"] == 1, 20, "the second attempt's status")
+    until(taken_over, helpers.START_S, "the second attempt")
+    until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")
 
     def fenced() -> bool:
         assert job.status()["attempt"] == 1
@@ -523,7 +522,7 @@ def test_no_orphan_is_left_15_s_after_scancel(
 ) -> None:
     """A loader's process that sleeps over a sample, and its rank that waits for it."""
     job = submit(slurm, clone, tmp_path, FAULT="loader", FAULT_DIR=str(tmp_path))
-    until((tmp_path / "worker.1").exists, 60, "the loader's process")
+    until((tmp_path / "worker.1").exists, helpers.START_S, "the loader's process")
     there = slurm.processes(job_id=job.id)
     assert len({process.node for process in there}) == 2
     slurm.run("scancel", job.id, check=True)
@@ -537,7 +536,7 @@ def test_no_orphan_is_left_15_s_after_scancel(
 def test_a_rank_that_never_comes_is_waited_for_in_bounded_time(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """Its node hangs: the process is there and does nothing."""
     job = submit(slurm, clone, tmp_path, "timeout_s=15")
-    pid = until(lambda: rank_pids(job).get(1), 30, "rank 1")
+    pid = until(lambda: rank_pids(job).get(1), helpers.START_S, "rank 1")
     os.kill(pid, signal.SIGSTOP)
     assert ended(job, 15 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
     assert "rank 1 of 2 did not come in time (timeout_s)" in said(job.log)[-1]

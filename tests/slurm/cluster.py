@@ -48,6 +48,7 @@ CONTROLLER = "slurmctl"
 SLURMD_PORT = 6818
 DOCKER0 = "172.17.0.1/16"
 UP_TIMEOUT_S = 30.0
+KILLED_S = 30.0  # for a process to be gone that was killed: a large one wants CPU time of its own for it
 FINAL_STATES = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
@@ -309,7 +310,7 @@ class Cluster:
         """Only the daemon dies; the node's tasks go on."""
         for process in self._slurmd(name):
             os.kill(process.pid, signal.SIGKILL)
-        _wait_until(lambda: not self._slurmd(name), 5, f"end of slurmd on {name}")
+        _wait_until(lambda: not self._slurmd(name), KILLED_S, f"end of slurmd on {name}")
 
     def _slurmd(self, name: str) -> list[Process]:
         return [p for p in self.processes(node=name) if Path(p.command.split()[0]).name == "slurmd"]
@@ -323,7 +324,7 @@ class Cluster:
         first = self.node(name).pid
         before = [(p.pid, _start_time(p.pid)) for p in self.processes(node=name) if p.pid != first]
         self.on_node(name, "bash", "-c", "kill -KILL -1")  # in its process namespace: all but its first process
-        _wait_until(lambda: all(_start_time(pid) != began for pid, began in before), 5, f"the death of {name}")
+        _wait_until(lambda: all(_start_time(pid) != began for pid, began in before), KILLED_S, f"the death of {name}")
 
     def restart_slurmd(self, name: str, timeout_s: float = 30) -> None:
         """Bring back what kill_slurmd or kill_node took down, and wait until the node can take a job."""
@@ -386,7 +387,7 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
     if answer != "ready":
         answer = answer or "the keeper died while it started the cluster" + _tail(root / "keeper.log")
         keeper.kill()
-        keeper.wait(5)
+        keeper.wait(KILLED_S)
         take_down(root)
         raise ClusterError(answer)
     _KEEPERS[keeper.pid] = keeper
@@ -419,8 +420,8 @@ def take_down(root: Path) -> None:
     for pid, began in alive:
         keeper = _KEEPERS.pop(pid, None)
         if keeper is not None:
-            keeper.wait(5)
-        _wait_until(lambda pid=pid, began=began: _start_time(pid) != began, 5, f"end of process {pid}")  # type: ignore[misc]
+            keeper.wait(KILLED_S)
+        _wait_until(lambda pid=pid, began=began: _start_time(pid) != began, KILLED_S, f"end of process {pid}")  # type: ignore[misc]
     if "link" in state:
         # the kernel takes it away with the switch's namespace, but some time later
         subprocess.run(["ip", "link", "delete", state["link"]], capture_output=True, check=False)

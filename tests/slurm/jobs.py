@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.helpers import ROOT, need, rows
+from tests.helpers import ROOT, START_S, need, rows
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
 PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
@@ -69,7 +69,7 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), 60, "the job's id")
+        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), START_S, "the job's id")
         yield process, found[1]
     finally:
         process.kill()
@@ -99,7 +99,7 @@ def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0,
         assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
         return any(row["attempt"] == attempt and row["step"] >= step for row in rows(run_dir))
 
-    until(trains, 120, f"step {step} of job {job}")
+    until(trains, START_S, f"step {step} of job {job}")
 
 
 def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Process, dict[str, str]]]:

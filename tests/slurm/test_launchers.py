@@ -148,7 +148,7 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(wanted: str, tmp_pat
     process = helpers.start([*argv, "checkpoint_every_steps=2", f"run_dir={tmp_path}/run"], environ=environ)
     try:
         latest = tmp_path / "run/checkpoints/latest"
-        helpers.wait_until(lambda: latest.exists() and latest.read_text() >= "step-00000004", 60, "step 4")
+        helpers.wait_until(lambda: latest.exists() and latest.read_text() >= "step-00000004", helpers.START_S, "step 4")
         ranks = [
             pid for pid in helpers.children(process.pid) if b"slow.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]

@@ -68,7 +68,7 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, tmp_path: Path) ->
     if way == "stuck":
         assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
     watcher = int(ended.lines[0])
-    helpers.wait_until(lambda: not helpers.alive(watcher), 10, "the watchdog's own end")
+    helpers.wait_for_the_end_of([watcher], 10)
 
 
 @pytest.mark.parametrize("way", ["works", "unwatched"])
@@ -136,7 +136,7 @@ def test_it_heeds_no_signal_of_slurms_and_ends_with_its_rank(waiting: subprocess
 
     helpers.wait_until(lambda: all(ignored() >> (number - 1) & 1 for number in wanted), 10, "signals that are ignored")
     waiting.kill()
-    helpers.wait_until(lambda: not helpers.alive(watcher), 10, "the watchdog's end")
+    helpers.wait_for_the_end_of([watcher], 10)
 
 
 def test_a_place_is_told_by_the_step_that_is_worked_on() -> None:
