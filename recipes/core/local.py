@@ -231,7 +231,9 @@ def _ended(rank: Rank) -> bool:
         # multiprocessing has waited for one that ended before the last was started.
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found and found.si_status != 0:
+            if not found:  # nor is it polled: one that has ended since would be waited for, its session not yet killed
+                return False
+            if found.si_status != 0:
                 os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
     return rank.poll() is not None
 
@@ -267,8 +269,11 @@ def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
     """To every rank that lives; SIGKILL to its whole session, loader processes included."""
     for rank in ranks:
         if not _ended(rank):
+            if number == signal.SIGKILL:
+                with contextlib.suppress(ProcessLookupError):  # a spawned one makes its session when torch is imported
+                    os.killpg(rank.pid, number)
             with contextlib.suppress(ProcessLookupError):
-                (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
+                os.kill(rank.pid, number)
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
