@@ -211,7 +211,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
             # On a machine that is not the first nothing shows whether rank 0 still saves: there the ranks' own timeouts bound it.
             deadline = time.monotonic() + STOP_GRACE_S if run_dir else float("inf")
             if told == 1:
-                print("stopping: the ranks save and end; once more to stop at once", file=sys.stderr)
+                _say("stopping: the ranks save and end; once more to stop at once")
         if time.monotonic() > deadline and saving.goes_on():
             deadline = time.monotonic() + PEERS_GRACE_S  # the others have yet to hear of its end
         if time.monotonic() > deadline:
@@ -223,6 +223,15 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
     if first is None and not told:
         first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
     return first, early
+
+
+def _say(line: str) -> None:
+    """A line of the launcher's, for as long as there is who reads it: Ctrl-C ends a ``tee`` behind it too, and the ranks are to save."""
+    try:
+        print(line, file=sys.stderr)
+    except OSError:
+        with open(os.devnull, "w") as nobody:  # what could not be written is tried again at exit
+            os.dup2(nobody.fileno(), sys.stderr.fileno())
 
 
 def _ended(rank: Rank) -> bool:
@@ -296,7 +305,7 @@ def _outcome(
         code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
         status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
         if status and status["state"] in ("failed", "incomplete"):
-            print(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
+            _say(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
     if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
@@ -318,7 +327,7 @@ def _outcome(
             rundir.write_status(run_dir, "failed", **where, reason=reason, first=who)
         elif status and status["reason"]:
             reason = status["reason"]
-    print(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""), file=sys.stderr)
+    _say(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))
     return code
 
 

@@ -53,6 +53,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
                 stdout=original,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                restore_signals=False,  # SIGPIPE stays ignored: where who reads along has ended, the file goes on
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

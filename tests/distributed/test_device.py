@@ -450,6 +450,32 @@ def test_all_output_is_in_the_log_and_where_it_was_before(tmp_path: Path, how: s
     assert sorted(log.read_text().splitlines()[1:]) == sorted([*inside, "to stderr", "its stderr"])
 
 
+UNREAD = """
+import sys
+from pathlib import Path
+from recipes.core import logs
+with logs.copied_to(Path(sys.argv[1])):
+    for number in range(4):
+        sys.stdin.readline()
+        print("line", number)
+"""
+
+
+def test_the_log_goes_on_where_nobody_reads_along_any_more(tmp_path: Path) -> None:
+    """Ctrl-C ends a ``tee`` of the user's at the moment at which the run is to save."""
+    command, log = [sys.executable, "-c", UNREAD, str(tmp_path / "log")], tmp_path / "log"
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        for number in range(4):
+            process.stdin.write("on\n")
+            process.stdin.flush()
+            assert process.stdout.closed or process.stdout.readline() == "line 0\n"
+            process.stdout.close()
+            helpers.wait_until(lambda: f"line {number}\n" in log.read_text(), 10, f"line {number}")  # noqa: B023
+        assert process.wait(10) == 0
+
+
 IN_ONE_WRITE = """
 import os, sys
 from pathlib import Path
