@@ -322,6 +322,8 @@ def _outcome(
     reason = f"rank {who['rank']} on {who['host']} {ended}"
     if run_dir:
         status = rundir.close(run_dir, launch, reason=reason, first=who)
+        if status and status["state"] in ("done", "preempted"):
+            return rundir.exit_code(status, code)  # it was through, and a library crashed at its exit
         if status and killed:  # the other ranks know only that it is gone
             where = {"attempt": status["attempt"], "step": status["step"]}
             rundir.write_status(run_dir, "failed", **where, reason=reason, first=who)
