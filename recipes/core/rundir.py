@@ -221,16 +221,18 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | N
     return attempt
 
 
-def begin_attempt_at(run_dir: Path, step: int, own: bool = False) -> None:
+def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> None:
     """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``. Raises MachineError, OSError.
 
-    own: from a checkpoint of this run directory.
+    own: from a checkpoint of this run directory. of: this ``attempt`` and ``launch``; a later one may have been opened since.
     """
     record = read_json(run_dir / "attempt.json")
     if record is None:
         raise MachineError(
             f"{run_dir}/attempt.json, which this run has just written, cannot be read: the file system is at fault"
         )
+    if any(record.get(name) != value for name, value in of.items()):
+        raise _taken_over(run_dir, record)
     record.pop("before", None)
     write_json(run_dir / "attempt.json", {**record, "from_step": step, "own": own})
 
@@ -246,12 +248,25 @@ def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
     of: ``attempt`` or ``launch``, or both, of the one that is asked for, which may be opened and not begun; None where it is neither.
     """
     newest = read_json(run_dir / "attempt.json")
-    if not of:
-        return _begun(newest) or newest
+    return _owner(newest, of) if of else _begun(newest) or newest
+
+
+def _owner(newest: dict[str, Any] | None, of: Mapping[str, Any]) -> dict[str, Any] | None:
     for record in (newest, _begun(newest)):
         if record and all(record.get(name) == value for name, value in of.items()):
             return record
     return None
+
+
+def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
+    """Raises MachineError where a later attempt has taken the run directory over from this one, as far as the file system tells."""
+    newest = read_json(run_dir / "attempt.json")  # once: where it does not answer just now, no other attempt is seen
+    if newest is not None and not _owner(newest, {"attempt": attempt, "launch": launch}):
+        raise _taken_over(run_dir, newest)
+
+
+def _taken_over(run_dir: Path, newest: Mapping[str, Any]) -> MachineError:
+    return MachineError(f"{run_dir}: a later attempt writes here ({newest.get('launch') or 'unknown'}); this one ends")
 
 
 def gained_nothing(run_dir: Path, launch: str) -> bool:

@@ -186,7 +186,7 @@ class Run:
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # where the run is now: it may have been sent back
-            rundir.begin_attempt_at(self.dir, self.step, own)
+            rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
 
@@ -346,17 +346,14 @@ class Run:
 
     def check_mine(self) -> None:
         """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
-        if not self.is_mine():
-            newest = rundir.read_json(self.dir / "attempt.json") or {}
-            raise MachineError(
-                f"{self.dir}: a later attempt writes here ({newest.get('launch') or 'unknown'}); this one ends"
-            )
+        rundir.check_owner(self.dir, self.attempt, self.launch)
 
     def is_mine(self) -> bool:
         """Whether no later attempt has taken the run directory over, as far as the file system tells."""
-        if rundir.read_json(self.dir / "attempt.json") is None:  # it does not answer just now: no other attempt is seen
+        with contextlib.suppress(MachineError):
+            self.check_mine()
             return True
-        return rundir.owner(self.dir, attempt=self.attempt, launch=self.launch) is not None
+        return False
 
     def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
         """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.

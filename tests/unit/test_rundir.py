@@ -375,6 +375,29 @@ def test_the_run_directory_is_an_attempts_until_the_next_one_begins(tmp_path: Pa
     assert "before" not in (rundir.read_json(tmp_path / "attempt.json") or {})
 
 
+def test_an_attempt_does_not_begin_in_place_of_a_later_one(tmp_path: Path) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "1.0")
+    rundir.open_attempt(tmp_path, ["b"], "2.0")  # while the first one looks about
+    before = (tmp_path / "attempt.json").read_bytes()
+    with pytest.raises(rundir.MachineError, match=r"a later attempt writes here \(2\.0\); this one ends"):
+        rundir.begin_attempt_at(tmp_path, 7, attempt=0, launch="1.0")
+    assert (tmp_path / "attempt.json").read_bytes() == before
+    rundir.begin_attempt_at(tmp_path, 7, attempt=1, launch="2.0")
+    with pytest.raises(rundir.MachineError, match="a later attempt writes here"):
+        rundir.check_owner(tmp_path, 0, "1.0")
+    rundir.check_owner(tmp_path, 1, "2.0")
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_file_system_that_does_not_answer_once_is_no_later_attempt(
+    tmp_path: Path, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "1.0")
+    looks, look = iter(range(9)), rundir.read_json
+    monkeypatch.setattr(rundir, "read_json", lambda path: None if next(looks) == silent else look(path))
+    rundir.check_owner(tmp_path, 0, "1.0")
+
+
 def test_a_requeued_attempt_that_never_began_is_a_failure_of_the_job(tmp_path: Path) -> None:
     rundir.open_attempt(tmp_path, ["a"], "7.0")
     rundir.begin_attempt_at(tmp_path, 0)
