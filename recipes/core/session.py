@@ -626,7 +626,7 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
     elif kind == "peer":
         world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
-        with contextlib.suppress(MachineError):
+        with contextlib.suppress(Exception):  # why it could not be written is not why this rank ends
             run.saver.wait(LAST_SAVE_S)
     if behind or not recorded:
         _record(run, kind, line, code, moment, behind)

@@ -142,6 +142,17 @@ def test_an_evaluation_that_a_stop_has_put_off_comes_first(
     assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
 
 
+def test_a_rank_that_fails_while_its_checkpoint_does_tells_why_it_ends(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    assert run.saver
+    run.begun = True
+    run.saver._error = MemoryError()  # want of memory may well end both
+    assert session._fail(run, RuntimeError("this")) == 1
+    status = helpers.read(tmp_path, "status")
+    assert status["state"] == "failed"
+    assert status["reason"].endswith("failed first: RuntimeError: this")
+
+
 def test_a_put_off_evaluation_that_is_cut_short_again_is_left_out(tmp_path: Path) -> None:
     """A job that is too short for an evaluation gains a step all the same."""
     trained = Trained(tmp_path)
