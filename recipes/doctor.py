@@ -382,7 +382,8 @@ def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, depu
         if min((int(name.partition("-")[2]) for name in alive), default=info.rank) == info.rank:
             return _judge(meeting, info, cfg, run_dir, 0)
         meeting.wait(["verdict"], end)
-    meeting.tell(f"gone-{info.rank}", {"rank": info.rank})
+    with contextlib.suppress(FileNotFoundError):  # swept as soon as it is seen
+        meeting.tell(f"gone-{info.rank}", {"rank": info.rank})
     return rundir.EXIT_DONE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.conf.doctor import Config
 from recipes.core import envfile, ranks
-from recipes.doctor import Meeting, _go
+from recipes.doctor import Meeting, _go, _stand_by
 from tests import helpers
 
 
@@ -97,6 +99,26 @@ def test_a_word_on_who_measures_is_for_those_that_it_has_heard(tmp_path: Path) -
     now = {"ranks": [0, 1], "heard": {"0": first.token, "1": early.token}}
     first.tell("go", now)
     assert _go(early, rank, time.monotonic()) == now
+
+
+def test_who_leaves_does_not_mind_that_the_first_one_sweeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it does as soon as it sees the last one's word, before that one has made sure that it is on the disk."""
+    rank = ranks.detect(
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    )
+    first, second = Meeting(tmp_path / "reports", True), Meeting(tmp_path / "reports", False)
+    first.tell("verdict", {"healthy": True})
+    rename = os.replace
+
+    def seen(source: Path, target: Path) -> None:
+        rename(source, target)
+        shutil.rmtree(target.parent)
+
+    monkeypatch.setattr(os, "replace", seen)
+    assert _stand_by(second, rank, Config(), tmp_path, time.monotonic() + 1, time.monotonic() + 1) == 0
+    assert not (tmp_path / "reports").exists()
 
 
 def test_two_examinations_of_one_rank_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
