@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 # This file is read by Python 3.6 too, the oldest that login nodes have, up to where it goes on in another.
 ROOT = Path(__file__).resolve().parent
+# A job's keys that launcher=local goes by, or says more about.
+OF_LOCAL = (
+    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
+    "container", "container_runtime", "container_mounts",
+)  # fmt: skip
 sys.path.insert(0, str(ROOT))
 
 
@@ -181,6 +186,9 @@ def run_here(settings: "Settings") -> int:
             f"launch.py: container={settings.job.container}: launcher=local runs in this Python, not in the image",
             file=sys.stderr,
         )
+    unused = [f"{name}=" for name in settings.of_job if name not in OF_LOCAL]
+    if unused:
+        print(f"launch.py: launcher=local asks Slurm for nothing: {', '.join(unused)} without effect", file=sys.stderr)
     recipe_class, _ = config.recipe_conf(settings.recipe)
     words = config.absolute(settings.typed, (config.RunKeys, recipe_class), _here())
     run_dir = None

@@ -414,6 +414,7 @@ class Settings:
     """A command line, checked.
 
     typed: run and recipe keys as given (from ``config=`` and the command line), in the text that gives them again.
+    of_job: the names of a job's keys that were given so.
     sweep: the keys of each run, where there are several; the rest of this is then of the first.
     saved: the recipe's config for ``config.yaml``, with interpolations such as ``${oc.env:X}`` left as they are.
     """
@@ -424,6 +425,7 @@ class Settings:
     config: Any
     typed: dict[str, str]
     saved: DictConfig
+    of_job: tuple[str, ...] = ()
     sweep: tuple[dict[str, str], ...] = ()
 
 
@@ -543,7 +545,8 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
         raise ConfigError(f"network={shown(given)}: {error}" if "${" in str(given) else str(error)) from None
     config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
     typed = {k: v for k, v in words.items() if k not in job_names}
-    return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved)
+    of_job = tuple(name for name in words if name in job_names)
+    return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved, of_job)
 
 
 def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:

@@ -905,6 +905,18 @@ def test_local_takes_the_run_directory_that_an_interpolation_gives(
         assert f"run_dir={tmp_path}/r" in seen["command"]
 
 
+def test_local_tells_which_keys_have_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "run", lambda *given: 0)
+    words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
+    assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
+    told = "launch.py: launcher=local asks Slurm for nothing: partition=, doctor= without effect\n"
+    assert capsys.readouterr().err == told
+
+
 # --- after the step: finish and requeue
 
 RUNNING = "JobId=7 JobName=mnist JobState=RUNNING Reason=None"
