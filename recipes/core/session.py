@@ -187,8 +187,9 @@ class Run:
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # where the run is now: it may have been sent back
             rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
-            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
         self.begun = True
+        if self.world.rank == 0:
+            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
 
     def stop_is_near(self) -> bool:
         """Whether this rank was told to stop, or another, of which the store is asked once a second. For between two steps: no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -151,6 +152,26 @@ def test_a_rank_that_fails_while_its_checkpoint_does_tells_why_it_ends(tmp_path:
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
     assert status["reason"].endswith("failed first: RuntimeError: this")
+
+
+def test_a_rank_that_fails_right_behind_its_first_word_leaves_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What writes status.json makes sure of its folder last, which a file system may refuse."""
+    _, run = Trained(tmp_path).run(epochs=1)
+    written, error = rundir.write_status, OSError(errno.EIO, "Input/output error")
+
+    def torn(*given: Any, **of: Any) -> None:
+        written(*given, **of)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "write_status", torn)
+        with pytest.raises(OSError, match="Input/output error"):
+            run._begin()
+    assert helpers.read(tmp_path, "status")["state"] == "running"
+    assert session._fail(run, error) == 1
+    assert helpers.read(tmp_path, "status")["state"] == "failed"
 
 
 def test_a_put_off_evaluation_that_is_cut_short_again_is_left_out(tmp_path: Path) -> None:
