@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from recipes.core import rundir
+from recipes.core import preempt, rundir
 from recipes.core.rundir import MachineError
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
@@ -156,14 +156,15 @@ STOPS = (
 
 
 class _Stop:
-    """Turns SIGINT, SIGTERM and SIGUSR2 into a flag while it is entered; ``asked`` counts them."""
+    """Turns SIGINT, SIGTERM and SIGUSR2 into a flag while it is entered; ``asked`` counts them, those that come together as one."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self._last = 0, float("-inf")
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        if time.monotonic() - self._last > preempt.TOGETHER_S:
+            self.asked, self._last = self.asked + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in STOPS}

@@ -20,6 +20,7 @@ from types import FrameType
 from recipes.core import rundir
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+TOGETHER_S = 0.3  # signals so close are one: timeout(1) sends its own to the command, and then to its whole group
 INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
 UNWINDING = 5  # times that, where it has heard, for a slow disk
 SHARE = 0.25  # of a job's time, the most that may be left at its end
@@ -30,10 +31,13 @@ INTERRUPTED = 130
 
 
 class StopFlag:
-    """Whether this rank is to stop, and why: a signal's name, or words. The first reason stays."""
+    """Whether this rank is to stop, and why: a signal's name, or words. The first reason stays.
+
+    settling: to be set when what the run has come to is written: a second SIGINT does not cut that short.
+    """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.settling = "", False
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -46,39 +50,47 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT interrupts as usual.
+    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT, TOGETHER_S later, interrupts once.
 
     tell: called once, from another thread, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
     """
-    flag, interrupts = StopFlag(), []
+    flag, main_thread = StopFlag(), threading.get_ident()
+    interrupts, interrupted = 0, False  # counted by the thread: Python may call the handler once for two
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
         flag.note(signal.Signals(number).name)  # where the thread has not come to it yet
-        if number == signal.SIGINT:
-            interrupts.append(number)
-            if len(interrupts) > 1:
-                raise KeyboardInterrupt
+        if interrupts > 1 and not (interrupted or flag.settling):  # a third one is not to cut the last words short
+            interrupted = True
+            raise KeyboardInterrupt
 
     def listen() -> None:
-        told = end = False
-        presses = patience = 0
-        while not end:
-            # Waits without the interpreter's lock; INTERRUPT_S only once there is something to wait for.
-            ready, _, _ = select.select([read_end], [], [], INTERRUPT_S if presses > 1 else None)
-            if not ready and len(interrupts) > 1 and patience < UNWINDING:
-                patience += 1  # the main thread is on its way out, and leaves word of that
+        nonlocal interrupts
+        told, patience, last, deadline = False, UNWINDING, -math.inf, math.inf
+        while True:
+            # Waits without the interpreter's lock, and for ever where there is nothing to wait for.
+            left = max(0.0, deadline - time.monotonic()) if interrupts > 1 else None
+            ready, _, _ = select.select([read_end], [], [], left)
+            if not ready and (interrupted or flag.settling) and patience:
+                patience, deadline = patience - 1, deadline + INTERRUPT_S  # on its way out, and leaves word of that
                 continue
             if not ready:
-                print("interrupted while waiting for other ranks", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):
+                    print("interrupted while waiting for other ranks", file=sys.stderr, flush=True)
                 os._exit(INTERRUPTED)
-            for number in os.read(read_end, 64):
-                if number == 0:  # no signal: the flag is not needed any more
-                    end = True
-                elif number in SIGNALS:
-                    presses += number == signal.SIGINT
+            numbers = os.read(read_end, 64)
+            if 0 in numbers:  # no signal: the flag is not needed any more
+                return
+            if signal.SIGINT in numbers and time.monotonic() - last > TOGETHER_S:
+                interrupts, last = interrupts + 1, time.monotonic()
+                if interrupts == 2:
+                    deadline = last + INTERRUPT_S
+                    signal.pthread_kill(main_thread, signal.SIGINT)
+            for number in numbers:
+                if number in SIGNALS and not told:
+                    told = True
                     flag.note(signal.Signals(number).name)
-                    if not told:
-                        told = True
+                    with contextlib.suppress(OSError):  # nobody reads it
                         tell(signal.Signals(number).name)
 
     read_end, write_end = os.pipe()
@@ -93,11 +105,11 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
     try:
         yield flag
     finally:
+        os.write(write_end, b"\0")
+        listener.join()  # before the handlers go: it may send a signal
         signal.set_wakeup_fd(old_pipe)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.write(write_end, b"\0")
-        listener.join()
         os.close(write_end)
         os.close(read_end)
 

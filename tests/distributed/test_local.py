@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import yaml
 
 from launch import local_layout
-from recipes.core import config, local, rundir
+from recipes.core import config, local, preempt, rundir
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -291,10 +292,11 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 # The launcher itself, with ranks that are no recipes: fast, and as unruly as need be.
 
 
-def launch(code: str, ranks: int, run_dir: Path | None = None) -> list[str]:
+def launch(code: str, ranks: int, run_dir: Path | None = None, together_s: float = preempt.TOGETHER_S) -> list[str]:
     """The command of a process that runs ``code`` on that many ranks and ends with the launcher's status."""
     program = (
-        "import os, sys; from pathlib import Path; from recipes.core import local\n"
+        "import os, sys; from pathlib import Path; from recipes.core import local, preempt\n"
+        f"preempt.TOGETHER_S = {together_s}\n"
         "local.PEERS_GRACE_S = local.STOP_GRACE_S = local.TERM_GRACE_S = 0.3\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
@@ -404,11 +406,23 @@ def test_asked_twice_the_launcher_does_not_wait() -> None:
     pids = ups(process, 2)
     process.terminate()
     assert "once more to stop at once" in process.stdout.readline()  # type: ignore[union-attr]
+    time.sleep(2 * preempt.TOGETHER_S)
     assert all(helpers.alive(pid) for pid in pids)
     process.terminate()
     ended = helpers.finish(process, timeout_s=5)
     assert ended.status == 137, ended.out
     assert not any(helpers.alive(pid) for pid in pids)
+
+
+def test_signals_that_come_together_are_one_stop() -> None:
+    """``timeout 1h python launch.py …`` sends its to the launcher, and then to its group, which the launcher is in."""
+    process = helpers.start(launch(STUBBORN + SLEEP.replace("30", "3"), 1, together_s=60))
+    ups(process, 1)
+    for _ in range(5):
+        process.terminate()
+        time.sleep(0.1)  # for the handler to be called for each
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == 0, ended.out
 
 
 @pytest.mark.parametrize("first_machine", [True, False])

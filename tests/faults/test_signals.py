@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint, rundir
+from recipes.core import checkpoint, preempt, rundir
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start
@@ -381,6 +381,7 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
         pids = helpers.children(terminal.pid) if command == "launcher" else [terminal.pid]
         terminal.press_ctrl_c()
         terminal.wait_until(noted(run_dir, "SIGTERM" if command == "launcher" else "SIGINT"), 30, "the first is noted")
+        time.sleep(2 * preempt.TOGETHER_S)
         assert not terminal.ended()
         second = time.monotonic()
         terminal.press_ctrl_c()

@@ -126,6 +126,87 @@ def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() ->
         process.communicate()
 
 
+TWICE = """
+import os, signal, subprocess, sys, time
+from recipes.core import preempt
+with preempt.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes them, and this one sleeps on
+    send = f"kill -INT {os.getpid()}; sleep 0.5; "
+    subprocess.Popen(["sh", "-c", send + send])
+    time.sleep(2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("telling_s", [0, 3])
+def test_two_interrupts_are_two_though_the_handler_is_called_once(telling_s: float) -> None:
+    """Python calls the handler once for both where the main thread waits for its turn."""
+    process = helpers.start([sys.executable, "-c", TWICE, str(telling_s)], cwd=ROOT)
+    ended = helpers.finish(process, 20)
+    assert ended.lines[-1:] == ["KeyboardInterrupt"], ended.out
+
+
+THRICE = """
+import os, signal, time
+from recipes.core import preempt
+with preempt.stop_flag():
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        print("its last words", flush=True)
+"""
+
+
+def test_a_third_interrupt_does_not_cut_the_last_words_short() -> None:
+    ended = helpers.run([sys.executable, "-c", THRICE], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["its last words"]), ended.out
+
+
+@pytest.mark.parametrize("apart_s", [0, 0.5])
+def test_interrupts_that_come_together_are_one_and_none_cuts_an_end_short(apart_s: float) -> None:
+    code = f"""
+import os, signal, time
+from recipes.core import preempt
+preempt.TOGETHER_S = {0.3 if apart_s else 60}
+with preempt.stop_flag() as stop:
+    stop.settling = {bool(apart_s)}
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep({apart_s})
+    time.sleep(1)
+print(stop.reason)
+"""
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["SIGINT"]), ended.out
+
+
+STUCK = """
+import ctypes, signal
+from recipes.core import preempt
+with preempt.stop_flag():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # taken by another thread: this one does not come back
+    print("ready", flush=True)
+    ctypes.CDLL(None).sleep(60)
+"""
+
+
+def test_further_interrupts_do_not_put_the_end_off() -> None:
+    process = helpers.start([sys.executable, "-c", STUCK], cwd=ROOT)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    begin = time.monotonic()
+    while process.poll() is None and time.monotonic() - begin < 3 * preempt.INTERRUPT_S:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    ended = helpers.finish(process, 1)
+    assert (ended.status, ended.lines) == (preempt.INTERRUPTED, ["interrupted while waiting for other ranks"])
+
+
 def test_handlers_and_pipe_are_put_back() -> None:
     before = [signal.getsignal(number) for number in preempt.SIGNALS]
     descriptors = len(os.listdir("/proc/self/fd"))
