@@ -531,12 +531,15 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             _introduce(current, start)
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
-            current.finish(main(start.settings.config, current))
+            results = main(start.settings.config, current)
+            stop.settling = True
+            current.finish(results)
             torch.distributed.barrier()
             return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
         except Over:
             return rundir.EXIT_DONE
         except BaseException as error:
+            stop.settling = True
             current.failing.acquire()  # for good
             current.progress("")
             return _fail(current, error)

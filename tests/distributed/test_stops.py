@@ -22,6 +22,36 @@ HOST = socket.gethostname()
 WORDS = ("epochs=1000", "warmup=0", "schedule=constant", "checkpoint_every_steps=5", "log_every_steps=5")
 
 
+# Two interrupts behind the moment at which a run's end is written, or a rank's failure recorded.
+LATE = """
+import os, signal, sys, time
+from recipes.core import entry
+START = entry.begin("toy")
+from recipes import toy
+from recipes.core import preempt, rundir, session
+def late(write):
+    def call(*given, **of):
+        write(*given, **of)
+        if "running" not in given:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(2 * preempt.TOGETHER_S)
+    return call
+rundir.write_status, rundir.record_failure = late(rundir.write_status), late(rundir.record_failure)
+session.run(toy.main, START)
+"""
+
+
+@pytest.mark.parametrize(("words", "state", "status"), [((), "done", 0), (("lr=1e30",), "failed", 1)])
+def test_two_interrupts_behind_the_end_change_nothing(
+    tmp_path: Path, words: tuple[str, ...], state: str, status: int
+) -> None:
+    ended = helpers.run([sys.executable, "-c", LATE, "device=cpu", f"run_dir={tmp_path}", *words])
+    found = helpers.read(tmp_path, "status")
+    assert (ended.status, found["state"]) == (status, state), ended.out
+    assert "KeyboardInterrupt" not in ended.out + found["reason"]
+
+
 # A library that crashes when the interpreter takes itself apart, and what is done before that.
 CRASHES = """
 import atexit, os
