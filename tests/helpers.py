@@ -116,12 +116,12 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
     return finish(start(argv, cwd=cwd, environ=environ))
 
 
-def run_ranks(code: str, words: Sequence[str], ranks: int, port: int) -> Ended:
+def run_ranks(code: str, words: Sequence[str], ranks: int) -> Ended:
     """Python's ``-c code words`` on so many processes with ranks in their environment; the highest status, and all that they said."""
-    started = []
+    started, port = [], str(free_port())
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         started.append(start([sys.executable, "-c", code, *words], environ=environ))
     ended = [finish(process) for process in started]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))

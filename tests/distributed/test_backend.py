@@ -27,7 +27,7 @@ real = dist.init_process_group
 def init(backend, **kwargs):
     assert (backend, kwargs) == ("mpi", {})
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store = dist.TCPStore("127.0.0.1", 21060, size, rank == 0)
+    store = dist.FileStore(os.environ["MEETING"], size)
     shift = int(os.environ.get("SHIFT", 0))
     real("gloo", store=store, rank=(rank + shift) % size, world_size=size)
 dist.is_mpi_available, dist.init_process_group = lambda: True, init
@@ -52,8 +52,9 @@ def test_mpi_that_torch_has_not_is_one_line(tmp_path: Path) -> None:
 def test_mpi_numbers_the_ranks(shift: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated, since no torch with MPI is at hand: how it is begun, and that its numbers are compared."""
     monkeypatch.setenv("SHIFT", str(int(shift)))
+    monkeypatch.setenv("MEETING", f"{tmp_path}/meeting")
     words = ["backend=mpi", "device=cpu", "max_steps=2", f"run_dir={tmp_path}/run"]
-    ended = helpers.run_ranks(WITH_MPI, words, 2, 21061)
+    ended = helpers.run_ranks(WITH_MPI, words, 2)
     if shift:
         assert ended.status == 3, ended.out
         assert (

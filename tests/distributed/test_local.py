@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(tmp_path: Path, stop: 
 else:
     os.write(1, b"up\\n")
 """
-    end = "time.sleep(0.5); sys.exit(7)"
+    end = f"while not os.listdir({str(part.parent)!r}): time.sleep(0.02)\n    sys.exit(7)"
     if stop:
         end = f"while not os.path.exists({str(whole)!r}): time.sleep(0.02)"
     code = f"{STUBBORN}{save}    {end}"
@@ -381,8 +381,15 @@ def test_no_rank_outlives_a_killed_launcher() -> None:
         helpers.finish(process)
 
 
-def test_a_rank_that_ends_with_status_0_while_others_need_it_is_named() -> None:
-    code = STUBBORN + "if rank == 1:\n    sys.exit(0)\ntime.sleep(1)\nsys.exit(1)"
+def test_a_rank_that_ends_with_status_0_while_others_need_it_is_named(tmp_path: Path) -> None:
+    """Rank 1 ends, then 0, then 2, each when the launcher has waited for the one before: /proc has it no more."""
+    code = f"""{STUBBORN}os.chdir({str(tmp_path)!r})
+os.symlink(f"/proc/{{os.getpid()}}", str(rank))
+before = {{0: "1", 2: "0"}}.get(rank)
+while before and (not os.path.islink(before) or os.path.exists(before)):
+    time.sleep(0.02)
+sys.exit(int(rank != 1))
+"""
     ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
     assert ended.status == 1, ended.out
     assert ended.lines[-1].startswith("failed: rank 1 on "), ended.out

@@ -115,7 +115,7 @@ def bent(out, *args, **kwargs):
 dist.all_gather_into_tensor = bent
 """
     code = BENT.replace("PATCH", wrong)
-    ended = helpers.run_ranks(code, ["device=cpu", f"run_dir={tmp_path}/learn"], 2, 21001)
+    ended = helpers.run_ranks(code, ["device=cpu", f"run_dir={tmp_path}/learn"], 2)
     assert ended.status == 1
     assert "collectives: failed: rank 0 on" in ended.out
     assert "all_gather: a wrong answer on rank 1 on" in ended.out
@@ -127,7 +127,7 @@ dist.all_gather_into_tensor = bent
         "seconds=0.01",
         "operations=all_gather",
     ]
-    ended = helpers.run_ranks(code, words, 2, 21002)
+    ended = helpers.run_ranks(code, words, 2)
     assert ended.status == 1
     assert "1 wrong" in ended.out
     assert "all_gather of 1K: 1 ranks had a wrong answer" in ended.out
@@ -136,7 +136,7 @@ dist.all_gather_into_tensor = bent
 @pytest.mark.long
 def test_a_barrier_that_lets_one_go_early_is_found(tmp_path: Path) -> None:
     open_gate = "dist.barrier = lambda: None"
-    ended = helpers.run_ranks(BENT.replace("PATCH", open_gate), ["device=cpu", f"run_dir={tmp_path}"], 2, 21006)
+    ended = helpers.run_ranks(BENT.replace("PATCH", open_gate), ["device=cpu", f"run_dir={tmp_path}"], 2)
     assert ended.status == 1
     assert "barrier: a wrong answer on rank 0 on" in ended.out
 
@@ -148,7 +148,7 @@ def bent(*args, **kwargs):
     raise RuntimeError("Backend gloo does not support alltoall")
 dist.all_to_all_single = bent
 """
-    ended = helpers.run_ranks(BENT.replace("PATCH", missing), ["device=cpu", f"run_dir={tmp_path}"], 2, 21003)
+    ended = helpers.run_ranks(BENT.replace("PATCH", missing), ["device=cpu", f"run_dir={tmp_path}"], 2)
     assert ended.status == 0, ended.out
     assert re.search(
         r"^all_to_all +- +gloo does not have it: Backend gloo does not support alltoall$", ended.out, re.MULTILINE
@@ -163,7 +163,7 @@ def bent(*args, **kwargs):
     raise RuntimeError("the network is on fire")
 dist.all_to_all_single = bent
 """
-    ended = helpers.run_ranks(BENT.replace("PATCH", broken), ["device=cpu", f"run_dir={tmp_path}"], 2, 21004)
+    ended = helpers.run_ranks(BENT.replace("PATCH", broken), ["device=cpu", f"run_dir={tmp_path}"], 2)
     assert ended.status == 1
     assert "failed first: RuntimeError: the network is on fire" in ended.out
 

@@ -14,12 +14,13 @@ from recipes.core import checkpoint, rundir
 from tests import helpers
 
 KEYS = {
-    "cifar": ["arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=16"],
+    "cifar": ["arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=6"],
     "imagenet": [
-        "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "ema=0.9", "optimizer=lars", "mixup=0.2",
+        "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=6", "ema=0.9", "optimizer=lars", "mixup=0.2",
         "num_workers=2", "lr_batch_size=0", "lr=1",
     ],
 }  # fmt: skip
+AN_EPOCH, STEPS = 34, 40  # of 200 images, in so many steps that a signal sent behind the fourth comes in time
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Pa
         f"data_dir={folder}",
         *KEYS[recipe],
     ]
-    argv += ["epochs=2", "log_every_steps=1", "resume=auto"]
+    argv += ["epochs=2", f"max_steps={STEPS}", "log_every_steps=1", "resume=auto"]
     whole = helpers.run([*argv, f"run_dir={tmp_path}/whole"])
     assert whole.status == 0, whole.out
 
@@ -60,16 +61,17 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe: str, folder: Pa
     stopped = helpers.finish(process)
     assert stopped.status == 75, stopped.out
     at = helpers.read(tmp_path / "broken", "status")["step"]
-    assert 4 <= at < 13  # in the middle of the first epoch
+    assert 4 <= at < AN_EPOCH  # in the middle of the first epoch
     resumed = helpers.run([*argv, f"run_dir={tmp_path}/broken"])
     assert resumed.status == 0, resumed.out
 
-    last = "checkpoints/step-00000026.pt"
+    last = f"checkpoints/step-{STEPS:08d}.pt"
     contents = [torch.load(tmp_path / name / last, weights_only=True) for name in ("whole", "broken")]
     for part in ("model", "ema", "optimizer", "scheduler", "sampler", "rng"):
         assert same(contents[0][part], contents[1][part]), part
     rows = [{row["step"]: row for row in helpers.rows(tmp_path / name)} for name in ("whole", "broken")]
-    assert [rows[0][step]["loss"] for step in range(1, 27)] == [rows[1][step]["loss"] for step in range(1, 27)]
+    steps = range(1, STEPS + 1)
+    assert [rows[0][step]["loss"] for step in steps] == [rows[1][step]["loss"] for step in steps]
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from tests import helpers
 RECIPE = """
 from recipes.core import entry
 START = entry.begin("mnist")
-import json, time, torch
+import dataclasses, json, time, torch
 from torch import nn
 from recipes.core import session, train
 from recipes.core.checkpoint import State
@@ -53,6 +53,11 @@ FIT = """
     run.resume(State(net, optimizer, scheduler, ema=train.averaged(run, net, EMA, 0, batches)), train.sampler_state(batches))
     return train.fit(run, cfg, model, batches, loss_sum, evaluate)
 """
+# The ranks meet with as much patience as their imports may take; what follows waits no longer than this.
+IMPATIENT = """
+assert world.timeout_s == 100
+world = dataclasses.replace(world, timeout_s={timeout_s})
+"""
 
 
 def run_ranks(
@@ -69,7 +74,7 @@ def run_ranks(
         f"run_dir={folder}",
         *keys,
     ]
-    return helpers.run_ranks(code.replace("EMA", str(ema)), words, ranks, 20000 + hash(str(folder)) % 10000)
+    return helpers.run_ranks(code.replace("EMA", str(ema)), words, ranks)
 
 
 def found(folder: Path, rank: int = 0) -> dict[str, list[float]]:
@@ -120,16 +125,18 @@ def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
 def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
     work = """
     def work(beat):
+        world.store.get("begun/0")  # or rank 0 might wait for less than all of it
         for turn in range(6 if world.rank else 0):
             time.sleep(0.4)
             beat(turn)
         return world.rank + 10
     began = time.monotonic()
+    world.store.set(f"begun/{world.rank}", "")
     assert world.together("slow", work) == world.rank + 10
     assert time.monotonic() - began > 2.3  # longer than timeout_s, on the rank that had nothing to do too
     raise InputError("all came")
     """
-    ended = run_ranks(tmp_path, work, "timeout_s=1.5")
+    ended = run_ranks(tmp_path, IMPATIENT.format(timeout_s=1.5) + textwrap.dedent(work), "timeout_s=100")
     assert (ended.status, "all came" in ended.out) == (2, True), ended.out
 
 
@@ -144,9 +151,8 @@ def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
 )
 @pytest.mark.long
 def test_all_end_where_one_cannot(tmp_path: Path, work: str, words: str) -> None:
-    ended = run_ranks(
-        tmp_path, f"def work(beat):\n    {work}\nworld.together('slow', work)\ntime.sleep(9)", "timeout_s=1"
-    )
+    code = f"def work(beat):\n    {work}\nworld.together('slow', work)\ntime.sleep(9)"
+    ended = run_ranks(tmp_path, IMPATIENT.format(timeout_s=1) + code, "timeout_s=100")
     assert ended.status != 0
     said = [line for line in ended.lines if words.replace("HOST", socket.gethostname()) in line]
     assert len(said) >= 1, ended.out

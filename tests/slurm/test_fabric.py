@@ -29,6 +29,7 @@ V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 V6 = {"node1": "fd77::1", "node2": "fd77::2"}
 BOUND_S = 40
 TRAINING = ("recipes.mnist", "device=cpu", "dataset=digits", "max_steps=5", "epochs=1", "cpu_threads=1")
+LATE = "timeout_s=20"  # of which rank 1 waits 15 s: it may be 5 s behind with its imports, and still speaks before rank 0 ends it
 
 
 @dataclass
@@ -187,7 +188,7 @@ def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> No
     assert ended.status == 3, ended.out
     assert "node2 reaches node1, but not its master port" in bad(verdict)
     assert "set MASTER_PORT" in ended.out
-    ended = fabric.train(tmp_path, "timeout_s=8", MASTER_PORT=str(PORT))
+    ended = fabric.train(tmp_path, LATE, MASTER_PORT=str(PORT))
     assert ended.status != 0
     assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out
 
@@ -200,7 +201,7 @@ def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
     assert "cannot connect to" in bad(verdict)
-    ended = fabric.train(tmp_path, "timeout_s=8")
+    ended = fabric.train(tmp_path, LATE)
     assert ended.status != 0
     assert "rank 1 cannot reach rank 0 at node1" in ended.out
 

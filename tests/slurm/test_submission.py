@@ -366,7 +366,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     slurm: Cluster, repo: Path, tmp_path: Path
 ) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
-    keys = ["device=cpu", "dataset=fake", "max_steps=150", "global_batch_size=64", "log_every_steps=1"]
+    keys = ["device=cpu", "dataset=fake", "max_steps=600", "global_batch_size=64", "log_every_steps=1"]
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys, f"run_dir={run_dir}")
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)  # what #SBATCH --signal=USR2@120 sends, to the steps alone
@@ -374,7 +374,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     saved = read(run_dir / "status.json")
     step = saved["step"]
     assert (saved["state"], saved["reason"], saved["attempt"]) == ("preempted", "SIGUSR2", 0)
-    assert 3 <= step < 150
+    assert 3 <= step < 600
     assert [file.name for file in (run_dir / "checkpoints").glob("step-*.pt")] == [f"step-{step:08d}.pt"]
     assert not (run_dir / "summary.json").exists()
     line = f"mnist: saved at step {step}; queued again (restart 1 of at most 20); run directory {run_dir}"
@@ -386,12 +386,12 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
     assert read(run_dir / "status.json")["state"] == "done"
     summary = read(run_dir / "summary.json")
-    expected = {"world_size": 2, "steps": 150, "restarts": 1, "resumed_from_step": step}
+    expected = {"world_size": 2, "steps": 600, "restarts": 1, "resumed_from_step": step}
     assert {key: summary[key] for key in expected} == expected
     text = log.read_text()
     assert "mnist: 2 ranks on 2 nodes, cpu, gloo, attempt 2" in text  # --open-mode=append: both are in it
-    assert [row["step"] for row in rows(run_dir)] == list(range(1, 151))
-    assert [row["attempt"] for row in rows(run_dir)] == [0] * step + [1] * (150 - step)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 601))
+    assert [row["attempt"] for row in rows(run_dir)] == [0] * step + [1] * (600 - step)
 
 
 @pytest.mark.long

@@ -132,9 +132,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begin = time.monotonic()
-    out, wrong = examine.ask(["sh", "-c", "echo so far; sleep 30"], 0.5)
+    out, wrong = examine.ask(["sh", "-c", "echo so far; sleep 30"], 2)
     assert time.monotonic() - begin < 5
-    assert (out, wrong) == ("so far\n", "sh did not answer in 0.5 s")
+    assert (out, wrong) == ("so far\n", "sh did not answer in 2 s")
     assert examine.ask(["/none/such"], 1) == ("", "/none/such: No such file or directory")
     assert examine.ask(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
 

@@ -319,7 +319,7 @@ def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: py
     shards.close()  # type: ignore[attr-defined]
 
     seen.clear()
-    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.004) or rows(i, *part))
+    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.02) or rows(i, *part))
     shards = loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     shards.close()  # type: ignore[attr-defined]

@@ -107,14 +107,16 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
     chance, parts = random.Random(0), 0
     names = {path.name: path.stat().st_size for path in packed.iterdir()}
     slow = STAGE.replace("print(", "import os; from recipes.core import staging; import time; w = staging._write; ")
-    slow = slow.replace("stage(Path", "staging._write = lambda *a: (time.sleep(0.01), w(*a)); print(stage(Path", 1)
+    slow = slow.replace(
+        "stage(Path", "staging._write = lambda *a: (os.write(1, b'w'), time.sleep(0.05), w(*a)); print(stage(Path", 1
+    )
     for _ in range(8):
         process = subprocess.Popen(
             [sys.executable, "-c", slow, packed, node], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        while not node.exists() and process.poll() is None:
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.04))
+        assert process.stdout
+        process.stdout.read(1)  # it writes its first file, or has nothing left to write
+        time.sleep(chance.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         for path in node.glob("*/*"):
@@ -151,10 +153,7 @@ def test_who_waits_is_told_how_far_it_is(packed: Path, tmp_path: Path) -> None:
         target=stage, args=(packed, tmp_path / "node", lambda *now: told.append(now)), daemon=True
     )
     waiting.start()
-    for _ in range(100):
-        if told:
-            break
-        time.sleep(0.01)
+    helpers.wait_until(lambda: told, 20, "a word on how far it is")
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
     assert told[0] == (total - SHARD_BYTES, total)
     os.close(lock)
