@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import os
 import signal
@@ -230,7 +231,9 @@ def _say(line: str) -> None:
     """A line of the launcher's, for as long as there is who reads it: Ctrl-C ends a ``tee`` behind it too, and the ranks are to save."""
     try:
         print(line, file=sys.stderr)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            return
         with open(os.devnull, "w") as nobody:  # what could not be written is tried again at exit
             os.dup2(nobody.fileno(), sys.stderr.fileno())
 

@@ -72,4 +72,5 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 tee.wait(timeout=5)  # not for ever: a grandchild may still hold the pipe
         if terminal:
-            terminal.close()
+            with contextlib.suppress(OSError):  # it is gone
+                terminal.close()

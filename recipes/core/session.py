@@ -116,8 +116,11 @@ class Run:
     def progress(self, text: str) -> None:
         """Rank 0's progress line, rewritten in place; on a terminal only."""
         if self.terminal and self.world.rank == 0:
-            self.terminal.write(f"\r\033[K{text}")
-            self.terminal.flush()
+            try:
+                self.terminal.write(f"\r\033[K{text}")
+                self.terminal.flush()
+            except OSError:  # it is gone; the run goes on
+                self.terminal = None
 
     def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
         """Begins: makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
@@ -622,7 +625,10 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         line = words
     elif dist.is_peer_error(error):
         kind, line = "peer", dist.peer_words(error)
-        print(f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(
+                f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
+            )
     # At once, since the others lose their connections to this rank now, and would call it silent.
     recorded = _record(run, kind, line, code, moment, behind)
     if kind == "peer" and rundir.is_timeout(line):
@@ -634,14 +640,15 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
             run.saver.wait(LAST_SAVE_S)
     if behind or not recorded:
         _record(run, kind, line, code, moment, behind)
-    if code != rundir.EXIT_CRASH:
-        if world.rank == 0 or not _rank0_says(run, line):
-            print(f"{recipe}: {line}", file=sys.stderr)
-    elif kind == "peer":
-        if not behind:
-            _await_peers_words(run)
-    elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
-        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        if code != rundir.EXIT_CRASH:
+            if world.rank == 0 or not _rank0_says(run, line):
+                print(f"{recipe}: {line}", file=sys.stderr)
+        elif kind == "peer":
+            if not behind:
+                _await_peers_words(run)
+        elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
+            traceback.print_exc()
     with contextlib.suppress(OSError):
         reason, first = rundir.verdict(run.dir, run.attempt)
         if not run.is_mine():  # the status is a later attempt's
