@@ -146,30 +146,25 @@ def supervise(
         if listener:
             listener.close()
         first, early = _watch(ranks, stop, run_dir)
-    return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
-
-
-STOPS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR2,
-)  # USR2: that the time limit is near, where a batch script asks for it
+        return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
 
 
 class _Stop:
-    """Turns SIGINT, SIGTERM and SIGUSR2 into a flag while it is entered; ``asked`` counts them, those that come together as one."""
+    """Turns preempt's signals into a flag while it is entered; ``asked`` counts them, those that come together as one."""
 
     def __init__(self) -> None:
         self.asked, self._last = 0, float("-inf")
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._last > preempt.TOGETHER_S:
+        again = self.asked and number == signal.SIGHUP  # the kernel's, and the shell's own when it ends
+        if time.monotonic() - self._last > preempt.TOGETHER_S and not again:
             self.asked, self._last = self.asked + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in STOPS}
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # whoever started this may have blocked one
+        self._before = {number: signal.signal(number, self._note) for number in preempt.heeded()}
+        # Whoever started this may have blocked one.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
 
     def __exit__(self, *error: object) -> None:

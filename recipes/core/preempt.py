@@ -5,6 +5,7 @@ sees the signal at once.
 """
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -19,9 +20,10 @@ from types import FrameType
 
 from recipes.core import rundir
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)  # the last: its terminal is gone
 TOGETHER_S = 0.3  # signals so close are one: timeout(1) sends its own to the command, and then to its whole group
 INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
+SAID_S = 1.0  # for a line on stderr
 UNWINDING = 5  # times that, where it has heard, for a slow disk
 SHARE = 0.25  # of a job's time, the most that may be left at its end
 ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
@@ -34,10 +36,12 @@ class StopFlag:
     """Whether this rank is to stop, and why: a signal's name, or words. The first reason stays.
 
     settling: to be set when what the run has come to is written: a second SIGINT does not cut that short.
+    last_words: called, from another thread, where a second SIGINT ends the process since its main thread does not come back.
     """
 
     def __init__(self) -> None:
         self.reason, self.settling = "", False
+        self.last_words: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -48,13 +52,19 @@ class StopFlag:
         return first
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """SIGNALS, but for a SIGHUP that whoever has started this had ignored, as nohup does."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit) and SIGINT set. A second SIGINT, TOGETHER_S later, interrupts once.
+    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit), SIGINT and SIGHUP set. A second SIGINT, TOGETHER_S later, interrupts once.
 
-    tell: called once, from another thread, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
+    tell: called once, from a thread of its own, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
     """
     flag, main_thread = StopFlag(), threading.get_ident()
+    saying = threading.Thread()  # the words on the first signal
     interrupts, interrupted = 0, False  # counted by the thread: Python may call the handler once for two
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -64,24 +74,39 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
             interrupted = True
             raise KeyboardInterrupt
 
+    def leave_word() -> None:
+        if not (interrupted or flag.settling):
+            flag.last_words()
+        print("interrupted while it waited below Python, for another rank perhaps", file=sys.stderr, flush=True)
+
+    def aside(call: Callable[[], object]) -> threading.Thread:
+        """So that one that nobody reads, or a slow disk, holds up nothing."""
+
+        def quietly() -> None:
+            with contextlib.suppress(OSError):
+                call()
+
+        thread = threading.Thread(target=quietly, name="a signal's word", daemon=True)
+        thread.start()
+        return thread
+
     def listen() -> None:
-        nonlocal interrupts
-        told, patience, last, deadline = False, UNWINDING, -math.inf, math.inf
-        while True:
+        nonlocal interrupts, saying
+        told, over, patience, last, deadline = False, False, UNWINDING, -math.inf, math.inf
+        while not over:
             # Waits without the interpreter's lock, and for ever where there is nothing to wait for.
             left = max(0.0, deadline - time.monotonic()) if interrupts > 1 else None
             ready, _, _ = select.select([read_end], [], [], left)
             if not ready and (interrupted or flag.settling) and patience:
-                patience, deadline = patience - 1, deadline + INTERRUPT_S  # on its way out, and leaves word of that
+                patience -= 1  # the main thread is on its way out, and leaves word of that
+                deadline = time.monotonic() + INTERRUPT_S
                 continue
             if not ready:
-                with contextlib.suppress(OSError):
-                    print("interrupted while waiting for other ranks", file=sys.stderr, flush=True)
+                aside(leave_word).join(INTERRUPT_S * UNWINDING)
                 os._exit(INTERRUPTED)
             numbers = os.read(read_end, 64)
-            if 0 in numbers:  # no signal: the flag is not needed any more
-                return
-            if signal.SIGINT in numbers and time.monotonic() - last > TOGETHER_S:
+            over = 0 in numbers  # no signal: the flag is not needed any more
+            if signal.SIGINT in numbers and not over and time.monotonic() - last > TOGETHER_S:
                 interrupts, last = interrupts + 1, time.monotonic()
                 if interrupts == 2:
                     deadline = last + INTERRUPT_S
@@ -90,16 +115,16 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
                 if number in SIGNALS and not told:
                     told = True
                     flag.note(signal.Signals(number).name)
-                    with contextlib.suppress(OSError):  # nobody reads it
-                        tell(signal.Signals(number).name)
+                    saying = aside(functools.partial(tell, signal.Signals(number).name))
 
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     listener = threading.Thread(target=listen, name="signals", daemon=True)
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child is sent is not for this process
+    before = {number: signal.signal(number, handle) for number in heeded()}
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that is held back is forgotten, too
-    old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     listener.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # SIGUSR2 is blocked by entry.begin, others perhaps by a parent
     try:
@@ -107,6 +132,8 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
     finally:
         os.write(write_end, b"\0")
         listener.join()  # before the handlers go: it may send a signal
+        if saying.ident:
+            saying.join(SAID_S)
         signal.set_wakeup_fd(old_pipe)
         for number, handler in before.items():
             signal.signal(number, handler)

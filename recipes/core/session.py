@@ -530,6 +530,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
         if world.size > 1 and world.backend in SILENT_BACKENDS:
             threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+        stop.last_words = lambda: current.failing.acquire(blocking=False) and _fail(current, KeyboardInterrupt())
         try:
             _introduce(current, start)
             _seed_others(start.settings.config.seed, world.rank)

@@ -421,6 +421,36 @@ def test_asked_twice_the_launcher_does_not_wait() -> None:
     assert not any(helpers.alive(pid) for pid in pids)
 
 
+def test_a_key_that_is_held_leaves_the_status_whole(tmp_path: Path) -> None:
+    """Ctrl-C again and again, until the launcher has ended."""
+    code = f"""
+from recipes.core import rundir
+attempt = rundir.open_attempt(Path({str(tmp_path)!r}), ["a"], rundir.launch_id(os.environ))
+rundir.begin_attempt_at(Path({str(tmp_path)!r}), 0)
+rundir.write_status(Path({str(tmp_path)!r}), "running", attempt=attempt, step=7)
+"""
+    process = helpers.start(launch("from pathlib import Path\n" + STUBBORN + code + SLEEP, 1, tmp_path))
+    ups(process, 1)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.03)
+    ended = helpers.finish(process)
+    assert ended.status != 0, ended.out
+    assert helpers.read(tmp_path, "status")["state"] == "failed"
+
+
+@pytest.mark.parametrize("apart_s", [0.1, 0.6])
+def test_hangups_are_one_stop(apart_s: float) -> None:
+    """The kernel sends one where a terminal goes, and the shell passes its own on when it ends."""
+    process = helpers.start(launch(STUBBORN + SLEEP.replace("30", "3"), 1))
+    ups(process, 1)
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(apart_s)
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == 0, ended.out
+
+
 def test_signals_that_come_together_are_one_stop() -> None:
     """``timeout 1h python launch.py …`` sends its to the launcher, and then to its group, which the launcher is in."""
     process = helpers.start(launch(STUBBORN + SLEEP.replace("30", "3"), 1, together_s=60))

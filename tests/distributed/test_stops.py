@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core import session
+from recipes.core import preempt, session
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -50,6 +50,36 @@ def test_two_interrupts_behind_the_end_change_nothing(
     found = helpers.read(tmp_path, "status")
     assert (ended.status, found["state"]) == (status, state), ended.out
     assert "KeyboardInterrupt" not in ended.out + found["reason"]
+
+
+# A step that never ends, in a call that no Python handler comes between.
+STUCK = """
+import ctypes, signal, sys
+from recipes.core import entry
+START = entry.begin("toy")
+from recipes import toy
+from recipes.core import session
+def stuck(run):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes it
+    print("stuck", flush=True)
+    ctypes.CDLL(None).sleep(300)
+session.Run.agree = stuck
+session.run(toy.main, START)
+"""
+
+
+def test_an_interrupt_that_its_main_thread_does_not_heed_leaves_word(tmp_path: Path) -> None:
+    process = helpers.start([sys.executable, "-c", STUCK, "device=cpu", f"run_dir={tmp_path}"])
+    assert process.stdout
+    while process.stdout.readline() != "stuck\n":
+        assert process.poll() is None
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(2 * preempt.TOGETHER_S)
+    ended = helpers.finish(process)
+    assert ended.status == preempt.INTERRUPTED, ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["reason"]) == ("failed", f"rank 0 on {HOST} failed first: KeyboardInterrupt")
 
 
 # A library that crashes when the interpreter takes itself apart, and what is done before that.

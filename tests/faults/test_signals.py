@@ -315,6 +315,11 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self._own, b"\x03")
 
+    def hang_up(self) -> None:
+        """As a connection that drops."""
+        os.close(self._own)
+        self._own = -1
+
     def read(self, timeout_s: float) -> None:
         """Takes what was said meanwhile."""
         if select.select([self._own], [], [], timeout_s)[0]:
@@ -339,7 +344,8 @@ class Terminal:
         if not self.ended():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        os.close(self._own)
+        if self._own >= 0:
+            os.close(self._own)
 
 
 COMMANDS = {
@@ -367,6 +373,54 @@ def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
     assert (status["state"], status["reason"]) == ("preempted", reason)
     assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
     assert "Traceback" not in terminal.said
+
+
+@pytest.mark.fault(24)
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_terminal_that_goes_stops_the_run(repo: Path, tmp_path: Path, command: str) -> None:
+    argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
+    terminal = Terminal(argv, repo, helpers.clean_environment())
+    try:
+        terminal.wait_until(
+            lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), helpers.START_S, "step 3"
+        )
+        terminal.hang_up()
+        helpers.wait_until(terminal.ended, 60, "its end")
+    finally:
+        terminal.close()
+    assert terminal.status == 75, terminal.said
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM" if command == "launcher" else "SIGHUP")
+    assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
+
+
+@pytest.mark.fault(24)
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_with_nohup_it_goes_on_where_the_terminal_goes(repo: Path, tmp_path: Path, command: str) -> None:
+    """Its stderr is the terminal, of which nothing is to be read or written any more."""
+    argv = [
+        "/usr/bin/env",
+        "--ignore-signal=HUP",
+        sys.executable,
+        *COMMANDS[command],
+        "device=cpu",
+        f"run_dir={tmp_path}",
+        *ENDLESS,
+    ]
+    terminal = Terminal([*argv, "max_steps=100"], repo, helpers.clean_environment())
+    try:
+        terminal.wait_until(
+            lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), helpers.START_S, "step 3"
+        )
+        terminal.hang_up()
+        helpers.wait_until(terminal.ended, 60, "its end")
+    finally:
+        terminal.close()
+    assert terminal.status == 0, terminal.said
+    assert helpers.read(tmp_path, "status")["state"] == "done"
+    assert helpers.read(tmp_path, "summary")["steps"] == 100
 
 
 @pytest.mark.fault(24)

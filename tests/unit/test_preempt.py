@@ -139,7 +139,7 @@ with preempt.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
 """
 
 
-@pytest.mark.parametrize("telling_s", [0, 3])
+@pytest.mark.parametrize("telling_s", [0, 60])
 def test_two_interrupts_are_two_though_the_handler_is_called_once(telling_s: float) -> None:
     """Python calls the handler once for both where the main thread waits for its turn."""
     process = helpers.start([sys.executable, "-c", TWICE, str(telling_s)], cwd=ROOT)
@@ -188,11 +188,15 @@ print(stop.reason)
 STUCK = """
 import ctypes, signal
 from recipes.core import preempt
-with preempt.stop_flag():
+with preempt.stop_flag() as stop:
+    stop.last_words = lambda: print("the last words", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # taken by another thread: this one does not come back
     print("ready", flush=True)
     ctypes.CDLL(None).sleep(60)
 """
+
+
+STUCK_WORDS = "interrupted while it waited below Python, for another rank perhaps"
 
 
 def test_further_interrupts_do_not_put_the_end_off() -> None:
@@ -204,7 +208,61 @@ def test_further_interrupts_do_not_put_the_end_off() -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     ended = helpers.finish(process, 1)
-    assert (ended.status, ended.lines) == (preempt.INTERRUPTED, ["interrupted while waiting for other ranks"])
+    assert (ended.status, ended.lines) == (preempt.INTERRUPTED, ["the last words", STUCK_WORDS])
+
+
+STOPPED = """
+import os, signal, time
+from recipes.core import preempt
+preempt.INTERRUPT_S = 1.0
+with preempt.stop_flag():
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)
+        print("its last words", flush=True)
+"""
+
+
+def test_the_time_in_which_a_process_is_stopped_is_not_its_patience() -> None:
+    process = helpers.start([sys.executable, "-c", STOPPED], cwd=ROOT)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    time.sleep(7)
+    process.send_signal(signal.SIGCONT)
+    ended = helpers.finish(process)
+    assert (ended.status, ended.lines) == (0, ["its last words"]), ended.out
+
+
+FORKED = """
+import os, signal, time
+from recipes.core import preempt
+with preempt.stop_flag() as stop:
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        time.sleep(0.5)
+        os.kill(child, number)
+    os.waitpid(child, 0)
+    print(repr(stop.reason))
+"""
+
+
+def test_what_a_forked_child_is_sent_is_not_for_its_parent() -> None:
+    ended = helpers.run([sys.executable, "-c", FORKED], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["''"]), ended.out
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_hangup_is_heeded_unless_nohup_has_it_ignored(nohup: bool) -> None:
+    code = "import os, signal\nfrom recipes.core import preempt\n"
+    code += "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if nohup else ""
+    code += "with preempt.stop_flag() as stop:\n    os.kill(os.getpid(), signal.SIGHUP)\n    print(stop.reason or 'goes on')"
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["goes on" if nohup else "SIGHUP"]), ended.out
 
 
 def test_handlers_and_pipe_are_put_back() -> None:
