@@ -334,6 +334,9 @@ class Terminal:
             self.read(0.05)
             assert time.monotonic() < deadline, f"{what}: {self.said}"
 
+    def wait_for_steps(self, run_dir: Path) -> None:
+        self.wait_until(lambda: max(conftest.steps(run_dir), default=0) >= 3 or self.ended(), helpers.START_S, "step 3")
+
     def ended(self) -> bool:
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -360,9 +363,7 @@ def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
     terminal = Terminal(argv, repo, helpers.clean_environment())
     try:
-        terminal.wait_until(
-            lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), helpers.START_S, "step 3"
-        )
+        terminal.wait_for_steps(tmp_path)
         terminal.press_ctrl_c()
         terminal.wait_until(terminal.ended, 60, "its end")
     finally:
@@ -382,9 +383,7 @@ def test_a_terminal_that_goes_stops_the_run(repo: Path, tmp_path: Path, command:
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
     terminal = Terminal(argv, repo, helpers.clean_environment())
     try:
-        terminal.wait_until(
-            lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), helpers.START_S, "step 3"
-        )
+        terminal.wait_for_steps(tmp_path)
         terminal.hang_up()
         helpers.wait_until(terminal.ended, 60, "its end")
     finally:
@@ -411,9 +410,7 @@ def test_with_nohup_it_goes_on_where_the_terminal_goes(repo: Path, tmp_path: Pat
     ]
     terminal = Terminal([*argv, "max_steps=100"], repo, helpers.clean_environment())
     try:
-        terminal.wait_until(
-            lambda: max(conftest.steps(tmp_path), default=0) >= 3 or terminal.ended(), helpers.START_S, "step 3"
-        )
+        terminal.wait_for_steps(tmp_path)
         terminal.hang_up()
         helpers.wait_until(terminal.ended, 60, "its end")
     finally:
