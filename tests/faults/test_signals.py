@@ -322,7 +322,9 @@ class Terminal:
 
     def read(self, timeout_s: float) -> None:
         """Takes what was said meanwhile."""
-        if select.select([self._own], [], [], timeout_s)[0]:
+        if self._own < 0:
+            time.sleep(timeout_s)
+        elif select.select([self._own], [], [], timeout_s)[0]:
             try:
                 self.said += os.read(self._own, 65536).decode(errors="replace")
             except OSError:  # nobody has it open any more
@@ -358,40 +360,29 @@ COMMANDS = {
 
 
 @pytest.mark.fault(24)
-@pytest.mark.parametrize("command", [pytest.param("launcher", marks=pytest.mark.long), "one process"])
-def test_ctrl_c_saves(repo: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "how", "reason"),
+    [
+        pytest.param("launcher", "press_ctrl_c", "SIGTERM", marks=pytest.mark.long),  # the launcher's to its ranks
+        ("one process", "press_ctrl_c", "SIGINT"),
+        pytest.param("launcher", "hang_up", "SIGTERM", marks=pytest.mark.long),
+        pytest.param("one process", "hang_up", "SIGHUP", marks=pytest.mark.long),
+    ],
+)
+def test_ctrl_c_and_a_terminal_that_goes_save(repo: Path, tmp_path: Path, command: str, how: str, reason: str) -> None:
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
     terminal = Terminal(argv, repo, helpers.clean_environment())
     try:
         terminal.wait_for_steps(tmp_path)
-        terminal.press_ctrl_c()
+        getattr(terminal, how)()
         terminal.wait_until(terminal.ended, 60, "its end")
     finally:
         terminal.close()
     assert terminal.status == 75, terminal.said
     status = helpers.read(tmp_path, "status")
-    reason = "SIGTERM" if command == "launcher" else "SIGINT"
     assert (status["state"], status["reason"]) == ("preempted", reason)
     assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
-    assert "Traceback" not in terminal.said
-
-
-@pytest.mark.fault(24)
-@pytest.mark.long
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_terminal_that_goes_stops_the_run(repo: Path, tmp_path: Path, command: str) -> None:
-    argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
-    terminal = Terminal(argv, repo, helpers.clean_environment())
-    try:
-        terminal.wait_for_steps(tmp_path)
-        terminal.hang_up()
-        helpers.wait_until(terminal.ended, 60, "its end")
-    finally:
-        terminal.close()
-    assert terminal.status == 75, terminal.said
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM" if command == "launcher" else "SIGHUP")
-    assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
+    assert "Traceback" not in terminal.said + conftest.log(tmp_path, 0)
 
 
 @pytest.mark.fault(24)
@@ -412,7 +403,7 @@ def test_with_nohup_it_goes_on_where_the_terminal_goes(repo: Path, tmp_path: Pat
     try:
         terminal.wait_for_steps(tmp_path)
         terminal.hang_up()
-        helpers.wait_until(terminal.ended, 60, "its end")
+        terminal.wait_until(terminal.ended, 60, "its end")
     finally:
         terminal.close()
     assert terminal.status == 0, terminal.said

@@ -147,23 +147,25 @@ def test_two_interrupts_are_two_though_the_handler_is_called_once(telling_s: flo
     assert ended.lines[-1:] == ["KeyboardInterrupt"], ended.out
 
 
-THRICE = """
+INTERRUPTED = """
 import os, signal, time
 from recipes.core import preempt
+preempt.INTERRUPT_S = PATIENCE_S
 with preempt.stop_flag():
     try:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
     except KeyboardInterrupt:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.MEANWHILE)
         time.sleep(0.5)
         print("its last words", flush=True)
 """
 
 
 def test_a_third_interrupt_does_not_cut_the_last_words_short() -> None:
-    ended = helpers.run([sys.executable, "-c", THRICE], cwd=ROOT)
+    code = INTERRUPTED.replace("PATIENCE_S", "5.0").replace("MEANWHILE", "SIGINT")
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
     assert (ended.status, ended.lines) == (0, ["its last words"]), ended.out
 
 
@@ -211,24 +213,9 @@ def test_further_interrupts_do_not_put_the_end_off() -> None:
     assert (ended.status, ended.lines) == (preempt.INTERRUPTED, ["the last words", STUCK_WORDS])
 
 
-STOPPED = """
-import os, signal, time
-from recipes.core import preempt
-preempt.INTERRUPT_S = 1.0
-with preempt.stop_flag():
-    try:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-    except KeyboardInterrupt:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)
-        print("its last words", flush=True)
-"""
-
-
 def test_the_time_in_which_a_process_is_stopped_is_not_its_patience() -> None:
-    process = helpers.start([sys.executable, "-c", STOPPED], cwd=ROOT)
+    code = INTERRUPTED.replace("PATIENCE_S", "1.0").replace("MEANWHILE", "SIGSTOP")
+    process = helpers.start([sys.executable, "-c", code], cwd=ROOT)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     time.sleep(7)
     process.send_signal(signal.SIGCONT)
