@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import fcntl
 import io
@@ -491,7 +492,7 @@ def test_a_worker_that_cannot_begin_says_why(
     put(tmp_path, "broken/ctypes.py", b"raise ImportError('no such library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     with pytest.raises(RuntimeError, match="a worker ended with status 1"):
-        packing.pack(source, tmp_path / "out", OPTIONS, say=quiet)
+        packing.pack(source, tmp_path / "out", dataclasses.replace(OPTIONS, workers=1), say=quiet)  # two write at once
     assert "ImportError: no such library" in capfd.readouterr().err
 
 
