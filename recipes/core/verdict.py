@@ -177,11 +177,11 @@ def _of_nodes(expected: Expected, reports: Iterable[object], verdict: Verdict) -
     for report in others:
         first = nodes.setdefault(report["node_rank"], {"host": report.get("host"), "more": [], "partial": True})
         first["more"].append(report)
-    for node, first in nodes.items():  # where each rank is shown a GPU of its own, a node's are all of theirs
+    for first in nodes.values():  # where each rank is shown a GPU of its own, a node's are all of theirs
         seen = [_dict(_dict(one.get("facts")).get("gpus")).get("gpus") for one in (first, *first["more"])]
         there = [gpu for part in seen for gpu in _list(part) if isinstance(gpu, dict)]
         unique = {_text(gpu.get("uuid")) or str(number): gpu for number, gpu in reversed(list(enumerate(there)))}
-        nodes[node] = {**first, "gpus": list(reversed(unique.values()))}
+        first["gpus"] = list(reversed(unique.values()))
     return nodes
 
 
@@ -233,8 +233,13 @@ def _findings(report: Mapping[str, Any]) -> Iterable[tuple[str, str, bool, bool]
 
 def _compare(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """A node that differs from most others; where there is no most, all are told."""
-    for (part, name), called, bad in ALIKE:
-        values = {node: value for node, report in nodes.items() if (value := _fact(report, part, name)) is not None}
+    of_all: list[dict[int, Any]] = [{} for _ in ALIKE]
+    # A report at a time: where there are thousands, none stays in the processor's cache to the next fact.
+    for node, report in nodes.items():
+        for values, ((part, name), _, _) in zip(of_all, ALIKE, strict=True):
+            if (value := _fact(report, part, name)) is not None:
+                values[node] = value
+    for values, ((_, name), called, bad) in zip(of_all, ALIKE, strict=True):
         counted = Counter(values.values()).most_common()
         if len(counted) < 2:
             continue
