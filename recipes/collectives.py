@@ -209,9 +209,8 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())[:120]
         missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
-        if (
-            not missing or "CUDA error" in why or "NCCL error" in why
-        ):  # the device's own: "operation not supported" is one
+        # "operation not supported" may be the device's own word, too.
+        if not missing or "CUDA error" in why or "NCCL error" in why:
             raise
     run.world.store.set(f"{name}/{run.world.rank}", why)
     answers = run.world.store.multi_get([f"{name}/{rank}" for rank in range(run.world.size)])

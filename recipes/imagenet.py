@@ -29,10 +29,8 @@ from recipes.core.images import LoadedShard
 from recipes.core.lars import LARS
 from recipes.core.session import Run
 
-MEAN, STD = (
-    (123.675, 116.28, 103.53),
-    (58.395, 57.12, 57.375),
-)  # of ImageNet's pixels, as all of torchvision's weights want them
+# Of ImageNet's pixels, 0 to 255, as all of torchvision's weights want them.
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:

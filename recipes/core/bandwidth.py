@@ -35,12 +35,8 @@ FACTORS: Mapping[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
-WHOLE = (
-    "send_recv",
-    "broadcast",
-    "reduce",
-    "all_reduce",
-)  # each rank holds the whole array, which is not cut into ranks
+# Of these each rank holds the whole array; of the others it is cut into ranks' parts.
+WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
 
 

@@ -44,9 +44,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
             text = Path(script).read_bytes()
-            rundir.write_whole(
-                run_dir / "job.sh", lambda file: file.write(text)
-            )  # never through a link that lay in wait
+            # Never through a link that lay in wait.
+            rundir.write_whole(run_dir / "job.sh", lambda file: file.write(text))
             described = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
             rundir.write_json(run_dir / "job.yaml", described)
     by_clock = job and settings.run.stop_before_s and preempt.is_short(environ)

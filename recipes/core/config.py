@@ -798,9 +798,8 @@ def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:
         if field.type is bool and str(value).isdecimal() and str(value) not in ("0", "1"):
             raise ConfigError(f"{name}={shown(value)}: {_wanted(field)}")  # to OmegaConf any number but 0 is true
         if field.type in (int, int | None) and re.search(r"[^\x00-\x7f]|_", str(value)) and "${" not in str(value):
-            raise ConfigError(
-                f"{name}={shown(value)}: {_wanted(field)}"
-            )  # Python takes other scripts' digits, and 1_0 as 10
+            # Python takes other scripts' digits, and 1_0 as 10.
+            raise ConfigError(f"{name}={shown(value)}: {_wanted(field)}")
         _check_interpolations(name, str(value))
         try:
             OmegaConf.update(merged, name, None if value == "null" and field.default is None else value)

@@ -204,9 +204,8 @@ class AugmentedImages:
         self._stride = (self._height + 2 * reach) * self._row
         # Rows of pixels of all channels: a run of bytes is an image, and it comes out in channels_last.
         padded = _pad(images, reach, reflect).permute(0, 2, 3, 1).flatten()
-        padded = functional.pad(
-            padded, (0, 2 * reach * self._channels)
-        )  # the last image's lowest, rightmost run ends there
+        # So that the last image's lowest, rightmost run ends within.
+        padded = functional.pad(padded, (0, 2 * reach * self._channels))
         self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
         self._starts = torch.arange(count, device=images.device) * self._stride
         self._flips = torch.zeros(count, dtype=torch.bool, device=images.device)

@@ -83,10 +83,8 @@ class World:
         work is called with a function to be told its progress, whatever changes. Raises MachineError, on all ranks, where it
         fails on one (there, what it raised) or no rank gets on for ``timeout_s``; the line names the host. ``name`` is used once in a run.
         """
-        mine, news = (
-            f"{name}/{self.rank}",
-            f"{name}/news",
-        )  # news: rank 0's, so that nobody else asks for all ranks' keys
+        # The news are rank 0's, so that nobody else asks for all ranks' keys.
+        mine, news = f"{name}/{self.rank}", f"{name}/news"
         keys = [mine, news] if self.rank == 0 else [mine]
 
         def tell(progress: object) -> None:
@@ -195,9 +193,8 @@ class World:
                     time.sleep(wait_s)
                     answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
 
-        asking = threading.Thread(
-            target=ask, name="behind", daemon=True
-        )  # the store goes with rank 0, and may not answer
+        # The store goes with rank 0, and may not answer.
+        asking = threading.Thread(target=ask, name="behind", daemon=True)
         asking.start()
         asking.join(4 * PULSE_S)
         if len(answers) < 2:

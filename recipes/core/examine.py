@@ -151,10 +151,8 @@ def _answer(process: "subprocess.Popen[str]", name: str, timeout_s: float) -> tu
         os.killpg(process.pid, signal.SIGKILL)
         try:
             out, _ = process.communicate(timeout=REAPED_S)
-        except (
-            subprocess.TimeoutExpired
-        ):  # what waits for a dead file system or driver stays, and is nobody's to wait for
-            out = ""
+        except subprocess.TimeoutExpired:
+            out = ""  # what waits for a dead file system or driver stays, and is nobody's to wait for
         return out, f"{name} did not answer in {timeout_s:g} s"
     if process.returncode:
         return out, " ".join((err or out).split())[-200:] or f"status {process.returncode}"

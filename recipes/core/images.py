@@ -214,9 +214,8 @@ class Packed:
         offset, _, shard, _, _, width = self._record(i)
         length = count * width * 3
         scratch = getattr(self._scratch, "bytes", b"")
-        if (
-            len(scratch) < length
-        ):  # one for each thread, or as much again would be given out and filled with 0 each time
+        # One for each thread; as much again would be given out and filled with 0 each time.
+        if len(scratch) < length:
             scratch = self._scratch.bytes = bytearray(length)
         with self._shard(shard) as opened:
             if os.preadv(opened, [memoryview(scratch)[:length]], offset + first * width * 3) != length:

@@ -41,11 +41,8 @@ SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another n
 OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
 # Keys of a run that say when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
-OF_THE_BITS = (
-    "torch",
-    "world_size",
-    "cpu_threads",
-)  # where one differs, a resumed run is not the unbroken one to the last bit
+# Where one differs, a resumed run is not the unbroken one to the last bit.
+OF_THE_BITS = ("torch", "world_size", "cpu_threads")
 
 
 @dataclass
@@ -142,9 +139,8 @@ class Run:
         chosen = self._choose_checkpoint()
         if chosen:
             self._load(chosen, sampler)
-        if (
-            not self.settings.config.evaluate
-        ):  # that of an evaluation ends when it is known to have something to evaluate
+        # An evaluation's rehearsal ends when it is known to have something to evaluate.
+        if not self.settings.config.evaluate:
             self.end_rehearsal(sampler)
         self._begin()
 

@@ -36,6 +36,7 @@ LEFT = re.compile(
     r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
     r"|RECIPES_(BATCH|BY_CLOCK|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT)"
 )
+# Without REVOKED: of a federation another cluster runs it.
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -46,7 +47,7 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
     "PREEMPTED",
-)  # not REVOKED: of a federation another cluster runs it
+)
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,8 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     import submitit
 
     assert job.root is not None
-    folder = rundir.private_folder(
-        job.root, "submitit"
-    )  # its job files are pickles, which a job runs as whatever they say
+    # Its job files are pickles, which a job runs as whatever they say.
+    folder = rundir.private_folder(job.root, "submitit")
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)

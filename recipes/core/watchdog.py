@@ -101,10 +101,8 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
-    for number, patience_s in (
-        (signal.SIGABRT, STACK_S),
-        (signal.SIGKILL, 0.0),
-    ):  # faulthandler writes the stack at the first
+    # At the first faulthandler writes the stack.
+    for number, patience_s in ((signal.SIGABRT, STACK_S), (signal.SIGKILL, 0.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(parent, number)
         deadline = time.monotonic() + patience_s

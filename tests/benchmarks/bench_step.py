@@ -35,10 +35,8 @@ from tests.helpers import ROOT, clean_environment
 
 BATCH_SIZE = 256  # of a rank
 MODEL = f"mnist's net, batch {BATCH_SIZE}"
-SERVICES_ROUNDS, RANKS_ROUNDS = (
-    4,
-    2,
-)  # for each of another benchmark: two per cent are little beside a shared machine's noise
+# For each round of another benchmark: two per cent are little beside a shared machine's noise.
+SERVICES_ROUNDS, RANKS_ROUNDS = 4, 2
 Batch = tuple[Tensor, Tensor]  # images, labels
 
 

@@ -72,9 +72,8 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
     assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
     assert any(line.startswith("network: cable0 (") for line in ended[0].lines), ended[0].out
     assert f"network: {machines[1]} has cable1 instead" in ended[0].lines
-    assert not [
-        line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))
-    ]  # rank 0 speaks, and is not there
+    # Rank 0 speaks, and is on the other.
+    assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")
     found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
     assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}

@@ -220,9 +220,8 @@ def test_saves_by_time_come_one_by_one(tmp_path: Path) -> None:
     Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.1, keep_checkpoints=0, keep_best="false")
     steps = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt"))
     assert 2 < len(steps) < 300
-    assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, (
-        steps
-    )  # a slow machine has a slow step now and then
+    # A slow machine has a slow step now and then, and saves behind the next one too.
+    assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:

@@ -616,9 +616,8 @@ def start(variables, listener):
     return rank
 local.supervise(start, local.Layout((1,)), None, os.environ)
 """
-    ours, theirs = socket.socketpair(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET
-    )  # where what was written together comes together
+    # What was written together comes together there.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=helpers.ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True) as launcher:
         assert launcher.stdout

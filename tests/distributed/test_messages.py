@@ -198,9 +198,8 @@ def test_sums_are_exact_in_float32_whatever_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_the_factors_are_those_of_nccl_tests(ranks: int) -> None:
-    part = (
-        ranks - 1
-    ) / ranks  # all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu; all_reduce.cu: twice that
+    # By all_gather.cu, reduce_scatter.cu, alltoall.cu, gather.cu, scatter.cu; all_reduce.cu has twice that.
+    part = (ranks - 1) / ranks
     wanted = {
         "all_reduce": (2 * (ranks - 1)) / ranks, "all_gather": part, "reduce_scatter": part, "all_to_all": part, "gather": part,
         "scatter": part, "broadcast": 1.0, "reduce": 1.0, "send_recv": 1.0,

@@ -94,9 +94,8 @@ def test_room_is_looked_at_before_anything_is_copied(tmp_path: Path, monkeypatch
     ):
         make_saver(tmp_path).save(content())
     assert names(tmp_path) == []
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0)
-    )  # some network file systems
+    # As some network file systems say.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0))
     saver = make_saver(tmp_path)
     saver.save(content())
     saver.wait()

@@ -66,9 +66,10 @@ def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
     summary = helpers.read(tmp_path, "summary")
     assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
     assert summary["loss"] < 0.01
+    # By save_every=5.
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         f"step-{16 * epoch:08d}.pt" for epoch in (5, 10, 15, 20)
-    ]  # save_every=5
+    ]
     again = helpers.run([*TOY, f"run_dir={tmp_path}"])
     assert again.status == 0
     assert "already finished: step 320; more epochs= continue it" in again.lines

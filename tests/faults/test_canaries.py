@@ -331,9 +331,8 @@ def test_words_behind_a_ready_script_run_nothing(script: str, at_work: Trap) -> 
             at_work.bash("-c", f'cd {root} && exec bash sbatch/{script} "$@"', "bash", word)
             assert not at_work.fired(), word
             if not word.startswith("cluster="):
-                assert (at_work.said("srun") or [])[
-                    -1
-                ] == word  # the stub of Python takes any; the real one is asked below
+                # The stub of Python takes any; the real one is asked below.
+                assert (at_work.said("srun") or [])[-1] == word
 
 
 @pytest.mark.parametrize("recipe", sorted({path.name.split("_")[0] for path in READY}))
@@ -601,9 +600,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("good")
     assert checkpoint.read(checkpoint.write(folder, content))["meta"] == content["meta"]
     (folder / "sealed.pt").write_bytes(sealed(saved(content)))
-    assert (
-        checkpoint.read(folder / "sealed.pt")["meta"] == content["meta"]
-    )  # or what follows is refused for another reason
+    # Or what follows is refused for another reason.
+    assert checkpoint.read(folder / "sealed.pt")["meta"] == content["meta"]
     return content
 
 

@@ -96,9 +96,8 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-Case = tuple[
-    object, Callable[[], object], Sequence[str]
-]  # what is given; what is done with it; names, one of which a refusal has
+# What is given; what is done with it; names, one of which a refusal has.
+Case = tuple[object, Callable[[], object], Sequence[str]]
 
 
 def fuzz(

@@ -340,9 +340,8 @@ def test_a_loader_process_that_is_killed_ends_the_run(start: Start, tmp_path: Pa
     launcher = start(tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_AT="8", FAULT_DIR=str(tmp_path))
     worker = int(conftest.wait_for_file(tmp_path / "worker.1"))
     os.kill(worker, signal.SIGKILL)
-    helpers.wait_until(
-        lambda: "exited unexpectedly" in conftest.log(tmp_path / "run", 1), NOTICED_S + 5, "its word"
-    )  # torch looks every 5 s
+    # For torch looks every 5 s.
+    helpers.wait_until(lambda: "exited unexpectedly" in conftest.log(tmp_path / "run", 1), NOTICED_S + 5, "its word")
     ended = finish(launcher)
     assert_named(tmp_path / "run", ended, 1, f"DataLoader worker (pid(s) {worker}) exited unexpectedly")
 

@@ -84,9 +84,8 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
     second = again(tmp_path / f"{job}.err")
     assert jobs.ended(slurm, second, log) == ("COMPLETED", "0:0"), jobs.tail(log)
-    assert log.read_text().index("1 of 1 nodes bad") < log.read_text().index(
-        "healthy: 1 node"
-    )  # behind the first job's
+    # The second job's words stand behind the first's.
+    assert log.read_text().index("1 of 1 nodes bad") < log.read_text().index("healthy: 1 node")
     assert jobs.read(tmp_path / "run/summary.json")["steps"] == 5
     typed = slurm.jobs(second)[0]
     assert (typed["TimeLimit"], typed["CPUs/Task"], typed["MinMemoryNode"]) == ("00:07:00", "2", "100M")
