@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: help install demo test alltests faults check sbatch bench clean
+.PHONY: help install demo test mutants alltests faults check sbatch bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,9 @@ demo: install ## train MNIST's recipe on two ranks here, on digits that need no 
 
 test: install ## all tests but the long ones, WORKERS=2 files at a time; those on a real Slurm say what to install where it is not there
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
+
+mutants: install ## put bugs into copies of the product, one at a time, and report which ones `make test` notices; ONLY=word
+	$(BIN)/python -m tests.mutations workers=$(WORKERS) $(if $(ONLY),only=$(ONLY))
 
 alltests: install ## all tests, the long ones too: an hour on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
