@@ -20,9 +20,11 @@ from typing import Any
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 150.0  # for a run to take its first steps on cores that other tests keep busy; nothing here is about how fast it starts
-STARTED: list[subprocess.Popen[str]] = []  # by `start`, in the test that runs
+STARTED: list[subprocess.Popen[str] | forked.Process] = []  # by `start`, in the test that runs
 DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
 LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=local", "device=cpu", "dataset=digits")
 
@@ -102,7 +104,7 @@ def unread() -> Iterator[tuple[str, str]]:
                 yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> Ended:
+def finish(process: subprocess.Popen[str] | forked.Process, timeout_s: float = 120) -> Ended:
     """Waits for the end of what `start` has started, killing it, and failing, after ``timeout_s``."""
     try:
         out, _ = process.communicate(timeout=timeout_s)
@@ -116,14 +118,23 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
     return finish(start(argv, cwd=cwd, environ=environ))
 
 
-def run_ranks(code: str, words: Sequence[str], ranks: int) -> Ended:
-    """Python's ``-c code words`` on so many processes with ranks in their environment; the highest status, and all that they said."""
-    started, port = [], str(free_port())
+def start_ranks(
+    code: str, words: Sequence[str], ranks: int = 1, *, cwd: Path = ROOT, **added: str
+) -> list[forked.Process]:
+    """Python's ``-c code words`` on so many ranks, each a fork (tests/forked.py) with its place in its environment; `finish` waits."""
+    started, port = [], str(free_port()) if ranks > 1 else ""
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        started.append(start([sys.executable, "-c", code, *words], environ=environ))
-    ended = [finish(process) for process in started]
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ = clean_environment(**(place if ranks > 1 else {}), **added)
+        started.append(forked.start(code, words, environ=environ, cwd=cwd))
+    STARTED.extend(started)
+    return started
+
+
+def run_ranks(code: str, words: Sequence[str], ranks: int = 1, **added: str) -> Ended:
+    """The same, waited for; the highest status, and all that the ranks said."""
+    ended = [finish(process) for process in start_ranks(code, words, ranks, **added)]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
 
 
