@@ -1,11 +1,12 @@
 """Ranks as forks of one process that has imported torch. A fork takes 0.1 s of CPU; a process that imports torch takes 4 s.
 
-`start` and `start_ranks` run code in forks, each with an environment, a working folder and a pipe of its own. What they give can
-be used like a `subprocess.Popen`. The process that is forked starts at the first call, in each worker of the tests, and ends
-with it. It never runs a backward pass, because autograd refuses to work in a fork of a process that did.
+`start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an environment and a working folder, and
+gives what can be used like a `subprocess.Popen`. launch.py in a fork starts its ranks as forks, too. The process that is forked
+starts at the first call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd refuses
+to work in a fork of a process that did.
 
-For tests of what a rank does once it has started. How a launcher starts ranks, and what a process does before torch is imported,
-is tested with processes of their own (tests/helpers.py).
+For tests of what a run does. What a process does before torch is imported, and at the end of the interpreter, is tested with
+processes of their own (`helpers.start`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import json
 import os
 import random
+import runpy
 import select
 import signal
 import socket
@@ -24,24 +27,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
-
-# The recipe of the fault tests (tests/faults/broken.py), from its keys to its exit status.
-BROKEN = """
-import os
-from recipes import broken
-from recipes.core import entry, session
-START = entry.begin("broken")
-if "FAULT_SILENT" in os.environ:
-    session.SILENT_BACKENDS.add("gloo")
-session.run(broken.main, START)
-"""
 
 
 class Process:
@@ -90,20 +83,19 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-def start(
-    code: str, words: Sequence[str] = (), *, environ: Mapping[str, str], cwd: Path = ROOT, out: int | None = None
-) -> Process:
-    """Runs ``code`` as ``python -c code words`` would. environ: all its variables. out: where it writes; None: a pipe of its own."""
+def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) -> Process:
+    """Runs a command of Python in a fork. argv: ``python -m module``, ``python -c code`` or ``python launch.py``, and words."""
     read_end, write_end = os.pipe()
     told, tell = os.pipe()
-    request = {"code": code, "words": list(words), "environ": dict(environ), "cwd": str(cwd)}
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    request = {"argv": list(map(str, argv)), "environ": dict(environ), "cwd": str(cwd), "blocked": blocked}
     text = json.dumps(request).encode()
     server = _server()
-    socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end if out is None else out, tell])
+    socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end, tell])
     server.sendall(text)
     os.close(write_end)
     os.close(tell)
-    return Process(["forked", *words], int.from_bytes(os.read(told, 4), "big"), read_end, told)
+    return Process(argv, int.from_bytes(os.read(told, 4), "big"), read_end, told)
 
 
 @functools.cache
@@ -116,7 +108,7 @@ def _server() -> socket.socket:
     return ours
 
 
-# What follows is the process that is forked.
+# What follows is the process that is forked, and its forks.
 
 
 def serve(connection: socket.socket) -> None:
@@ -132,9 +124,12 @@ def serve(connection: socket.socket) -> None:
             out, tell = descriptors
             pid = os.fork()
             if pid == 0:
-                connection.close()
-                os.close(tell)
-                become(json.loads(text), out)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                request = json.loads(text)
+                signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("blocked"))
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                become(**request)
             os.write(tell, pid.to_bytes(4, "big"))
             os.close(out)
             pids[pid] = tell
@@ -147,22 +142,49 @@ def serve(connection: socket.socket) -> None:
             os.close(pids.pop(pid))
 
 
-def become(request: Mapping[str, Any], out: int) -> NoReturn:
+def become(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: str,
+    pass_fds: Sequence[int] = (),
+    prepare: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Does in this fork what the command ``argv`` would do, and ends."""
     code = 1
     try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in pass_fds:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.close(out)
+        prepare()
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.clear()
-        os.environ.update(request["environ"])
-        os.chdir(request["cwd"])
+        os.environ.update(environ)
+        os.chdir(cwd)
         random.seed()
-        sys.argv = ["-c", *request["words"]]
-        exec(compile(request["code"], "<forked>", "exec"), {"__name__": "__main__"})
-        code = 0
+        what, *words = (word for word in argv[1:] if word != "-u")
+        if what.endswith("launch.py"):
+            import launch
+            from recipes.core import local
+
+            sys.argv = [what, *words]
+            local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
+            code = launch.main(words)
+        else:
+            sys.argv = ["-c" if what == "-c" else "", *words[1:]]
+            if what == "-c":
+                exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+            else:
+                assert what == "-m", argv
+                spec = importlib.util.find_spec(words[0])
+                assert spec
+                assert spec.origin, words[0]
+                runpy.run_path(spec.origin, run_name="__main__")
+            code = 0
     except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
@@ -173,24 +195,65 @@ def become(request: Mapping[str, Any], out: int) -> NoReturn:
         os._exit(code)
 
 
+class Rank:
+    """A rank that launch.py starts, as a fork of it: what `recipes.core.local` uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, pass_fds: Sequence[int],
+        start_new_session: bool, preexec_fn: Callable[[], None],
+    ) -> None:  # fmt: skip
+        assert start_new_session
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+            become(argv, env, str(cwd), pass_fds, preexec_fn)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def add_broken() -> None:
+    """Makes the recipe of the fault tests (tests/faults/broken.py) one of the recipes."""
+    import recipes
+    from recipes.core import config
+
+    for name in ("conf.broken", "broken"):  # the keys first
+        path = ROOT / "tests" / "faults" / f"{name.replace('conf.broken', 'broken_conf')}.py"
+        spec = importlib.util.spec_from_file_location(f"recipes.{name}", path)
+        assert spec
+        assert spec.loader
+        module = sys.modules[f"recipes.{name}"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    recipes.broken = module  # type: ignore[attr-defined]
+    names = [*config.recipe_names(), "broken"]
+    config.recipe_names = lambda: names
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
     connection = socket.socket(fileno=int(sys.argv[1]))
+    import sklearn.datasets  # noqa: F401
     import torch
     import torch._dynamo  # the first optimizer would import it, in each fork
 
+    import launch  # noqa: F401
+    from recipes.core import bandwidth, images, lars, models, session, train  # noqa: F401
+
     torch.set_num_threads(1)  # or a fork would lack the threads that it believes to have
-    import recipes
-    from recipes.core import bandwidth, config, images, lars, models, session, train  # noqa: F401
-    from tests.faults import broken_conf
-
-    # The recipe of the fault tests, beside the real ones.
-    sys.modules["recipes.conf.broken"] = broken_conf
-    from tests.faults import broken
-
-    sys.modules["recipes.broken"] = recipes.broken = broken  # type: ignore[attr-defined]
-    names = [*config.recipe_names(), "broken"]
-    config.recipe_names = lambda: names
+    add_broken()
     gc.collect()
     gc.freeze()
     serve(connection)

@@ -118,23 +118,30 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
     return finish(start(argv, cwd=cwd, environ=environ))
 
 
-def start_ranks(
-    code: str, words: Sequence[str], ranks: int = 1, *, cwd: Path = ROOT, **added: str
-) -> list[forked.Process]:
-    """Python's ``-c code words`` on so many ranks, each a fork (tests/forked.py) with its place in its environment; `finish` waits."""
-    started, port = [], str(free_port()) if ranks > 1 else ""
+def fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> forked.Process:
+    """As `start`, for a command of Python that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
+    process = forked.start(argv, cwd=cwd, environ=environ or clean_environment())
+    STARTED.append(process)
+    return process
+
+
+def run_fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> Ended:
+    return finish(fork(argv, cwd=cwd, environ=environ))
+
+
+def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
+    """A command of Python on so many ranks, each a fork with its place in its environment; `finish` waits for one."""
+    started, port = [], str(free_port())
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ = clean_environment(**(place if ranks > 1 else {}), **added)
-        started.append(forked.start(code, words, environ=environ, cwd=cwd))
-    STARTED.extend(started)
+        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **added)
+        started.append(fork(argv, environ=environ))
     return started
 
 
-def run_ranks(code: str, words: Sequence[str], ranks: int = 1, **added: str) -> Ended:
-    """The same, waited for; the highest status, and all that the ranks said."""
-    ended = [finish(process) for process in start_ranks(code, words, ranks, **added)]
+def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:
+    """Python's ``-c code words`` on so many ranks; the highest status, and all that they said."""
+    ended = [finish(process) for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
 
 

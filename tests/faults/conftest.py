@@ -42,8 +42,8 @@ def copy_repo(folder: Path) -> Path:
 class Start(Protocol):
     """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end is killed.
 
-    ranks: under launch.py, so many; 0: one rank without a launcher, as a fork (tests/forked.py). before: a command that becomes
-    the process, such as prlimit's; a fork cannot have one. environ: variables, $FAULT among them.
+    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's;
+    without one the processes are forks (tests/forked.py). environ: variables, $FAULT among them.
     """
 
     def __call__(
@@ -56,15 +56,12 @@ def start(repo: Path) -> Iterator[Start]:
     started: list[Started] = []
 
     def start(run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str) -> Started:
-        words = ("device=cpu", f"run_dir={run_dir}", *words)
-        if not ranks and not before:
-            [rank] = helpers.start_ranks(forked.BROKEN, words, cwd=repo, **environ)
-            started.append(rank)
-            return rank
         launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
-        command = [sys.executable, *(launcher if ranks else ["-m", "recipes.broken"])]
-        variables = helpers.clean_environment(**environ)
-        process = helpers.start([*before, *command, *words], cwd=repo, environ=variables)
+        own = launcher if ranks else ["-m", "recipes.broken"]
+        command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", *words]
+        process = (helpers.start if before else helpers.fork)(
+            command, cwd=repo, environ=helpers.clean_environment(**environ)
+        )
         started.append(process)
         return process
 

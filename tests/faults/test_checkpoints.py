@@ -34,7 +34,7 @@ def made(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 4, 8 and 10."""
     run_dir = tmp_path_factory.mktemp("made") / "run"
     words = ("device=cpu", f"run_dir={run_dir}", "max_steps=10", "checkpoint_every_steps=4", "cpu_threads=1")
-    ended = helpers.run([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
     assert ended.status == 0, ended.out
     assert [path.name for path in checkpoint.candidates(run_dir / "checkpoints")] == [
         "step-00000010.pt", "step-00000008.pt", "step-00000004.pt",

@@ -446,7 +446,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) ->
     port = helpers.free_port()
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]
-    rank = helpers.start(argv, cwd=repo, environ=environ)
+    rank = helpers.fork(argv, cwd=repo, environ=environ)
     try:
 
         def listens() -> bool:
