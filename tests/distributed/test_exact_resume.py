@@ -56,6 +56,11 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     resumed = helpers.run_ranks(CODE, words, 2)
     assert resumed.status == 0, resumed.out
     assert f"resumed from {folder}/step-00000007.pt, step 7" in resumed.lines
+    status = helpers.read(tmp_path / "stopped", "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 1, 14, "")
+    summary = helpers.read(tmp_path / "stopped", "summary")
+    expected = {"world_size": 2, "steps": 14, "resumed_from_step": 7, "restarts": 1}
+    assert expected.items() <= summary.items()
     assert len(states(whole)) == 2
     assert states(resumed) == states(whole)
     digests = [

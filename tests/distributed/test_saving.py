@@ -220,7 +220,7 @@ def test_the_digest_is_of_the_training_state_alone() -> None:
     other = content(step=3, value=1.0)
     other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
     assert checkpoint.digest(one) != checkpoint.digest(other)
-    for part in ("optimizer", "scheduler", "sampler"):
+    for part in ("optimizer", "scheduler", "ema", "sampler", "rng"):
         assert checkpoint.digest(one) != checkpoint.digest({**one, part: {"a": 1}}), part
 
 
