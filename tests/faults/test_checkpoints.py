@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from recipes.core import checkpoint
 from recipes.core.rundir import InputError
 from tests import helpers
 from tests.faults import conftest
+from tests.faults import saves as saves_module
 from tests.faults.conftest import Recorded, Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
@@ -160,6 +162,59 @@ def told(line: str) -> dict[str, Any]:
     found = json.loads(line)
     assert isinstance(found, dict)
     return found
+
+
+@pytest.mark.fault(29)
+def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is copied at each call that changes it, each write among them: what a kill there would leave."""
+    for module, name in [
+        (builtins, "open"),
+        *((os, name) for name in ("fsync", "unlink", "replace", "rename", "link")),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    folder, points, copies = tmp_path / "checkpoints", [], tmp_path / "copies"
+    folder.mkdir()
+    copies.mkdir()
+    content = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": [], "model": {"w": torch.ones(9)}}
+    checkpoint.write(folder, {**content, "meta": {"step": 1, "config": {}}})
+
+    def call(what: str) -> None:
+        copy = copies / f"{len(points):04d}"
+        copy.mkdir()
+        for path in folder.iterdir():
+            with path.open("rb") as file:  # reading is not watched
+                (copy / path.name).write_bytes(file.read())
+        points.append(what)
+
+    saves_module.watched(call, every_write=1)
+    saver = checkpoint.Saver(folder, checkpoint.Keep(newest=1), lambda: None, lambda path, step: call("saved"))
+    saver.save({**content, "meta": {"step": 2, "config": {}}})
+    saver.wait()
+    monkeypatch.undo()
+
+    whole = [
+        "open",
+        "fsync",
+        "after fsync",
+        "rename",
+        "after rename",
+        "fsync",
+        "after fsync",
+    ]  # the file, then its name
+    assert [what for what in points if "writ" not in what] == [*whole, *whole, "unlink", "saved"]
+    newest = []
+    for number in range(len(points)):
+        copy = copies / f"{number:04d}"
+        steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
+        assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
+        newest.append(max(steps))
+    assert newest == sorted(newest)
+    renamed = points.index("after rename")
+    assert (newest[renamed - 1], newest[renamed]) == (1, 2)
+    assert points.count("write") == points.count("half written") > 10
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000002.pt"]
 
 
 @pytest.mark.fault(29)
