@@ -61,6 +61,9 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     summary = helpers.read(tmp_path / "stopped", "summary")
     expected = {"world_size": 2, "steps": 14, "resumed_from_step": 7, "restarts": 1}
     assert expected.items() <= summary.items()
+    for rank in (0, 1):  # one log for both attempts
+        log = (tmp_path / "stopped" / "logs" / f"rank{rank}.log").read_text()
+        assert log.count(f"state of rank {rank}: ") == 2
     assert len(states(whole)) == 2
     assert states(resumed) == states(whole)
     digests = [

@@ -112,6 +112,16 @@ def test_a_row_for_which_there_is_no_room_is_said_in_a_line(tmp_path: Path) -> N
     rows.close()
 
 
+def test_a_row_that_a_kill_has_cut_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    for step in (2, 3):  # two more attempts
+        rows = metrics.Rows(path)
+        rows.add({"step": step})
+        rows.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}', '{"step": 3}']
+
+
 def test_one_whose_run_directory_is_anothers_now_writes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise MachineError("a later attempt writes here")
