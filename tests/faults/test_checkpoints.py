@@ -210,6 +210,8 @@ def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
         steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
         assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
         newest.append(max(steps))
+        checkpoint.sweep(copy)  # as the next attempt does
+        assert not list(copy.glob(".*")), points[number]
     assert newest == sorted(newest)
     renamed = points.index("after rename")
     assert (newest[renamed - 1], newest[renamed]) == (1, 2)
@@ -406,7 +408,7 @@ def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
 @pytest.mark.fault(32)
 @pytest.mark.parametrize(
     ("rank", "hidden", "seconds", "step"),
-    [pytest.param(1, "step-*.pt", 3, 10, marks=pytest.mark.long), (0, "step-00000010.pt", 3600, 8)],
+    [(1, "step-*.pt", 3, 10), (0, "step-00000010.pt", 3600, 8)],
     ids=["rank 1 sees none yet", "rank 0 does not see the newest"],
 )
 def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
@@ -452,12 +454,7 @@ def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: S
     ("words", "environ", "shown"),
     [
         (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
-        pytest.param(
-            [],
-            {"FAULT": "another_model"},
-            ["is of another model", "size mismatch for 0.weight"],
-            marks=pytest.mark.long,
-        ),
+        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
     ],
     ids=["keys", "model"],
 )
@@ -477,7 +474,6 @@ def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
 
 
 @pytest.mark.fault(33)
-@pytest.mark.long
 def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
     there = made / "checkpoints" / "step-00000010.pt"
     words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")
