@@ -70,7 +70,7 @@ def test_an_attempt_whose_run_directory_is_taken_over_ends_while_it_waits(
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
     rundir.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
-    ended = helpers.finish(held[0])
+    ended = helpers.finish(held[0], timeout_s=30)
     assert ended.status == 3, ended.out
     assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
     assert (run_dir / "status.json").read_bytes() == before
