@@ -454,6 +454,7 @@ def test_rank_0_looks_to_the_end_of_its_job(
 
 def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
+    names: list[str] = []
 
     class Store:
         def __init__(self, *where: Any, timeout: timedelta, **of: Any) -> None:
@@ -463,11 +464,13 @@ def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.
             given.append(timeout.total_seconds())
 
     monkeypatch.setattr(torch.distributed, "TCPStore", Store)
-    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
-        info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), False, None, 0)
+        info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
         dist._meet(info, timedelta(seconds=40))
     assert given == [40, 40, 30, 40]  # rank 1 gives up first, and says why
+
+    assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
 
     made, real = [], torch.distributed.init_process_group
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))

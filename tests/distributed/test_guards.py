@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,11 +87,29 @@ if os.environ["RANK"] == "1":
 
 
 def test_ranks_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
-    ended = helpers.run_ranks(OTHER_KEYS + HELD, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}/run"], 2)
+    ended = helpers.run_ranks(
+        OTHER_KEYS + HELD, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2
+    )
     assert ended.status == 2, ended.out
     host = socket.gethostname()
     words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there): give the same on each"
     assert f"broken: {words}" in ended.lines
+
+
+def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog is suspended with it. What it did not see does not count, the time after that does."""
+    now, polls, ends = 0.0, 0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, polls
+        now, polls = now + (1000.0 if polls == 3 else seconds), polls + 1
+
+    memory = mmap.mmap(-1, watchdog.BYTES)
+    watchdog.PULSE.pack_into(memory, 0, 1, 5, watchdog.FORWARD)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
+    watchdog.watch(os.getppid(), memory, 10.0)
+    assert ends == [20]  # 19 polls of 0.5 s, and one that counts as 1 s
 
 
 def test_the_fence_is_looked_at_every_few_seconds() -> None:

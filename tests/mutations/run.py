@@ -464,4 +464,18 @@ MUTATIONS = [
         "the averaged weights of a checkpoint are the plain ones",
         RESUME,
     ),
+    Mutation(
+        "recipes/core/watchdog.py",
+        "quiet_s + min(time.monotonic() - looked, 2 * POLL_S)",
+        "quiet_s + (time.monotonic() - looked)",
+        "a job that was suspended longer than timeout_s is killed when it goes on",
+        GUARDS,
+    ),
+    Mutation(
+        DIST,
+        'f"{job}-attempt-{info.restart_count}"',
+        'f"{job}-attempt"',
+        "a rank of an attempt that was thought dead joins the ranks of the next one",
+        FIT,
+    ),
 ]
