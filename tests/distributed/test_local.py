@@ -35,7 +35,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(elsewhere: Path) -> Ended:
-    ended = helpers.run([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere)
+    ended = helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere)
     assert ended.status == 0, ended.out
     return ended
 
@@ -156,7 +156,7 @@ def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[
                 damage(copy / "checkpoints" / name)
             words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
         before = snapshot(copy) if copy.exists() else {}
-        started[case] = helpers.start([*LOCAL, *words], cwd=elsewhere), copy, before
+        started[case] = helpers.fork([*LOCAL, *words], cwd=elsewhere), copy, before
     return {case: (helpers.finish(process), copy, before) for case, (process, copy, before) in started.items()}
 
 
