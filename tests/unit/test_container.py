@@ -78,6 +78,24 @@ def test_gpus_are_shown_where_there_are_any() -> None:
     assert "--nv" not in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=False)[1]
 
 
+def test_what_a_rank_is_started_with_inside() -> None:
+    """The folders of the run and those asked for, in the code's folder, with the variables that say how a network is used."""
+    environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
+        "PATH": "/bin"
+    }
+    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ, False)
+    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
+    assert options == []
+    binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
+    assert inside == [*container.WITHOUT_MODULES, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
+    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
+    names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
+    assert options == [
+        "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
+    ]  # fmt: skip
+    assert inside == [*container.WITHOUT_MODULES, "python3"]
+
+
 def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
