@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,30 @@ def test_folders_that_are_there_and_each_once(tmp_path: Path) -> None:
     keys = ("data_dir", "run_dir", "network", "stage_dir", "config")
     found = container.folders(words, keys, [tmp_path / "repository"])
     assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+
+
+def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path) -> None:
+    (tmp_path / "x.sqsh").touch()
+    for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
+        words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]
+        job = slurm.describe(config.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
+        found: dict[str, Any] = slurm.submitit_parameters(job, "python")
+        assert "export NCCL_IB_DISABLE=1" in "\n".join(found["setup"])
+        assert (option in found["srun_args"]) is bool(option)
+        inside = slurm.enter(job, "python")[1]
+        assert inside[-1] == "python3"
+        assert bool(option) or {"docker://x", "/m", "exec"} <= set(inside)
+        with open(tmp_path / "lines", "w") as lines:
+            environ = {
+                "RECIPES_LINES": str(lines.fileno()),
+                "RECIPES_CONTAINER": image,
+                "RECIPES_CONTAINER_MOUNTS": "/m",
+            }
+            assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
+        said = (tmp_path / "lines").read_text()
+        assert "export NCCL_IB_DISABLE=1" in said
+        assert f"inside=({shlex.join(inside)})" in said
+        assert (f"step=({option} " if option else "step=()") in said
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])

@@ -219,6 +219,12 @@ def test_a_sweeps_runs_have_folders_of_their_own() -> None:
     assert (one.elements, one.arguments) == ((), ("lr=0.1",))
 
 
+def test_the_profiles_environment_and_modules_are_in_launchs_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
+    lines = slurm.script(describe("cluster=here")).splitlines()
+    assert {"environment=/e", "load gcc/12"} <= set(lines)
+
+
 def test_paths_are_made_absolute_against_the_folder_that_one_submits_from() -> None:
     job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub"))
     assert job.arguments == ("data_dir=/base/sub/d", "run_dir=/base/r", "network=infiniband", "resume=/base/sub/c.pt")
@@ -237,13 +243,10 @@ def test_a_folder_whose_name_would_end_a_directive_is_refused(bad: str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Scripts of all jobs, in a plain and in a hostile repository, as files."""
-    folder = tmp_path_factory.mktemp("scripts")
-    paths = []
-    for i, words in enumerate(JOBS):
-        for kind, root in (("plain", ROOT), ("hostile", HOSTILE_ROOT)):
-            paths.append(folder / f"{i}-{kind}.sh")
-            paths[-1].write_text(slurm.script(describe(*words, root=root), header=["a comment"]))
+    """Scripts of all jobs, in a hostile repository, as files."""
+    paths = [tmp_path_factory.mktemp("scripts") / f"{i}.sh" for i in range(len(JOBS))]
+    for path, words in zip(paths, JOBS, strict=True):
+        path.write_text(slurm.script(describe(*words, root=HOSTILE_ROOT), header=["a comment"]))
     return paths
 
 
@@ -325,15 +328,14 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, tmp_path / "repository")
 
 
-@pytest.mark.parametrize("script", [path.name for path in READY])
-def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench, script: str) -> None:
+def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
+    """One of them: all are what recipes.core.ready makes."""
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
-    status, stderr = bench.run(f"sbatch/{script}", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5", SRUN_DEBUG="3")
+    status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == rundir.EXIT_CRASH
-    recipe = script.split("_")[0]
     assert bench.srun == [
-        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", f"recipes.{recipe}", word, "run_dir=/nosuch",
+        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
     ]  # fmt: skip
     assert not {"canary", "d", "x"} & bench.files
 
@@ -455,14 +457,10 @@ def test_a_job_of_another_cluster_is_asked_after_there(tmp_path: Path, monkeypat
     assert (tmp_path / "asked").read_text().split()[-1] == "far"
 
 
+# Whatever else a profile may be like is in tests/faults/test_fuzz.py.
 PROFILES = (
-    "modules:\n  - gcc/12\n  - cuda/12.4\n",
-    "modules:\n  - gcc/12\n  - cuda/12.4",
-    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4  \nenv_files:\n  - clusters/here.env\n",
-    "modules:\n- gcc/12\n- cuda/12.4\ntime: 1:00:00\n",
-    "env_files:\n  - clusters/here.env\nmodules:\n    -   gcc/12\n    - cuda/12.4\npartition: gpu\n",
+    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4",
     "modules:\n#  - gcc/12\npartition: gpu\n",
-    "partition: gpu\n",
 )
 
 
@@ -485,14 +483,13 @@ def test_a_ready_script_loads_the_modules_that_the_profile_names(
     assert (bench.folder / "cluster").read_text() == "here\n"
 
 
-@pytest.mark.parametrize("line", ["environment: ENV", "environment:   ENV   # ours"])
-def test_the_profiles_environment_is_taken_where_none_is_active(bench: Bench, line: str) -> None:
+def test_the_profiles_environment_is_taken_where_none_is_active(bench: Bench) -> None:
     environment = bench.folder / "envs" / "torch"
     (environment / "bin").mkdir(parents=True)
     shutil.copy(bench.folder / "bin" / "python", environment / "bin" / "python")
     (bench.root / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(bench.folder / "bin" / "python", bench.root / ".venv" / "bin" / "python")
-    (bench.root / "env/clusters/here.yaml").write_text(line.replace("ENV", str(environment)) + "\n")
+    (bench.root / "env/clusters/here.yaml").write_text(f"environment:   {environment}   # ours\n")
     for script, active, expected in (
         ("sbatch/mnist_1x1.sh", "", f"{environment}/bin/python"),
         ("sbatch/mnist_1x1.sh", str(bench.folder), f"{bench.folder}/bin/python"),
@@ -591,16 +588,20 @@ def test_what_a_site_has_python_print_is_not_run(bench: Bench) -> None:
 def test_queued_again_words_are_relative_to_the_repository_still(bench: Bench) -> None:
     (bench.root / "mine.yaml").write_text("epochs: 7\n")
     (bench.root / "mine.env").write_text("NCCL_DEBUG=INFO\n")
-    words = ("config=mine.yaml", "network=mine.env", "run_dir=here")
+    words = ("config=mine.yaml", "network=mine.env", "run_dir=here", "umask=027")
     ran_in = set()
     for restarts in ("0", "1"):
         bench.run("sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder))
         ran_in.add((bench.folder / "pwd").read_text())
         (bench.root / "recipes/toy.py").write_text("edited")
         assert bench.srun
-        assert set(bench.srun[-3:]) == {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here"}
+        whole = {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here", "umask=027"}
+        assert set(bench.srun[-4:]) == whole
         (bench.folder / "srun").unlink()
-    assert (bench.root / "here/job.yaml").exists()
+    # From these a job on a bad node is submitted again.
+    assert (bench.root / "here/job.sh").read_text() == (bench.root / "sbatch/mnist_1x1.sh").read_text()
+    assert json.loads((bench.root / "here/job.yaml").read_text())["arguments"] == list(words)
+    assert (bench.root / "here/job.yaml").stat().st_mode & 0o777 == 0o640
     [copy] = ran_in  # queued again it runs the code that it began with
     assert "edited" not in Path(copy.strip(), "recipes/toy.py").read_text()
 
@@ -630,20 +631,8 @@ def test_a_ready_script_takes_the_active_conda_environment(bench: Bench) -> None
     assert f"{bench.folder}/bin/python" in bench.srun
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("epoch=2",), ("epoch=2", "'epochs'")),
-        (("nodes=4",), ("nodes=4", "--nodes=4")),
-        (("epochs=2", "lr=fast"), ("lr=fast",)),
-        (("$(touch canary)",), ("key=value",)),
-        (("network=nosuch",), ("network=nosuch",)),
-    ],
-)
-def test_a_ready_script_with_a_wrong_word_never_calls_srun(
-    bench: Bench, words: Sequence[str], said: Sequence[str]
-) -> None:
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", *words), *said)
+def test_a_ready_script_with_a_wrong_word_never_calls_srun(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "epoch=$(touch canary)"), "'epochs'")
     assert "canary" not in bench.files
 
 
@@ -949,11 +938,14 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
     monkeypatch.setattr(launch, "ROOT", tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
+    asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
     stub(tmp_path, monkeypatch, "sbatch", f"{asked}\ncp $1 $NOTES/job.sh; echo Submitted batch job 7")
     stub(tmp_path, monkeypatch, "scontrol", "echo JobState=FAILED ExitCode=3:0")
-    words = ["recipe=mnist", "data_dir=d", "epochs=1"]
+    monkeypatch.setenv("SLURM_NTASKS", "9")  # typed in another allocation
+    words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
     assert launch.main(words) == 0
+    assert "SLURM_NTASKS" not in (tmp_path / "env").read_text()
+    assert (tmp_path / "runs/mnist/7/job.yaml").stat().st_mode & 0o777 == 0o640
     said = capsys.readouterr().out.splitlines()
     log = f"{tmp_path}/runs/submitit/7_0_log.out"
     assert said == ["job 7: to start soon", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
@@ -964,7 +956,15 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
     wanted, found = directives((tmp_path / "asked").read_text()), directives(submitted)
     assert {**wanted, "--output": ""} == {**found, "--output": ""}
     command = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["command"]
-    assert command == [sys.executable, "-u", "-m", "recipes.mnist", f"data_dir={tmp_path}/here/d", "epochs=1"]
+    assert command == [
+        sys.executable,
+        "-u",
+        "-m",
+        "recipes.mnist",
+        f"data_dir={tmp_path}/here/d",
+        "epochs=1",
+        "umask=027",
+    ]
     assert launch.main([*words, "wait=true", "snapshot=false"]) == 3
     assert str(copy) not in (tmp_path / "job.sh").read_text()
     assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
@@ -990,10 +990,43 @@ def test_check_fails_of_whatever_part_is_wrong(
             return "fine"
 
         monkeypatch.setattr(owner, name, answer)
-    assert launch.main(["check", "recipe=mnist"]) == status
+    assert launch.main(["check", "recipe=mnist", "nodes=2", "gpus_per_node=8"]) == status
     said = capsys.readouterr()
+    assert said.out.startswith("keys:   right: mnist, 16 ranks\n")
     assert said.out.endswith("nothing was submitted\n")
     assert said.err.count("wrong: x") == bool(wrong)
+
+
+def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"):
+        monkeypatch.setenv(name, "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("RECIPES_DATA", "/d")
+    words = [
+        "recipe=imagenet",
+        "cluster=example",
+        "stage_dir=$TMPDIR/x",
+        "backend=nccl",
+        "resume=c.pt",
+        "sweep.lr=0.5,0.1",
+    ]
+    settings = config.parse(words, environ={})
+    environ = rehearsal._environment(settings, rehearsal.Asked("/f", 16, True))
+    assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
+    asked = rehearsal.asked(environ)
+    assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
+        "/d",
+        "example",
+        rehearsal.Asked("/f", 16, True),
+    )
+    assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
+        "",
+        "lo",
+        "lo",
+    )
+    assert rehearsal._words(settings, Path("/t/run"), Path("/base")) == {
+        "lr": "0.5", "stage_dir": "", "backend": "auto", "resume": "/base/c.pt", "device": "cpu", "run_dir": "/t/run",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
