@@ -219,7 +219,7 @@ MUTATIONS = [
         """f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join""",
         """f'srun {" ".join""",
         "each rank of a script has one core on Slurm 22.05 and later",
-        f"{JOB}::test_a_ready_script_hands_its_words_on_as_they_are",
+        f"{JOB}::test_submitits_job_starts_and_ends_as_the_script_does",
     ),
     Mutation(
         "recipes/core/slurm.py",

@@ -103,7 +103,7 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
     srun = next(line for line in theirs.splitlines() if line.startswith("srun "))
     options = {"--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"}
     assert {*options, "--cpus-per-task=8"} <= set(shlex.split(srun))
-    assert options <= set(ours[ours.index("\nsrun ") :].split())
+    assert {*options, '--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"'} <= set(ours[ours.index("\nsrun ") :].split())
     for words in (
         ("gpus=10",),
         ("gpus=10", "device=cpu"),
@@ -288,7 +288,9 @@ class Bench:
         self.folder, self.root = folder, root
         shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "env", root / "env")
-        shutil.copytree(ROOT / "sbatch", root / "sbatch")
+        (root / "sbatch").mkdir()
+        for path, text in ready.scripts().items():
+            (root / path).write_text(text)
         self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; for s in ${SIGNALS:-}; do kill -$s $PPID; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
 
