@@ -436,7 +436,7 @@ MUTATIONS = [
     Mutation(
         "recipes/core/batch.py",
         'options.pop("dependency", None)  # it was met, or this would not run\n',
-        "",
+        "pass\n",
         "a job that is submitted again waits for ever for a job that Slurm has forgotten",
         f"{JOB}::test_a_job_of_launchs_is_submitted_again_with_all_that_it_was",
     ),
@@ -530,6 +530,20 @@ MUTATIONS = [
         "    os.umask(0o077)\n    job, script =",
         "umask=027 has no effect in a batch script: the group cannot read the run",
         f"{JOB}::test_queued_again_words_are_relative_to_the_repository_still",
+    ),
+    Mutation(
+        "recipes/core/batch.py",
+        '    "SLURM_JOB_ACCOUNT": "account",\n',
+        "",
+        "a script that is submitted again is billed to the default account, or refused",
+        f"{JOB}::test_a_job_that_is_submitted_again_has_its_options_and_logs",
+    ),
+    Mutation(
+        "recipes/core/submit.py",
+        "LISTEN_FD|RESUBMITS|SCRIPT)",
+        "LISTEN_FD|SCRIPT)",
+        "a job that is submitted from within another one is never submitted again",
+        f"{JOB}::test_clean_environment_keeps_what_sites_prescribe",
     ),
     # launch.py
     Mutation(
@@ -815,5 +829,27 @@ MUTATIONS = [
         "len(list(nodes))",
         "on an AMD machine the CPUs count as GPUs",
         "tests/distributed/test_device.py::test_gpus_are_found_by_their_drivers",
+    ),
+    # plain python's ranks
+    Mutation(
+        "recipes/core/spawn.py",
+        "    entry.remove_own_folder(start)\n",
+        "",
+        "each spawned run leaves a folder on its node's disk",
+        "tests/distributed/test_toy.py::test_spawned_in_a_job_it_learns_the_same_and_leaves_nothing_on_the_node",
+    ),
+    Mutation(
+        "recipes/toy.py",
+        "(loss * world.size / shard.global_size).backward()",
+        "(loss / shard.global_size).backward()",
+        "on several ranks toy takes steps that are too small by their number",
+        "tests/distributed/test_toy.py::test_spawned_in_a_job_it_learns_the_same_and_leaves_nothing_on_the_node",
+    ),
+    Mutation(
+        "recipes/core/slurm.py",
+        "import shlex\n",
+        "import shlex\n\nimport torch  # noqa: F401\n",
+        "launch.py loads torch on the login node: seconds for each command",
+        "tests/unit/test_layers.py::test_the_login_nodes_layer_takes_neither_torch_nor_what_imports_it",
     ),
 ]

@@ -429,6 +429,18 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         "array": "3", "gpus": "4", "gpus-per-node": "2", "gres": "nvme:1", "mem-per-gpu": "100M", "exclusive": "user", "output": "/x/%A_%a.out", "error": "/x/err",
         "open-mode": "append",
     }  # fmt: skip
+    stub(
+        tmp_path,
+        monkeypatch,
+        "scontrol",
+        "echo Features=a100 MinMemoryNode=1G MinMemoryCPU=2G ExcNodeList=n1 Nice=7 OverSubscribe=NO",
+    )
+    size = {"NUM_NODES": "2", "PARTITION": "gpu", "ACCOUNT": "a", "QOS": "q", "RESERVATION": "r", "NAME": "x"}
+    environ = {f"SLURM_JOB_{name}": value for name, value in {**size, "ID": "9"}.items()}
+    assert batch._as_submitted({**environ, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "5"}) == {
+        "nodes": "2", "partition": "gpu", "account": "a", "qos": "q", "reservation": "r", "job-name": "x", "ntasks-per-node": "4",
+        "cpus-per-task": "5", "constraint": "a100", "mem": "1G", "mem-per-cpu": "2G", "exclude": "n1", "nice": "7", "exclusive": "exclusive",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
@@ -729,12 +741,15 @@ def test_a_ready_script_that_drifted_is_named_and_made_anew(tmp_path: Path, caps
 def test_clean_environment_keeps_what_sites_prescribe() -> None:
     kept = {
         "SLURM_CONF": "/etc/x", "SBATCH_CONSTRAINT": "a100", "SBATCH_MEM_PER_NODE": "0", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r",
+        "SLURM_CLUSTERS": "x", "SBATCH_CLUSTERS": "x", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1", "PMIX_MCA_gds": "hash",
         "PATH": "/bin", "MY_SLURM_X": "1", "MASTER_PORT": "29400", "RECIPES_DATA": "/d", "RECIPES_CLUSTER": "c", "MY_RANK": "1", "NCCL_DEBUG": "INFO",
     }  # fmt: skip
     scrubbed = {
         "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
         "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
-        "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "RECIPES_CODE": "/old", "RECIPES_BATCH": "1",
+        "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "PMI_RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_RANK": "0",
+        "NODE_RANK": "1",
+        **{f"RECIPES_{name}": "1" for name in ("BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LEFT_OUT", "LISTEN_FD", "RESUBMITS", "SCRIPT")},
     }  # fmt: skip
     assert submit.clean_environment({**kept, **scrubbed}) == kept
 
