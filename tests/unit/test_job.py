@@ -1057,8 +1057,14 @@ def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.Monke
 def test_waiting_ends_with_the_jobs_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int, left: str, expected: int
 ) -> None:  # fmt: skip
-    states = iter([("PENDING", 0), ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
-    monkeypatch.setattr(submit, "job_state", lambda job: next(states))
+    states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
+
+    def ask(job: str) -> tuple[str, int]:
+        if (answer := next(states)) is None:
+            raise MachineError("a controller that is started again does not answer")
+        return answer
+
+    monkeypatch.setattr(submit, "job_state", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     job = "7" if left else "6"  # its run directory may hold an older run's end
     rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
@@ -1288,7 +1294,7 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
         "SLURM_GPUS_PER_TASK": "1",
         "SLURM_NTASKS": "4",
     }
-    words = ["epochs=3", f"run_dir={run_dir}"]
+    words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
     for told, left in (("", "1"), ("1", "0")):
         assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": told}) == rundir.EXIT_MACHINE
         assert (
@@ -1302,6 +1308,7 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
         f"{run_dir}/job.sh", *words,
     ]  # fmt: skip
     asked = calls(tmp_path, "srun")[0]
+    assert asked[-4:] == [f"run_dir={run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "recipes.doctor"} <= set(asked)
     assert "SLURM_GPUS_PER_TASK" not in (tmp_path / "srun.env").read_text()  # the doctor sees all GPUs of a node
     # Refused for good: the job's status says so.
