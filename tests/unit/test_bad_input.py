@@ -58,7 +58,7 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("epochs=[3]",), ("epochs=⅓",), ("epochs=³",), ("epochs=${oc.env:NO_SUCH_VARIABLE}",), ("epochs=${epochs}",), ("epochs=${",),
     ("lr=fast",), ("lr=nan",), ("lr=-inf",), ("lr=1e999",), ("lr=-0.1",), ("lr=0,1",), ("lr=",),
     ("warmup=2",), ("seed=-1",), ("global_batch_size=0",), ("num_workers=1000000",), ("log_every_steps=0",),
-    ("compile=maybe",), ("compile=2",), ("dtype=float64",), ("dtype=fp16",), ("optimizer=adam",), ("device=tpu",), ("device=CPU",),
+    ("compile=maybe",), ("compile=2",), ("dtype=float64",), ("dtype=fp16",), ("optimizer=adam",), ("device=tpu",), ("device=CPU",), ("device=cpu", "backend=nccl"),
     ("dataset=minst",), ("dataset=../x",), ("dataset=a\nb",), ("dataset=",), ("variant=nosuch",), ("variant=$(touch canary)",),
     ("data_dir=a\nb",), ("data_dir=a\x00b",), ("data_dir=\udcff",), ("data_dir=a\x7fb",), ("data_dir=~nosuchuser/x",),
     ("data_dir=" + "x" * 5000,), ("run_dir=a\rb",), ("run_dir=???",), ("resume=",), ("timeout_s=0",), ("timeout_s=nan",),

@@ -28,6 +28,12 @@ def test_the_runtime_is_told_by_the_image(image: str, runtime: str, expected: st
     assert (found.runtime, found.mounts) == (expected, ("/a", "/b:/c"))
 
 
+def test_an_image_that_is_a_file_is_found_wherever_the_job_starts(tmp_path: Path) -> None:
+    (tmp_path / "x.sif").touch()
+    assert container.whole("x.sif", tmp_path) == f"{tmp_path}/x.sif"
+    assert container.whole("docker://x", tmp_path) == "docker://x"
+
+
 def test_no_image_is_no_container() -> None:
     assert container.chosen("", "pyxis", "/a") is None
 
@@ -113,13 +119,14 @@ def test_what_a_rank_is_started_with_inside() -> None:
     options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
-    assert inside == [*container.WITHOUT_MODULES, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
+    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME"]  # which modules set for another Python
+    assert inside == [*clean, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
     options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
     ]  # fmt: skip
-    assert inside == [*container.WITHOUT_MODULES, "python3"]
+    assert inside == [*clean, "python3"]
 
 
 def test_typed_wins_over_the_surroundings_and_those_over_the_profile(

@@ -203,6 +203,7 @@ def test_each_run_of_a_sweep_has_its_own_values_whatever_is_in_them(make: Any, t
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
+    assert text.splitlines()[-1].endswith('-m recipes.core.batch finish mnist $? "$@"')
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )
@@ -898,7 +899,8 @@ def test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives(
     submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
     found = [one.run_dir for one in submitted.elements or (submitted,)]
     assert found == ([tmp_path / "s/r/0", tmp_path / "s/r/1"] if swept else [tmp_path / "s/r"])
-    assert all((folder / "job.yaml").exists() for folder in found)
+    noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
+    assert ["lr=0.2" in words for words in noted] == ([False, True] if swept else [False])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]
 
 
@@ -935,6 +937,14 @@ def test_local_tells_which_keys_have_no_effect(
     assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
     told = "launch.py: launcher=local asks Slurm for nothing: partition=, doctor= without effect\n"
     assert capsys.readouterr().err == told
+
+
+def test_the_second_machine_by_hand_makes_no_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        local, "run", lambda command, layout, run_dir, *_: run_dir is None and "run_dir=" not in " ".join(command)
+    )
+    words = ("launcher=local", "gpus=2,1", "master=h:29400", "node_rank=1", "device=cpu")
+    assert launch.main(["recipe=mnist", *words]) is True
 
 
 def test_a_machine_by_hand_has_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1012,6 +1022,21 @@ def test_check_fails_of_whatever_part_is_wrong(
     assert said.out.startswith("keys:   right: mnist, 16 ranks\n")
     assert said.out.endswith("nothing was submitted\n")
     assert said.err.count("wrong: x") == bool(wrong)
+
+
+def test_check_of_a_sweep_looks_at_its_first_run_and_print_needs_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[Path] = []
+    monkeypatch.setattr(rehearsal, "start", lambda settings, run_dir, *_: looked.append(run_dir))
+    monkeypatch.setattr(rehearsal, "room", lambda run_dir, *_: looked.append(run_dir))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["recipe=mnist", "sweep.lr=0.5,0.1", f"run_dir={tmp_path}/s"]
+    assert launch.main(["check", "launcher=print", *words]) == 0
+    assert looked == [tmp_path / "s/0"] * 2
+    assert "the first of 2 runs is checked: lr=0.5" in capsys.readouterr().out
+    assert launch.main(["check", *words]) == 3
+    assert "there is no Slurm on this machine" in capsys.readouterr().err
 
 
 def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
     clean = snapshot.take(root)
     assert (snapshot.git_commit(clean), snapshot.difference(clean)) == (head, b"")
     (root / "recipes/toy.py").write_text("mine\n")
+    git(root, "add", ".")
     copy = snapshot.take(root)
     (root / "recipes/toy.py").write_text("later\n")
     assert snapshot.git_commit(copy) == f"{head}-dirty"
