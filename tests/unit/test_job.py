@@ -266,19 +266,6 @@ def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-@pytest.mark.parametrize("word", HOSTILE)
-def test_a_hostile_argument_comes_back_as_it_was_and_nothing_is_run(tmp_path: Path, word: str) -> None:
-    job = describe(word, "epochs=1", base=tmp_path)
-    (line,) = (line for line in slurm.script(job).splitlines() if line.startswith("set -- "))
-    ran = subprocess.run(
-        ["bash", "-c", f"{line}\nprintf '%s\\0' \"$@\"", "bash", "typed=later"], cwd=tmp_path, capture_output=True, check=True
-    )  # fmt: skip
-    assert ran.stdout.decode().split("\0")[:-1] == [*job.arguments, "typed=later"]
-    assert job.arguments == (word, "epochs=1")
-    assert ran.stderr == b""
-    assert os.listdir(tmp_path) == []
-
-
 # --- scripts as they run: srun and module are stubs, python is this one
 
 
@@ -779,24 +766,6 @@ def test_a_private_folder_is_private(tmp_path: Path) -> None:
     assert rundir.private_folder(tmp_path, "submitit") == folder
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702, 0o1777])
-def test_a_private_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
-    folder = tmp_path / "runs" / "submitit"
-    folder.mkdir(parents=True)
-    folder.chmod(mode)
-    with pytest.raises(MachineError, match="chmod 700"):
-        rundir.private_folder(tmp_path, "submitit")
-
-
-def test_a_private_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "runs" / "submitit"
-    folder.mkdir(parents=True, mode=0o700)
-    me = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    with pytest.raises(MachineError, match=r"belongs to .*, and must be yours, .*: use a clone of your own"):
-        rundir.private_folder(tmp_path, "submitit")
-
-
 def test_a_private_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(MachineError, match="runs/submitit: cannot be made"):
@@ -860,14 +829,6 @@ def test_no_scontrol_is_a_controller_that_does_not_answer(monkeypatch: pytest.Mo
         submit.job_state("7")
 
 
-def test_slurms_refusal_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2\necho 'sbatch: error: Batch job submission failed' >&2\nexit 1")  # fmt: skip
-    with pytest.raises(MachineError) as caught:
-        submit.ask_controller(describe(root=tmp_path))
-    assert str(caught.value) == "Slurm refuses this job: invalid partition specified: x Batch job submission failed"
-    assert calls(tmp_path, "sbatch") == [["--test-only"]]
-
-
 def test_a_refusal_that_comes_at_submission_alone_is_one_line_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -880,12 +841,6 @@ def test_a_refusal_that_comes_at_submission_alone_is_one_line_too(
             submit.submit(job, sys.executable, "")
         assert str(caught.value) == "Slurm refuses this job: Batch job submission failed: too many jobs"
     assert capsys.readouterr().err == ""
-
-
-def test_no_slurm_names_launcher_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="launcher=local"):
-        submit.ask_controller(describe())
 
 
 @pytest.mark.parametrize("swept", [False, True])
