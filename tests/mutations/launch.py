@@ -630,6 +630,13 @@ MUTATIONS = [
         "paths that are typed in another folder are taken from the repository",
         f"{JOB}::test_launch_submits_a_copy_of_the_code_and_says_where_to_look",
     ),
+    Mutation(
+        "launch.py",
+        "        if home != ROOT:\n",
+        "        if False:\n",
+        "launch.py in a job's copy of the code submits that old copy, and runs lie inside it",
+        "tests/unit/test_bad_input.py::test_launch_in_a_jobs_copy_of_the_code_names_the_repository",
+    ),
     # the copy of the code
     Mutation(
         "recipes/core/snapshot.py",

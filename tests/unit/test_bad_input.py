@@ -348,6 +348,13 @@ def test_a_machine_with_too_few_gpus(
     assert socket.gethostname() in line
 
 
+def test_launch_in_a_jobs_copy_of_the_code_names_the_repository(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "home", lambda root: Path("/the/repository"))
+    assert "type it in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capsys)
+
+
 def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main([]) == rundir.EXIT_CONFIG
     without = capsys.readouterr().out
