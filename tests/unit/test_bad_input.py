@@ -1,4 +1,7 @@
-"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened."""
+"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened.
+
+Values that a shell would run are in tests/faults/test_canaries.py.
+"""
 
 import os
 import socket
@@ -55,7 +58,7 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("epochs=[3]",), ("epochs=⅓",), ("epochs=³",), ("epochs=${oc.env:NO_SUCH_VARIABLE}",), ("epochs=${epochs}",), ("epochs=${",),
     ("lr=fast",), ("lr=nan",), ("lr=-inf",), ("lr=1e999",), ("lr=-0.1",), ("lr=0,1",), ("lr=",),
     ("warmup=2",), ("seed=-1",), ("global_batch_size=0",), ("num_workers=1000000",), ("log_every_steps=0",),
-    ("compile=maybe",), ("compile=2",), ("dtype=float64",), ("dtype=fp16",), ("optimizer=adam",), ("device=tpu",), ("device=CPU",),
+    ("compile=maybe",), ("compile=2",), ("dtype=float64",), ("dtype=fp16",), ("optimizer=adam",), ("device=tpu",), ("device=CPU",), ("device=cpu", "backend=nccl"),
     ("dataset=minst",), ("dataset=../x",), ("dataset=a\nb",), ("dataset=",), ("variant=nosuch",), ("variant=$(touch canary)",),
     ("data_dir=a\nb",), ("data_dir=a\x00b",), ("data_dir=\udcff",), ("data_dir=a\x7fb",), ("data_dir=~nosuchuser/x",),
     ("data_dir=" + "x" * 5000,), ("run_dir=a\rb",), ("run_dir=???",), ("resume=",), ("timeout_s=0",), ("timeout_s=nan",),
@@ -79,16 +82,13 @@ JOB: tuple[tuple[str, ...], ...] = (
     ("launcher=slrm",), ("launcher=",), ("launcher=print;",),
     ("nodes=0",), ("nodes=-1",), ("nodes=many",), ("nodes=1-4",), ("nodes=1.0",), ("nodes=99999999",), ("nodes=true",),
     ("gpus_per_node=-1",), ("gpus_per_node=all",), ("gpus_per_node=2000",), ("ranks_per_node=0",), ("cpus_per_rank=0",),
-    ("time=0",), ("time=1h",), ("time=1:2:3:4",), ("time=-5",), ("time=1:0",), ("time=UNLIMITED",), ("time=٣",), ("time=1\n2",),
-    ("partition=a;b",), ("partition=$(touch canary)",), ("partition=a b",), ("partition=`touch canary`",),
-    ("partition=a\n#SBATCH --exclusive",), ("partition=" + "a" * 300,), ("account=a'b",), ('qos=a"b',), ("reservation=a\\b",),
-    ("constraint=a;b",), ("constraint=$x",), ("name=a/b",), ("name=a%b",), ("name=" + "n" * 65,), ("name=\u00e9",),
-    ("name=x\ntouch canary",),
-    ("exclude=node[1-",), ("exclude=node[2-1]",), ("exclude=a,,b",), ("exclude=$(touch canary)",), ("exclude=n[1-99999999]",),
+    ("time=0",), ("time=1h",), ("time=1:2:3:4",), ("time=-5",), ("time=1:0",), ("time=UNLIMITED",), ("time=٣",),
+    ("partition=" + "a" * 300,), ("name=a/b",), ("name=a%b",), ("name=" + "n" * 65,), ("name=\u00e9",),
+    ("exclude=node[1-",), ("exclude=node[2-1]",), ("exclude=a,,b",), ("exclude=n[1-99999999]",),
     ("exclude=a b",), ("exclude=]",),
     ("dependency=12",), ("dependency=afterok:",), ("dependency=afterok:a",), ("dependency=after:1;2",), ("mail=a b",), ("mail=@x",),
     ("extra=-p gpu",), ("extra=--mem=1 2",), ("extra=--nodes=2",), ("extra=--outp=x",), ("extra=--part=x",), ("extra=--mem=1 --mem=2",),
-    ("extra=--wrap=x",), ("extra=--comment=a'b",), ("extra=--comment=a\nb",),
+    ("extra=--wrap=x",),
     ("cluster=nosuch",), ("cluster=../x",), ("cluster=/etc/passwd",), ("cluster=a\nb",), ("cluster=exampel",),
     ("wait=perhaps",), ("gpus=8;2",), ("gpus=8,",), ("gpus=a",), ("node_rank=-1",), ("master=hostA",), ("master=a b:1",),
     ("master=$(touch canary):1",), ("master=h:1:2",), ("config=newline.yaml",),
@@ -176,11 +176,9 @@ def names_its_key(line: str, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", KEYS, ids=shown)
 def test_a_recipes_keys_behind_launch(words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for launcher in ("print", "slurm", "local"):
-        argv = ["recipe=mnist", f"launcher={launcher}", *words]
-        line = refused(lambda argv=argv: launch.main(argv), here, capsys)  # type: ignore[misc]
-        assert line.startswith("launch.py: ")
-        names_its_key(line, words)
+    line = refused(lambda: launch.main(["recipe=mnist", *words]), here, capsys)
+    assert line.startswith("launch.py: ")
+    names_its_key(line, words)
 
 
 @pytest.mark.parametrize("words", KEYS, ids=shown)
@@ -350,6 +348,13 @@ def test_a_machine_with_too_few_gpus(
     assert socket.gethostname() in line
 
 
+def test_launch_in_a_jobs_copy_of_the_code_names_the_repository(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "home", lambda root: Path("/the/repository"))
+    assert "type it in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capsys)
+
+
 def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main([]) == rundir.EXIT_CONFIG
     without = capsys.readouterr().out
@@ -366,13 +371,9 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
     ("command", "status"),
     [
         (("launch.py", "recipe=mnist", "launcher=print", "epoch=3"), 2),
-        (("launch.py", "recipe=mnist", "partition=x\n#SBATCH --exclusive"), 2),
-        (("launch.py", "recipe=mnist", "launcher=local", "nodes=2"), 2),
-        (("launch.py", "recipe=$(touch canary)"), 2),
         (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
         (("-m", "recipes.core.batch", "begin", "mnist", "lr=fast"), 2),
         (("-m", "recipes.mnist", "nodes=2"), 2),
-        (("-m", "recipes.mnist", "data_dir=`touch canary`", "epochs=-1"), 2),
         (("-m", "recipes.prepare", "minst"), 2),
     ],
     ids=lambda v: ascii(" ".join(v))[1:60] if isinstance(v, tuple) else None,

@@ -128,11 +128,11 @@ def after(code: str, *arguments: str, first: str = "") -> dict[str, list[str]]:
     [
         "import launch; assert launch.main(['recipe=mnist', 'launcher=print', 'nodes=2']) == 0",
         "from recipes.core import batch; assert batch.main(['begin', 'mnist', 'epochs=1']) == 0",
-        "import launch; assert launch.main(['check', 'recipe=toy', 'launcher=local', 'device=cpu']) == 0",
+        "import launch; assert launch.main(['check', 'recipe=doctor', 'launcher=local', 'device=cpu']) == 0",
         "from recipes.core import submit, ready, entry; import submitit; assert ready.main(['check']) in (0, 1)",
         "from recipes import report; assert report.main(['--help']) == 0",
     ],
-    ids=["launch", "check", "batch", "submit", "report"],
+    ids=["launch", "batch", "check", "submit", "report"],
 )
 def test_the_way_to_a_submission_never_loads_torch(code: str) -> None:
     assert after(code)["heavy"] == []
