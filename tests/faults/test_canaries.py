@@ -105,14 +105,6 @@ def trap(tmp_path: Path) -> Trap:
     return Trap(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
-    """Commands that are run in this process set theirs."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
 @pytest.fixture
 def at_work(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> Trap:
     """The trap, with this process in it."""
