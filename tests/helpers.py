@@ -42,6 +42,17 @@ def need(missing: str | None) -> None:
         pytest.skip(missing)
 
 
+def real_data(name: str) -> Path:
+    """A file or folder of real data below `DATA`. Skips the test where there is no such data at all, as on a user's machine.
+
+    Raises AssertionError where the data is there and ``name`` is missing: then the test must run.
+    """
+    if not DATA.is_dir() and "RECIPES_DATA" not in os.environ:
+        pytest.skip(f"no real data: {DATA} does not exist, and RECIPES_DATA is not set")
+    assert (DATA / name).exists(), f"{DATA} has no {name}"
+    return DATA / name
+
+
 def free_port() -> int:
     """A port that is free, and that no connection and no other worker of the tests is given before it is used."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

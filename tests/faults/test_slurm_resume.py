@@ -22,11 +22,11 @@ from tests.faults.conftest import Recorded
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 PATIENCE_S = 300  # for a run on a busy machine
 # Steps of an epoch and of the run. A signal sent behind the fourth comes in time, since the larger a model the slower its steps.
-STEPS = {"mnist": (180, 360), "cifar": (25, 40), "imagenet": (13, 20), "broken": (100, 200)}
+STEPS = {"mnist": (180, 360), "cifar": (25, 40), "imagenet": (13, 20), "broken": (100, 200), "toy": (100, 200)}
 KEYS = {
     "mnist": ["dataset=digits", "global_batch_size=8"],
     "cifar": ["arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=8"],
@@ -35,6 +35,7 @@ KEYS = {
         "lr_batch_size=0", "lr=1", "global_batch_size=16",
     ],
     "broken": ["global_batch_size=4", "samples=400"],  # dropout, batch normalisation, averaged weights
+    "toy": ["global_batch_size=16", "samples=1600"],
 }  # fmt: skip
 FOR_ALL = ("device=cpu", "cpu_threads=1", "epochs=2", "log_every_steps=1")
 # So small a rate that what rounding makes of it does not grow: any other batch would show in the loss.
@@ -112,6 +113,7 @@ def stopped_job(slurm: Cluster, job: str, log: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.fault(17)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", sorted(KEYS))
 @pytest.mark.parametrize("launcher", ["local", "torchrun", "sbatch", "submitit"])
 def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
@@ -158,6 +160,38 @@ def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
     )
 
 
+@pytest.mark.fault(17)
+def test_signalled_by_slurm_near_its_time_limit_a_job_is_requeued_and_nothing_drifts(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    """Slurm itself sends the signal; rank 1 waits within step 14 until both ranks have it, so that they stop in an epoch's middle."""
+    log, script, run_dir, marks = tmp_path / "log", repo / "sbatch/broken_2x8.sh", tmp_path / "run", tmp_path / "marks"
+    script.write_text((repo / "sbatch/mnist_2x8.sh").read_text().replace("mnist", "broken"))
+    marks.mkdir()
+    fault = {"FAULT": "wait", "FAULT_AT": "14", "FAULT_ATTEMPT": "0", "FAULT_DIR": str(marks)}
+    keys = [*FOR_ALL, *KEYS["broken"], "max_steps=130", "pace_s=0"]
+    job = jobs.sbatch(
+        slurm, repo, log, *jobs.TWO_BY_ONE, str(script), *keys, f"run_dir={run_dir}", "stop_before_s=0", env=fault
+    )
+    helpers.wait_until((marks / "reached.1").exists, helpers.START_S, "step 14")
+    slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now+140", check=True)  # the script has --signal=USR2@120
+    ended = run([*here(repo, "broken"), *keys, f"run_dir={tmp_path}/whole"], repo)
+    assert ended.status == 0, ended.out
+    signalled = "SIGUSR2: saves at the next step"
+    helpers.wait_until(lambda: log.read_text().count(signalled) == 2, 60, "Slurm's signal")  # Slurm looks every 30 s
+    (marks / "go").touch()
+    jobs.wait_requeued(slurm, job, log, 30)
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["reason"], status["step"]) == ("preempted", "SIGUSR2", 14), status
+    jobs.start_again(slurm, job)
+    assert jobs.ended(slurm, job, log, PATIENCE_S) == ("COMPLETED", "0:0"), jobs.tail(log)
+    summary = helpers.read(run_dir, "summary")
+    assert (summary["restarts"], summary["resumed_from_step"], summary["steps"]) == (1, 14, 130)
+    losses = [[row["loss"] for row in helpers.rows(folder)] for folder in (tmp_path / "whole", run_dir)]
+    assert losses[1] == losses[0]
+    assert digest(run_dir) == digest(tmp_path / "whole")
+
+
 @pytest.fixture(scope="module")
 def of_two(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of two ranks that was never stopped, and its like, stopped in the middle of an epoch."""
@@ -177,6 +211,7 @@ def of_two(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.mark.fault(17)
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_on_another_number_of_ranks_the_same_batches_follow(
     of_two: tuple[Path, Path], ranks: int, repo: Path, tmp_path: Path

@@ -22,7 +22,7 @@ from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PORT = 17_777
 V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
@@ -127,6 +127,7 @@ def trained(ended: helpers.Ended, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("addresses", [V4, V6], ids=["a decoy and 127.0.1.1", "IPv6 alone"])
+@pytest.mark.long
 def test_a_right_network_with_a_decoy_is_healthy_and_trains(
     fabric: Fabric, tmp_path: Path, addresses: dict[str, str]
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_right_network_with_a_decoy_is_healthy_and_trains(
     assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()
 
 
+@pytest.mark.long
 def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) -> None:
     """What the proof by route is for: gloo on the interface that is first in the alphabet."""
     forced = {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "docker0"}
@@ -158,6 +160,7 @@ def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) 
     assert fabric.train(tmp_path, "timeout_s=8", **forced).status != 0
 
 
+@pytest.mark.long
 def test_an_interface_that_is_down(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on("node2", "ip link set fast0 down")
     ended, verdict = fabric.doctor(tmp_path)
@@ -181,6 +184,7 @@ def test_a_route_that_is_missing_on_one_node(fabric: Fabric, tmp_path: Path) -> 
     assert "node2: no route to 10.77.0.1" in ended.out
 
 
+@pytest.mark.long
 def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> None:
     rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
     fabric.on("node1", rule)
@@ -193,6 +197,7 @@ def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> No
     assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out
 
 
+@pytest.mark.long
 def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on(
         "node2",
@@ -206,6 +211,7 @@ def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
     assert "rank 1 cannot reach rank 0 at node1" in ended.out
 
 
+@pytest.mark.long
 def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> None:
     for node in V4:  # the interfaces say 9000, and what is between them lets 1500 through
         fabric.on(node, "ip link set fast0 mtu 9000")
@@ -223,6 +229,7 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     assert "mnist: failed: rank" in ended.out
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken(fabric: Fabric, tmp_path: Path) -> None:
     with taken(fabric, PORT):
         ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
@@ -252,6 +259,7 @@ def taken(fabric: Fabric, port: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("hangs", ["node1", "node2"])
+@pytest.mark.long
 def test_a_node_that_hangs_is_a_finding_whichever_it_is(fabric: Fabric, tmp_path: Path, hangs: str) -> None:
     """Its process is stopped as soon as it is there; where that is the first, the other gives the verdict."""
     stop = (
@@ -270,6 +278,7 @@ def test_a_node_that_hangs_is_a_finding_whichever_it_is(fabric: Fabric, tmp_path
     assert helpers.read(tmp_path, "doctor")["exclude"] == [hangs]
 
 
+@pytest.mark.long
 def test_gpus_that_were_granted_and_are_not_there(fabric: Fabric, tmp_path: Path) -> None:
     argv = [
         "srun",

@@ -17,7 +17,7 @@ from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = 20
 KEYS = ("device=cpu", "cpu_threads=1", f"max_steps={STEPS}", "log_every_steps=1")
@@ -64,6 +64,7 @@ def test_submitit(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> No
     assert state_of(tmp_path / "run") == wanted
 
 
+@pytest.mark.long
 def test_a_script_of_print(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
     words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "launcher=print", *KEYS)
     done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
@@ -73,7 +74,10 @@ def test_a_script_of_print(slurm: Cluster, repo: Path, wanted: str, tmp_path: Pa
     assert state_of(tmp_path / "run") == wanted
 
 
-@pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "launch.py", "spawn", "accelerate", "mpirun"])  # fmt: skip
+@pytest.mark.parametrize(
+    "command", ["torchrun", "torch.distributed.launch", "launch.py", "spawn", "accelerate", "mpirun"]
+)
+@pytest.mark.long
 def test_two_ranks_of_one_machine(command: str, wanted: str, tmp_path: Path) -> None:
     run_dir, environ = f"run_dir={tmp_path}/run", {}
     if command == "torchrun":
@@ -96,7 +100,7 @@ def test_two_ranks_of_one_machine(command: str, wanted: str, tmp_path: Path) -> 
     assert state_of(tmp_path / "run") == wanted
 
 
-@pytest.mark.parametrize("family", ["IPv4", "IPv6", "name"])
+@pytest.mark.parametrize("family", ["IPv4", helpers.long("IPv6"), helpers.long("name")])
 def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path, family: str) -> None:
     first = slurm.nodes[0]
     endpoint = {"IPv4": first.address, "IPv6": f"[{first.address6}]", "name": first.name}[family]
@@ -108,6 +112,7 @@ def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_pa
     assert state_of(tmp_path) == wanted
 
 
+@pytest.mark.long
 def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
     line = f"exec {accelerate()} launch --multi_gpu --num_machines=2 --num_processes=2 --machine_rank=$SLURM_NODEID " \
            f"--main_process_ip=node1 --main_process_port={PORT} --mixed_precision=no --dynamo_backend=no -m recipes.toy $KEYS $RUN"  # fmt: skip
@@ -116,6 +121,7 @@ def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_
     assert state_of(tmp_path) == wanted
 
 
+@pytest.mark.long
 def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
     script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n" \
              f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip
@@ -127,6 +133,7 @@ def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path
     assert state_of(tmp_path / "run") == wanted
 
 
+@pytest.mark.long
 def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     ended = helpers.run([sys.executable, *MODULE, f"run_dir={tmp_path}/plain"])
     assert ended.status == 0, ended.out
@@ -136,6 +143,7 @@ def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     assert state_of(tmp_path / "plain") == state_of(tmp_path / "srun")
 
 
+@pytest.mark.long
 def test_torchruns_restart_goes_on_from_the_last_checkpoint(wanted: str, tmp_path: Path) -> None:
     """A rank is killed: torchrun starts all anew, and they go on in the same run directory, to the same bits."""
     # Checkpoints are slow, so that the kill comes between the second and the last step.

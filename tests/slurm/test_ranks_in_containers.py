@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 KEYS = ("device=cpu", "cpu_threads=1", "max_steps=3")
 NOTE = """\
@@ -75,7 +76,7 @@ def check_inside(environ: dict[str, str]) -> None:
     assert environ["SLURM_PROCID"] in ("0", "1")
 
 
-@pytest.mark.parametrize("how", ["launch.py", "print", "ready"])
+@pytest.mark.parametrize("how", ["launch.py", helpers.long("print"), helpers.long("ready")])
 def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
     image, data = tmp_path / "torch.sif", tmp_path / "data"
     image.write_text("")
@@ -119,7 +120,7 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None
         assert environ["PYTHONNOUSERSITE"] == "1"
 
 
-@pytest.mark.parametrize("how", ["launch.py", "ready"])
+@pytest.mark.parametrize("how", [helpers.long("launch.py"), "ready"])
 def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
     """Its options are srun's, and its inside has submitit's process too."""
     image = "registry#torch:2"
@@ -150,6 +151,7 @@ def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
     assert "python3" in noted["words"]
 
 
+@pytest.mark.long
 def test_a_runtime_that_is_not_there_is_one_line(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.sif").write_text("")
     words = ["recipe=toy", *KEYS, f"container={tmp_path}/torch.sif", "wait=true"]

@@ -97,6 +97,16 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     assert said(log)[-1] == f"mnist: done; run directory {run_dir}"
 
 
+def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log, data_dir = tmp_path / "log", helpers.real_data("mnist").parent
+    keys = ["device=cpu", f"data_dir={data_dir}", "epochs=3", f"run_dir={tmp_path}/run"]
+    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys)
+    assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+    summary = read(tmp_path / "run/summary.json")
+    assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (2, 2, 10_000)
+    assert summary["val_top1"] >= 0.992
+
+
 @pytest.mark.long
 def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ["nodes=2", "gpus_per_node=2", "cpus_per_rank=3", *MINI, "epochs=1", "wait=true"]
@@ -288,6 +298,18 @@ def test_gpus_that_torch_does_not_see(slurm: Cluster, repo: Path, tmp_path: Path
     assert len(set(lines)) == 1, log.read_text()  # the rank's, and at the end the batch script's
     assert re.search(r"node[12]: .* 8 GPUs and torch sees 0", lines[0])
     assert "Traceback" not in log.read_text()
+
+
+def test_seven_gpus_where_eight_were_granted(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Slurm grants eight; torch is made to see seven, as where a GPU has fallen off the bus."""
+    seven = "import runpy, sys, torch; torch.cuda.device_count = lambda: 7; sys.argv[0] = 'mnist'; " \
+            "runpy.run_module('recipes.mnist', run_name='__main__')"  # fmt: skip
+    argv = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=8", sys.executable, "-c", seven, "dataset=digits"]
+    done = slurm.run(*argv, f"run_dir={tmp_path}/run", cwd=repo, env=PYTHON)
+    assert done.returncode == 3, done.stderr
+    assert re.search(
+        r"mnist: node[12]: CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7: .*--exclude=node", done.stderr
+    )
 
 
 @pytest.fixture(scope="module")

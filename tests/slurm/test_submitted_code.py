@@ -14,7 +14,7 @@ from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PYTHON
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 KEYS = ("device=cpu", "cpu_threads=1", "max_steps=3")
 BROKEN = "raise RuntimeError('edited after it was submitted')\n"
@@ -92,6 +92,7 @@ def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
     check_origin(repo, elsewhere / "mine")
 
 
+@pytest.mark.long
 def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """The source is broken while it trains; it is queued again, and goes on with the code that it began with."""
     (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))

@@ -12,7 +12,7 @@ from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 KEYS = ("recipe=toy", "device=cpu", "cpu_threads=1", "cpus_per_rank=1", "max_steps=3")
 
@@ -22,9 +22,9 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
-def test_six_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
-    rates = ("0.01", "0.02", "0.03", "1e20", "0.04", "0.05")
-    words = (f"sweep.lr={','.join(rates)}", "parallel=3", "wait=true")
+def test_three_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
+    rates = ("0.01", "1e20", "0.02")
+    words = (f"sweep.lr={','.join(rates)}", "parallel=2", "wait=true")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     found = re.search(r"^job (\d+): ", done.stdout, re.MULTILINE)
@@ -39,16 +39,17 @@ def test_six_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
         assert float(line.removeprefix("lr: ")) == float(rate)
         assert (run_dir / "job.sh").exists()
         assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
-    told = done.stdout.splitlines()[-7:]
+    told = done.stdout.splitlines()[-4:]
     assert told[0].split() == ["run", "state", "step", "lr", "loss", "samples_per_second", "note"]
-    assert [line.split()[1] for line in told[1:]] == ["done", "done", "done", "failed", "done", "done"]
-    assert "the loss at step " in told[4]
-    assert all(record["ArrayTaskThrottle"] == "3" for record in slurm.jobs(job))
+    assert [line.split()[1] for line in told[1:]] == ["done", "failed", "done"]
+    assert "the loss at step " in told[2]
+    assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))
     asked = next(line for line in done.stdout.splitlines() if line.startswith("a table of what came of them: "))
     again = helpers.run(["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo)
     assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in told]
 
 
+@pytest.mark.long
 def test_over_whichever_nodes_have_the_gpus(slurm: Cluster, repo: Path) -> None:
     done = slurm.run(
         sys.executable,
@@ -65,6 +66,7 @@ def test_over_whichever_nodes_have_the_gpus(slurm: Cluster, repo: Path) -> None:
     assert [line.split()[1] for line in done.stdout.splitlines()[-2:]] == ["done", "done"]
 
 
+@pytest.mark.long
 def test_a_script_of_print_in_a_folder_of_ones_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)
