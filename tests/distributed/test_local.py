@@ -97,16 +97,6 @@ def test_config_yaml_is_the_recipes_whole_config(run_dir: Path) -> None:
     assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
-@pytest.mark.long
-def test_runs_side_by_side_do_not_meet(same_run: dict[int, Path]) -> None:
-    for size in (3, 4):  # started at the same moment
-        summary = helpers.read(same_run[size], "summary")
-        assert (summary["world_size"], summary["restarts"]) == (size, 0)
-        assert helpers.read(same_run[size], "status")["state"] == "done"
-        assert len(helpers.read(same_run[size], "attempt")["hosts"]) == size
-        assert len(list((same_run[size] / "logs").iterdir())) == size
-
-
 # A second time on the same directory: each case on a copy of it, all started at once, one rank each where nothing is said.
 
 
