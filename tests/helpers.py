@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 150.0  # for a run to take its first steps on cores that other tests keep busy; nothing here is about how fast it starts
-STARTED: list[subprocess.Popen[str]] = []  # by `start`, in the test that runs
+STARTED: list[subprocess.Popen[str] | forked.Process] = []  # by `start`, in the test that runs
 DATA = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
 LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=local", "device=cpu", "dataset=digits")
 
@@ -114,7 +116,7 @@ def unread() -> Iterator[tuple[str, str]]:
                 yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> Ended:
+def finish(process: subprocess.Popen[str] | forked.Process, timeout_s: float = 120) -> Ended:
     """Waits for the end of what `start` has started, killing it, and failing, after ``timeout_s``."""
     try:
         out, _ = process.communicate(timeout=timeout_s)
@@ -128,14 +130,30 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
     return finish(start(argv, cwd=cwd, environ=environ))
 
 
-def run_ranks(code: str, words: Sequence[str], ranks: int) -> Ended:
-    """Python's ``-c code words`` on so many processes with ranks in their environment; the highest status, and all that they said."""
+def fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> forked.Process:
+    """As `start`, for a command of Python that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
+    process = forked.start(argv, cwd=cwd, environ=environ or clean_environment())
+    STARTED.append(process)
+    return process
+
+
+def run_fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> Ended:
+    return finish(fork(argv, cwd=cwd, environ=environ))
+
+
+def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
+    """A command of Python on so many ranks, each a fork with its place in its environment; `finish` waits for one."""
     started, port = [], str(free_port())
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        started.append(start([sys.executable, "-c", code, *words], environ=environ))
-    ended = [finish(process) for process in started]
+        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **added)
+        started.append(fork(argv, environ=environ))
+    return started
+
+
+def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:
+    """Python's ``-c code words`` on so many ranks; the highest status, and all that they said."""
+    ended = [finish(process) for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
 
 

@@ -9,7 +9,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from recipes.core import checkpoint, dist, entry, local, metrics, preempt, rundi
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.local import Layout
+from recipes.core.ranks import RankInfo
 from recipes.core.session import Run
 from tests import helpers
 
@@ -52,17 +55,18 @@ class Trained:
     def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
         self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
         self.values: list[float | None] = []  # None: a stop comes meanwhile
+        self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
         for name in ("logs", "checkpoints", "failures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
         of_run = [f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_"))]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
-        cfg = Config(dataset="fake", log_every_steps=100, **keys)
+        cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
         with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
             net = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             batches = GlobalBatches(10, 5, 0, 0, 1)
             rows = metrics.Rows(self.folder / "metrics.jsonl")
             run = Run(
@@ -71,12 +75,14 @@ class Trained:
 
             def loss_sum(shard: Shard) -> Tensor:
                 step = run.state.step + 1
+                self.now += 2.0
                 if step == self.stop_at:
                     os.kill(os.getpid(), signal.SIGUSR2)
                 return net(torch.ones(len(shard.indices), 1)).sum() * self.losses.get(step, 1.0)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
+                self.now += 100.0
                 value = self.values[self.evaluations - 1] if self.values else float(self.evaluations)
                 if value is None:
                     os.kill(os.getpid(), signal.SIGUSR2)
@@ -101,6 +107,44 @@ def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> Non
     assert results == {"val_top1": 3.0}
     assert run.state.step == 6
     assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
+
+
+def test_rows_and_the_summary_tell_the_rate_of_each_step_and_the_speed_of_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, begin = Trained(tmp_path), time.monotonic()
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: trained.now))
+    _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
+    took_s = time.monotonic() - begin
+    found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"]) for r in helpers.rows(tmp_path)]
+    assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.5) for step in range(1, 7)]
+    assert (run.samples, run.train_s) == (30, 12.0)
+    summary = helpers.read(tmp_path, "summary")
+    expected = {"steps": 6, "samples_per_second": 2.5, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
+    assert expected.items() <= summary.items()
+    assert 0 < summary["wall_seconds"] < took_s
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 6, "")
+
+
+def test_the_newest_checkpoints_stay_and_those_of_keep_every_steps(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=2, keep_best="false")
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", "step-00000003.pt", "step-00000004.pt", "step-00000006.pt",
+    ]  # fmt: skip
+    assert checkpoint.named(folder, "latest") == "step-00000006.pt"
+
+
+def test_the_best_evaluation_of_an_earlier_attempt_stays_the_best(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.9, 0.5]
+    trained.run(resumes=True, epochs=1)
+    _, run = trained.run(resumes=True, epochs=2)
+    assert run.resumed_from_step == 2
+    assert run.state.meta["best"] == {"val_top1": 0.9, "step": 2}
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(3, 4, [1.0]), (4, 4, [1.0]), (6, 6, [1.0, 2.0, 3.0])])
@@ -330,6 +374,50 @@ def test_the_average_is_torchs_own() -> None:
             assert one == 4
         else:
             assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("rank", "in_slurm", "asks"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_rank_0_looks_to_the_end_of_its_job(
+    rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, over, stop = [], threading.Event(), preempt.StopFlag()
+    monkeypatch.setattr(preempt, "seconds_left", lambda environ: 600.0)
+    monkeypatch.setattr(
+        preempt, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
+    )
+    start: Any = SimpleNamespace(
+        ranks=SimpleNamespace(rank=rank, in_slurm=in_slurm),
+        settings=SimpleNamespace(run=SimpleNamespace(stop_before_s=120)),
+    )
+    with session._end_of_job(start, stop, lambda name: None):
+        assert seen == ([(stop, 120, 600.0)] if asks else [])
+        assert not over.is_set()
+    assert over.is_set() == asks
+
+
+def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    class Store:
+        def __init__(self, *where: Any, timeout: timedelta, **of: Any) -> None:
+            given.append(timeout.total_seconds())
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            given.append(timeout.total_seconds())
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
+    for rank in (0, 1):
+        info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), False, None, 0)
+        dist._meet(info, timedelta(seconds=40))
+    assert given == [40, 40, 30, 40]  # rank 1 gives up first, and says why
+
+    made, real = [], torch.distributed.init_process_group
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
+    start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
+    with dist.process_group(start, torch.device("cpu")) as world:
+        assert world.timeout_s == 40
+    assert [by["timeout"] for by in made] == [timedelta(seconds=40)]
 
 
 def test_who_is_to_speak_before_nccl_ends_the_process_waits_a_little_less() -> None:

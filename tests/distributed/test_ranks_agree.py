@@ -25,7 +25,7 @@ def same_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("same")
     run_dirs = {size: folder / f"ranks{size}" for size in (1, 3)}
     started = [
-        helpers.start([*helpers.LOCAL, *SAME, f"ranks_per_node={size}", f"run_dir={run_dir}"])
+        helpers.fork([*helpers.LOCAL, *SAME, f"ranks_per_node={size}", f"run_dir={run_dir}"])
         for size, run_dir in run_dirs.items()
     ]
     for ended in [helpers.finish(process) for process in started]:

@@ -112,6 +112,16 @@ def test_a_row_for_which_there_is_no_room_is_said_in_a_line(tmp_path: Path) -> N
     rows.close()
 
 
+def test_a_row_that_a_kill_has_cut_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    for step in (2, 3):  # two more attempts
+        rows = metrics.Rows(path)
+        rows.add({"step": step})
+        rows.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}', '{"step": 3}']
+
+
 def test_one_whose_run_directory_is_anothers_now_writes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise MachineError("a later attempt writes here")
@@ -220,7 +230,7 @@ def test_the_digest_is_of_the_training_state_alone() -> None:
     other = content(step=3, value=1.0)
     other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
     assert checkpoint.digest(one) != checkpoint.digest(other)
-    for part in ("optimizer", "scheduler", "sampler"):
+    for part in ("optimizer", "scheduler", "ema", "sampler", "rng"):
         assert checkpoint.digest(one) != checkpoint.digest({**one, part: {"a": 1}}), part
 
 

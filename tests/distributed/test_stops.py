@@ -46,7 +46,7 @@ session.run(toy.main, START)
 def test_two_interrupts_behind_the_end_change_nothing(
     tmp_path: Path, words: tuple[str, ...], state: str, status: int
 ) -> None:
-    ended = helpers.run([sys.executable, "-c", LATE, "device=cpu", f"run_dir={tmp_path}", *words])
+    ended = helpers.run_fork([sys.executable, "-c", LATE, "device=cpu", f"run_dir={tmp_path}", *words])
     found = helpers.read(tmp_path, "status")
     assert (ended.status, found["state"]) == (status, state), ended.out
     assert "KeyboardInterrupt" not in ended.out + found["reason"]
@@ -69,7 +69,7 @@ session.run(toy.main, START)
 
 
 def test_an_interrupt_that_its_main_thread_does_not_heed_leaves_word(tmp_path: Path) -> None:
-    process = helpers.start([sys.executable, "-c", STUCK, "device=cpu", f"run_dir={tmp_path}"])
+    process = helpers.fork([sys.executable, "-c", STUCK, "device=cpu", f"run_dir={tmp_path}"])
     assert process.stdout
     while process.stdout.readline() != "stuck\n":
         assert process.poll() is None
@@ -86,17 +86,15 @@ def test_an_interrupt_that_its_main_thread_does_not_heed_leaves_word(tmp_path: P
 CRASHES = """
 import atexit, os
 from recipes.core import entry
-START = entry.begin("toy")
+entry.begin("toy")
 import sys
-from recipes import toy
-from recipes.core import session
 class Library:
     abort = staticmethod(os.abort)
     def __del__(self):
         self.abort()
 library = Library()
 atexit.register(print, "at exit")
-session.run(toy.main, START)
+entry.end(0)
 """
 
 
@@ -106,7 +104,6 @@ def test_a_crash_when_all_is_done_fails_no_run(looked_into: dict[str, str], stat
     ended = helpers.run(command, environ=helpers.clean_environment(**looked_into))
     assert ended.status == status, ended.out
     assert "at exit" in ended.lines
-    assert helpers.read(tmp_path / "run", "status")["state"] == "done"
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Stop:
 
 def attempt(run_dir: Path, number: int, end: Any) -> Stop:
     """Starts the run with two ranks, lets it train a little, calls ``end(launcher, ranks)`` and waits."""
-    launcher = helpers.start([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={run_dir}"])
+    launcher = helpers.fork([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={run_dir}"])
 
     def steps() -> list[int]:
         return [row["step"] for row in helpers.rows(run_dir) if row["attempt"] == number]
@@ -212,7 +209,7 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
     assert saved > interrupted.status["step"]
     assert torch.load(run_dir / "checkpoints" / killed.newest, weights_only=True)["meta"]["step"] == saved
     more = [*LOCAL, *WORDS, f"max_steps={saved + 3}", "ranks_per_node=1", "cpu_threads=1", f"run_dir={run_dir}"]
-    ended = helpers.run(more)
+    ended = helpers.run_fork(more)
     assert ended.status == 0, ended.out
     summary = helpers.read(run_dir, "summary")
     assert (summary["resumed_from_step"], summary["steps"], summary["restarts"]) == (saved, saved + 3, 3)
@@ -222,7 +219,7 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
 
 @pytest.mark.long
 def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path: Path) -> None:
-    launcher = helpers.start([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
+    launcher = helpers.fork([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
     try:
         helpers.wait_until(
             lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, helpers.START_S, "three rows"

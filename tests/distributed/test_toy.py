@@ -58,7 +58,7 @@ def test_what_starts_it_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
-    ended = helpers.run([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"])
+    ended = helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"])
     assert ended.status == 0, ended.out
     rows = helpers.rows(tmp_path)
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
@@ -70,10 +70,10 @@ def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         f"step-{16 * epoch:08d}.pt" for epoch in (5, 10, 15, 20)
     ]
-    again = helpers.run([*TOY, f"run_dir={tmp_path}"])
+    again = helpers.run_fork([*TOY, f"run_dir={tmp_path}"])
     assert again.status == 0
     assert "already finished: step 320; more epochs= continue it" in again.lines
-    evaluated = helpers.run([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
+    evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
     assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
 
@@ -118,12 +118,24 @@ def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path)
     assert not any(helpers.alive(pid) for pid in pids)
 
 
+# The recipe, whose ranks are forks in place of new processes.
+SPAWN = """
+import runpy
+import torch.multiprocessing as multiprocessing
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: fork
+runpy.run_module("recipes.toy", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_spawned_in_a_job_nothing_is_left_on_the_node(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     environ = helpers.clean_environment(SLURM_JOB_ID="7", TMPDIR=str(disk))
-    ended = helpers.run([*TOY, "spawn=2", "max_steps=2", f"run_dir={tmp_path}/run"], environ=environ)
+    words = ["spawn=2", "device=cpu", "max_steps=2", f"run_dir={tmp_path}/run"]
+    ended = helpers.run_fork([sys.executable, "-c", SPAWN, *words], environ=environ)
     assert ended.status == 0, ended.out
+    assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
     assert not any(disk.iterdir())
 
 
@@ -157,7 +169,7 @@ def test_launch_starts_the_ranks_itself(launcher: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, tmp_path: Path) -> None:
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
-    ended = helpers.run([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
+    ended = helpers.run_fork([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
     assert ended.status == 2, ended.out
     words = f"toy: spawn=2: {by} has started this process already, as rank 0 of {1 if by == 'srun' else 2}: leave spawn= out, or start plain python"
     assert ended.lines == [words]
@@ -166,7 +178,7 @@ def test_beside_another_launcher_it_is_one_line(place: dict[str, str], by: str, 
 
 def test_a_loss_that_is_not_finite_ends_it_in_a_line_before_it_is_saved(tmp_path: Path) -> None:
     words = ("lr=1e6", "checkpoint_every_steps=1", "log_every_steps=1000", "global_batch_size=16")
-    ended = helpers.run([*TOY, *words, f"run_dir={tmp_path}"])
+    ended = helpers.run_fork([*TOY, *words, f"run_dir={tmp_path}"])
     for path in checkpoint.candidates(tmp_path / "checkpoints"):
         assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.read(path)["model"].values()), path
     assert ended.status == 1, ended.out

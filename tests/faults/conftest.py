@@ -15,9 +15,10 @@ from typing import Protocol
 import pytest
 
 from recipes.core import checkpoint
-from tests import helpers
+from tests import forked, helpers
 
 HERE = Path(__file__).parent
+Started = subprocess.Popen[str] | forked.Process
 Recorded = Callable[[str, object], None]  # pytest's record_property
 ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
 
@@ -41,31 +42,26 @@ def copy_repo(folder: Path) -> Path:
 class Start(Protocol):
     """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end is killed.
 
-    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's.
-    environ: variables, $FAULT among them.
+    ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's;
+    without one the processes are forks (tests/forked.py). environ: variables, $FAULT among them.
     """
 
     def __call__(
         self, run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
-    ) -> subprocess.Popen[str]: ...
+    ) -> Started: ...
 
 
 @pytest.fixture
 def start(repo: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
+    started: list[Started] = []
 
-    def start(
-        run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
-    ) -> subprocess.Popen[str]:
+    def start(run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str) -> Started:
         launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
-        command = [
-            sys.executable,
-            *(launcher if ranks else ["-m", "recipes.broken"]),
-            "device=cpu",
-            f"run_dir={run_dir}",
-        ]
-        variables = helpers.clean_environment(**environ)
-        process = helpers.start([*before, *command, *words], cwd=repo, environ=variables)
+        own = launcher if ranks else ["-m", "recipes.broken"]
+        command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", *words]
+        process = (helpers.start if before else helpers.fork)(
+            command, cwd=repo, environ=helpers.clean_environment(**environ)
+        )
         started.append(process)
         return process
 
@@ -74,7 +70,7 @@ def start(repo: Path) -> Iterator[Start]:
         end(process)
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Started) -> None:
     """Kills a process and its children, if they are still there."""
     if process.poll() is None:
         pids = helpers.children(process.pid)
@@ -94,7 +90,7 @@ def steps(run_dir: Path, attempt: int = 0) -> list[int]:
     return [row["step"] for row in helpers.rows(run_dir) if row["attempt"] == attempt]
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 3, attempt: int = 0) -> None:
+def wait_for_step(process: Started, run_dir: Path, step: int = 3, attempt: int = 0) -> None:
     """Until that step has its row. Raises AssertionError with what the process has said where it ends before that."""
 
     def there() -> bool:

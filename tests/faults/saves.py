@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MODULE = "recipes.broken"
-EVERY_WRITE = 100  # of a checkpoint's many small ones
+EVERY_WRITE = 100  # of a checkpoint's many small ones; test_checkpoints.py looks at each of them, without a kill
 
 
 def attempt(run_dir: Path, *words: str, first: Callable[[], None] | None = None) -> int:
@@ -55,8 +55,11 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def watched(call: Callable[[str], None]) -> None:
-    """From now on ``call`` is told of all that is done to files in checkpoints/: before each write, and around the rest."""
+def watched(call: Callable[[str], None], every_write: int = EVERY_WRITE) -> None:
+    """From now on ``call`` is told of all that is done to files in checkpoints/: before each write and in its middle, and around the rest.
+
+    every_write: which writes of a file: 1 for all; 100 for the first, the 101st and so on.
+    """
     real_open, fsync, unlink = builtins.open, os.fsync, os.unlink
 
     def is_ours(path: Any) -> bool:
@@ -82,7 +85,7 @@ def watched(call: Callable[[str], None]) -> None:
         def write(self, data: Any) -> int:
             view = memoryview(data).cast("B")
             self._writes += 1
-            if self._writes % EVERY_WRITE == 1:
+            if (self._writes - 1) % every_write == 0:
                 call("write")
                 self._file.write(view[: len(view) // 2])
                 self._file.flush()

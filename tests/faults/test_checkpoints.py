@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from recipes.core import checkpoint
 from recipes.core.rundir import InputError
 from tests import helpers
 from tests.faults import conftest
+from tests.faults import saves as saves_module
 from tests.faults.conftest import Recorded, Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
@@ -34,7 +36,7 @@ def made(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 4, 8 and 10."""
     run_dir = tmp_path_factory.mktemp("made") / "run"
     words = ("device=cpu", f"run_dir={run_dir}", "max_steps=10", "checkpoint_every_steps=4", "cpu_threads=1")
-    ended = helpers.run([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.broken", *words], cwd=repo)
     assert ended.status == 0, ended.out
     assert [path.name for path in checkpoint.candidates(run_dir / "checkpoints")] == [
         "step-00000010.pt", "step-00000008.pt", "step-00000004.pt",
@@ -160,6 +162,59 @@ def told(line: str) -> dict[str, Any]:
     found = json.loads(line)
     assert isinstance(found, dict)
     return found
+
+
+@pytest.mark.fault(29)
+def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is copied at each call that changes it, each write among them: what a kill there would leave."""
+    for module, name in [
+        (builtins, "open"),
+        *((os, name) for name in ("fsync", "unlink", "replace", "rename", "link")),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    folder, points, copies = tmp_path / "checkpoints", [], tmp_path / "copies"
+    folder.mkdir()
+    copies.mkdir()
+    content = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": [], "model": {"w": torch.ones(9)}}
+    checkpoint.write(folder, {**content, "meta": {"step": 1, "config": {}}})
+
+    def call(what: str) -> None:
+        copy = copies / f"{len(points):04d}"
+        copy.mkdir()
+        for path in folder.iterdir():
+            with path.open("rb") as file:  # reading is not watched
+                (copy / path.name).write_bytes(file.read())
+        points.append(what)
+
+    saves_module.watched(call, every_write=1)
+    saver = checkpoint.Saver(folder, checkpoint.Keep(newest=1), lambda: None, lambda path, step: call("saved"))
+    saver.save({**content, "meta": {"step": 2, "config": {}}})
+    saver.wait()
+    monkeypatch.undo()
+
+    whole = [
+        "open",
+        "fsync",
+        "after fsync",
+        "rename",
+        "after rename",
+        "fsync",
+        "after fsync",
+    ]  # the file, then its name
+    assert [what for what in points if "writ" not in what] == [*whole, *whole, "unlink", "saved"]
+    newest = []
+    for number in range(len(points)):
+        copy = copies / f"{number:04d}"
+        steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
+        assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
+        newest.append(max(steps))
+    assert newest == sorted(newest)
+    renamed = points.index("after rename")
+    assert (newest[renamed - 1], newest[renamed]) == (1, 2)
+    assert points.count("write") == points.count("half written") > 10
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000002.pt"]
 
 
 @pytest.mark.fault(29)
@@ -294,12 +349,24 @@ def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(sta
     assert conftest.newest(run_dir).name == "step-00000002.pt"
 
 
+# The recipe without root's right to write everywhere: all its capabilities are dropped.
+UNPRIVILEGED = """
+import ctypes, os
+from recipes import broken
+from recipes.core import entry, session
+START = entry.begin("broken")
+header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert os.geteuid() or ctypes.CDLL(None, use_errno=True).capset(header, none) == 0, ctypes.get_errno()
+session.run(broken.main, START)
+"""
+
+
 @pytest.mark.fault(31)
-@pytest.mark.parametrize("there", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("there", [False, True])
 def test_a_run_directory_that_cannot_be_written_ends_it_before_training(
-    start: Start, made: Path, tmp_path: Path, there: bool
+    made: Path, tmp_path: Path, there: bool
 ) -> None:
-    """A new one in a folder that is closed, and one that is closed itself. root without its right to write everywhere is nobody."""
+    """A new one in a folder that is closed, and one that is closed itself."""
     run_dir = tmp_path / "closed" / "run"
     run_dir.parent.mkdir()
     if there:
@@ -307,14 +374,14 @@ def test_a_run_directory_that_cannot_be_written_ends_it_before_training(
     closed = [path for path in (run_dir.parent, *run_dir.parent.rglob("*")) if path.is_dir()]
     for folder in closed:
         folder.chmod(0o500)
-    root = os.geteuid() == 0
-    before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if root else ()
+    command = [sys.executable, "-c", UNPRIVILEGED, "device=cpu", "max_steps=20", "cpu_threads=1", f"run_dir={run_dir}"]
     try:
-        ended = helpers.finish(start(run_dir, "max_steps=20", "cpu_threads=1", before=before))
+        ranks = [helpers.finish(rank) for rank in helpers.fork_ranks(command, 2)]
     finally:
         for folder in closed:
             folder.chmod(0o700)
-    assert ended.status == 3, ended.out
+    ended = helpers.Ended(max(rank.status for rank in ranks), "".join(rank.out for rank in ranks))
+    assert [rank.status for rank in ranks] == [3, 3], ended.out
     [line] = {line for line in ended.lines if line.startswith("broken: ")}  # the same from both ranks
     assert f"run_dir={run_dir}: cannot be written (Permission denied)" in line
     assert "give another run_dir" in line

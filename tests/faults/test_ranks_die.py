@@ -211,8 +211,7 @@ def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start:
 
 
 @pytest.mark.fault(4)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.long
+@pytest.mark.parametrize("rank", [helpers.long(0), 1])
 def test_the_first_exception_is_the_one_that_is_shown(start: Start, tmp_path: Path, rank: int) -> None:
     environ = {"FAULT": "fail_later", "FAULT_RANK": "all", "FAULT_RANK_FIRST": str(rank), "FAULT_AT": "8"}
     ended = finish(start(tmp_path, *ENDLESS, **environ))
@@ -231,8 +230,7 @@ def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.fault(5)
-@pytest.mark.parametrize("rank", ["0", "1", "all"])
-@pytest.mark.long
+@pytest.mark.parametrize("rank", [helpers.long("0"), "1", "all"])
 def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
     found = helpers.read(tmp_path, "status")
@@ -378,7 +376,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
     ("rank", "expected"),
     [
         ("0", r"rank 1 of 2 did not come in time \(timeout_s\)"),
-        pytest.param("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(", marks=pytest.mark.long),
+        ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
     ],
 )
 def test_a_rank_that_never_starts_is_named_at_the_timeout(

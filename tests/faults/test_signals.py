@@ -67,7 +67,6 @@ def assert_goes_on(start: Start, run_dir: Path, step: int, attempt: int = 1, ran
 
 
 @pytest.mark.fault(23)
-@pytest.mark.long
 def test_a_signal_during_a_save_is_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
@@ -94,15 +93,14 @@ def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path:
     helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
     go(marks)
     ended = helpers.finish(rank)
-    assert ended.status in (0, 75), ended.out
-    assert helpers.read(run_dir, "status")["state"] == {0: "done", 75: "preempted"}[ended.status]
+    assert ended.status == 0, ended.out
+    assert helpers.read(run_dir, "status")["state"] == "done"
     assert conftest.newest(run_dir).name == "step-00000004.pt"
     assert "Traceback" not in ended.out
 
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("where", ["start", "evaluate"])
-@pytest.mark.long
 def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_evaluation_at_this(
     start: Start, tmp_path: Path, marks: Path, where: str
 ) -> None:
@@ -114,10 +112,8 @@ def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_eval
     helpers.wait_until(noted(run_dir, "SIGTERM"), AT_ONCE_S + 5, "the signal's line")
     go(marks)
     step = assert_saved(run_dir, helpers.finish(launcher))
-    if where == "start":
-        assert step <= 2
-    else:
-        assert step == 10  # an epoch has ten
+    assert step == (1 if where == "start" else 10)  # an epoch has ten
+    if where == "evaluate":
         assert "val_top1" not in helpers.rows(run_dir)[-1]  # not a part of it
     assert_goes_on(start, run_dir, step)
     if where == "evaluate":  # it is done anew, before the next step
@@ -155,8 +151,7 @@ def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("told", [0, 1])
-@pytest.mark.long
+@pytest.mark.parametrize("told", [helpers.long(0), 1])
 def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start, tmp_path: Path, told: int) -> None:
     """As rank 0 alone sees the end of the job come; an evaluation here takes 60 s."""
     launcher = start(tmp_path, *ENDLESS, "evaluate_s=60")
@@ -219,7 +214,6 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Sta
 
 
 @pytest.mark.fault(24)
-@pytest.mark.long
 def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
     """As a batch system may send them: USR2, then TERM, then TERM again, to all ranks, while they cannot act."""
     run_dir = tmp_path / "run"
@@ -234,7 +228,7 @@ def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path)
     go(marks)
     ended = helpers.finish(launcher)
     step = assert_saved(run_dir, ended, reason="SIGUSR2")
-    assert step <= 9
+    assert step == 8  # the one in which rank 0 was told
     assert conftest.log(run_dir, 0).count("saves at the next step") == 1  # the first one's alone
     assert_goes_on(start, run_dir, step)
 
@@ -265,7 +259,7 @@ def test_a_signal_is_noted_at_once_while_a_rank_waits_for_another(start: Start, 
     assert not (marks / "go").exists()
     go(marks)
     step = assert_saved(run_dir, helpers.finish(launcher))
-    assert step in (8, 9)
+    assert step == 8
 
 
 @pytest.mark.fault(23)
@@ -446,7 +440,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) ->
     port = helpers.free_port()
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]
-    rank = helpers.start(argv, cwd=repo, environ=environ)
+    rank = helpers.fork(argv, cwd=repo, environ=environ)
     try:
 
         def listens() -> bool:

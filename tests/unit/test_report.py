@@ -41,6 +41,7 @@ def test_runs_side_by_side_with_the_keys_in_which_they_differ(tmp_path: Path) ->
     (tmp_path / "cifar/7_2/metrics.jsonl").write_text(
         '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
     )
+    rundir.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
     for number in range(3):
         os.utime(tmp_path / f"cifar/7_{number}", (number, number))
     head, *rows = lines(str(tmp_path))

@@ -1,0 +1,73 @@
+"""A run that stops in the middle of an epoch and resumes ends with the state of a run that never stopped, on each rank, to the last bit.
+
+The model has dropout, batch normalization and averaged weights; the run has AdamW, a schedule, accumulated gradients, and draws
+from the random generators of Python and NumPy. The state is compared, because most of these do not show in the loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.core import checkpoint
+from tests import helpers
+
+CODE = """
+import os, random, signal
+import numpy
+from recipes import broken
+from recipes.core import checkpoint, entry, session
+START = entry.begin("broken")
+
+def each_step(run, where):
+    random.random(), numpy.random.rand()
+    if where == os.environ.get("STOP_AT") and run.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return 1.0
+
+def main(cfg, run):
+    results = broken.main(cfg, run)
+    run.world.broadcast_buffers(run.state.ema)  # those of rank 0 are saved, and used in an evaluation
+    content = checkpoint.content_of(run.state, {}, [checkpoint.rng_state(run.world.device)])
+    print(f"state of rank {run.world.rank}: {checkpoint.digest(content)}", flush=True)
+    return results
+
+broken.misbehave = each_step
+session.run(main, START)
+"""
+WORDS = ("device=cpu", "cpu_threads=1", "seed=3", "pace_s=0", "accumulate=2", "log_every_steps=100", "max_steps=14")
+
+
+def states(ended: helpers.Ended) -> list[str]:
+    return sorted(line for line in ended.lines if line.startswith("state of rank "))
+
+
+def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: Path) -> None:
+    whole = helpers.run_ranks(CODE, [*WORDS, f"run_dir={tmp_path}/whole"], 2)
+    assert whole.status == 0, whole.out
+    words = [*WORDS, f"run_dir={tmp_path}/stopped"]
+    # Rank 1 alone gets a signal, in step 6. The ranks agree while step 7 runs.
+    stopped = helpers.run_ranks(CODE, words, 2, STOP_AT="6")
+    assert stopped.status == 75, stopped.out
+    status = helpers.read(tmp_path / "stopped", "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("preempted", 0, 7, "SIGTERM")
+    folder = tmp_path / "stopped" / "checkpoints"
+    saved = checkpoint.read(folder / "step-00000007.pt")["rng"]
+    assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()  # the ranks drop different units
+    resumed = helpers.run_ranks(CODE, words, 2)
+    assert resumed.status == 0, resumed.out
+    assert f"resumed from {folder}/step-00000007.pt, step 7" in resumed.lines
+    status = helpers.read(tmp_path / "stopped", "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 1, 14, "")
+    summary = helpers.read(tmp_path / "stopped", "summary")
+    expected = {"world_size": 2, "steps": 14, "resumed_from_step": 7, "restarts": 1}
+    assert expected.items() <= summary.items()
+    for rank in (0, 1):  # one log for both attempts
+        log = (tmp_path / "stopped" / "logs" / f"rank{rank}.log").read_text()
+        assert log.count(f"state of rank {rank}: ") == 2
+    assert len(states(whole)) == 2
+    assert states(resumed) == states(whole)
+    digests = [
+        checkpoint.digest(checkpoint.read(tmp_path / name / "checkpoints/step-00000014.pt"))
+        for name in ("whole", "stopped")
+    ]
+    assert digests[0] == digests[1]

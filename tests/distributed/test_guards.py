@@ -1,0 +1,103 @@
+"""What watches over a run while it trains: the watchdog, the fence of the run directory, the umask, and all ranks' signals."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.core import rundir, session, watchdog
+from tests import forked, helpers
+
+HELD = """
+from recipes.core import entry, session
+session.FENCE_S = 0.1
+START = entry.begin("broken")
+from recipes import broken
+session.run(broken.main, START)
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
+    """Two ranks: rank 1 has stopped inside step 8, and rank 0 waits for it below Python."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    words = [
+        "device=cpu",
+        "cpu_threads=1",
+        "pace_s=0",
+        "checkpoint_every_steps=5",
+        "umask=027",
+        f"run_dir={tmp_path}/run",
+    ]
+    fault = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
+    ranks = helpers.fork_ranks([sys.executable, "-c", HELD, *words], 2, **fault)
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+
+
+def test_each_rank_has_a_watchdog_and_files_are_the_groups_to_read(held: list[forked.Process], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    helpers.wait_until((tmp_path / "marks/reached.1").exists, helpers.START_S, "step 8")
+    for rank in held:
+        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
+        [watcher] = [command for command in commands if "recipes.core.watchdog" in command]
+        at = watcher.index("recipes.core.watchdog")
+        assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
+    helpers.wait_until((run_dir / "checkpoints/latest").exists, 30, "a checkpoint")
+    found = {
+        path.relative_to(run_dir): stat.S_IMODE(path.stat().st_mode) for path in run_dir.rglob("*") if path.is_file()
+    }
+    assert {Path("checkpoints/step-00000005.pt"), Path("logs/rank1.log"), Path("metrics.jsonl")} <= found.keys()
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
+    assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
+
+
+def test_an_attempt_whose_run_directory_is_taken_over_ends_while_it_waits(
+    held: list[forked.Process], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    helpers.wait_until((tmp_path / "marks/reached.1").exists, helpers.START_S, "step 8")
+    helpers.wait_until((run_dir / "checkpoints/latest").exists, 30, "a checkpoint")
+    before = (run_dir / "status.json").read_bytes()
+    rundir.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
+    ended = helpers.finish(held[0])
+    assert ended.status == 3, ended.out
+    assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
+    assert (run_dir / "status.json").read_bytes() == before
+
+
+def test_the_fence_is_looked_at_every_few_seconds() -> None:
+    assert session.FENCE_S <= 10
+
+
+AGREE = """
+import os, signal
+from recipes.core import entry
+START = entry.begin("toy")
+from recipes import toy
+from recipes.core import session
+agree = session.Run.agree
+def told(run):
+    if run.step == 3 and run.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return agree(run)
+session.Run.agree = told
+session.run(toy.main, START)
+"""
+
+
+def test_in_a_loop_of_its_own_a_recipe_stops_where_any_rank_is_told_to(tmp_path: Path) -> None:
+    ended = helpers.run_ranks(AGREE, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}"], 2)
+    assert ended.status == 75, ended.out
+    assert f"stopped by SIGTERM at step 3, saved in {tmp_path}" in ended.lines
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["step"], status["reason"]) == ("preempted", 3, "SIGTERM")
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000003.pt\n"

@@ -1,0 +1,263 @@
+"""Ranks as forks of one process that has imported torch. A fork takes 0.1 s of CPU; a process that imports torch takes 4 s.
+
+`start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an environment and a working folder, and
+gives what can be used like a `subprocess.Popen`. launch.py in a fork starts its ranks as forks, too. The process that is forked
+starts at the first call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd refuses
+to work in a fork of a process that did.
+
+For tests of what a run does. What a process does before torch is imported, and at the end of the interpreter, is tested with
+processes of their own (`helpers.start`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.util
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.01
+
+
+class Process:
+    """A fork. Its methods are those of `subprocess.Popen`. stdout: its stdout and stderr."""
+
+    def __init__(self, args: Sequence[str], pid: int, stdout: int, told: int) -> None:
+        self.args, self.pid, self.stdout = args, pid, os.fdopen(stdout, encoding="utf-8", errors="replace")
+        self.returncode: int | None = None
+        self._told = told
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+            text = os.read(self._told, 64)
+            os.close(self._told)
+            self.returncode = int(text) if text else -signal.SIGKILL  # nothing: the process that is forked has ended
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """All that was not read yet, when the process has ended."""
+        deadline, read = time.monotonic() + (timeout or 1e6), []
+        while True:
+            if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            if not (piece := os.read(self.stdout.fileno(), 1 << 16)):
+                break
+            read.append(piece)
+        self.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.closing(self.stdout):
+            return b"".join(read).decode(errors="replace"), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) -> Process:
+    """Runs a command of Python in a fork. argv: ``python -m module``, ``python -c code`` or ``python launch.py``, and words."""
+    read_end, write_end = os.pipe()
+    told, tell = os.pipe()
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    request = {"argv": list(map(str, argv)), "environ": dict(environ), "cwd": str(cwd), "blocked": blocked}
+    text = json.dumps(request).encode()
+    server = _server()
+    socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end, tell])
+    server.sendall(text)
+    os.close(write_end)
+    os.close(tell)
+    return Process(argv, int.from_bytes(os.read(told, 4), "big"), read_end, told)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """The connection to the process that is forked. It ends when this one does."""
+    ours, its = socket.socketpair()
+    # -P is of Python 3.11 on; the working folder is the repository, where `tests` and `recipes` are found.
+    subprocess.Popen([sys.executable, "-m", "tests.forked", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()])
+    its.close()
+    return ours
+
+
+# What follows is the process that is forked, and its forks.
+
+
+def serve(connection: socket.socket) -> None:
+    pids: dict[int, int] = {}  # where each one's status is to be written
+    while True:
+        if select.select([connection], [], [], POLL_S if pids else None)[0]:
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+            if not head:
+                return
+            length, text = int.from_bytes(head, "big"), b""
+            while len(text) < length:
+                text += connection.recv(length - len(text))
+            out, tell = descriptors
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                request = json.loads(text)
+                signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("blocked"))
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                become(**request)
+            os.write(tell, pid.to_bytes(4, "big"))
+            os.close(out)
+            pids[pid] = tell
+        while pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            with contextlib.suppress(BrokenPipeError):  # the test has ended before it
+                os.write(pids[pid], str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(pids.pop(pid))
+
+
+def become(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: str,
+    pass_fds: Sequence[int] = (),
+    prepare: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Does in this fork what the command ``argv`` would do, and ends."""
+    code = 1
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in pass_fds:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prepare()
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(cwd)
+        random.seed()
+        what, *words = (word for word in argv[1:] if word != "-u")
+        if what.endswith("launch.py"):
+            import launch
+            from recipes.core import local
+
+            sys.argv = [what, *words]
+            local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
+            code = launch.main(words)
+        else:
+            sys.argv = ["-c" if what == "-c" else "", *words[1:]]
+            if what == "-c":
+                exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+            else:
+                assert what == "-m", argv
+                spec = importlib.util.find_spec(words[0])
+                assert spec
+                assert spec.origin, words[0]
+                runpy.run_path(spec.origin, run_name="__main__")
+            code = 0
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class Rank:
+    """A rank that launch.py starts, as a fork of it: what `recipes.core.local` uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, pass_fds: Sequence[int],
+        start_new_session: bool, preexec_fn: Callable[[], None],
+    ) -> None:  # fmt: skip
+        assert start_new_session
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+            become(argv, env, str(cwd), pass_fds, preexec_fn)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def add_broken() -> None:
+    """Makes the recipe of the fault tests (tests/faults/broken.py) one of the recipes."""
+    import recipes
+    from recipes.core import config
+
+    for name in ("conf.broken", "broken"):  # the keys first
+        path = ROOT / "tests" / "faults" / f"{name.replace('conf.broken', 'broken_conf')}.py"
+        spec = importlib.util.spec_from_file_location(f"recipes.{name}", path)
+        assert spec
+        assert spec.loader
+        module = sys.modules[f"recipes.{name}"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    recipes.broken = module  # type: ignore[attr-defined]
+    names = [*config.recipe_names(), "broken"]
+    config.recipe_names = lambda: names
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    import sklearn.datasets  # noqa: F401
+    import torch
+    import torch._dynamo  # the first optimizer would import it, in each fork
+
+    import launch  # noqa: F401
+    from recipes.core import bandwidth, images, lars, models, session, train  # noqa: F401
+
+    torch.set_num_threads(1)  # or a fork would lack the threads that it believes to have
+    add_broken()
+    gc.collect()
+    gc.freeze()
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main()
