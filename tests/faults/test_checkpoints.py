@@ -120,23 +120,6 @@ def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Pat
     record_property("of 200 flipped bits plain torch.load takes without a word", silent)
 
 
-@pytest.mark.fault(27, 28)
-@pytest.mark.parametrize(
-    "damage", [pytest.param(cut, marks=pytest.mark.long), flipped, pytest.param(zeroed, marks=pytest.mark.long)]
-)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
-    start: Start, made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes]
-) -> None:
-    run_dir = shutil.copytree(made, tmp_path / "run")
-    newest = run_dir / "checkpoints" / "step-00000010.pt"
-    newest.write_bytes(damage(newest.read_bytes(), random.Random(3)))
-    ended = helpers.finish(start(run_dir, "max_steps=12", "checkpoint_every_steps=4", "cpu_threads=1", ranks=0))
-    assert ended.status == 0, ended.out
-    assert any(line.startswith("warning: rank 0 on ") and str(newest) in line for line in ended.lines), ended.out
-    assert f"resumed from {run_dir}/checkpoints/step-00000008.pt, step 8" in ended.lines
-    assert conftest.newest(run_dir).name == "step-00000012.pt"
-
-
 # Killed over a save.
 
 
@@ -445,35 +428,6 @@ def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: S
     assert ended.status == 2, ended.out
     assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
     assert conftest.noticed(tmp_path / "run", 0) - float((tmp_path / "reached.0").read_text()) < 5
-
-
-@pytest.mark.fault(33)
-@pytest.mark.parametrize(
-    ("words", "environ", "shown"),
-    [
-        (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
-        pytest.param(
-            [],
-            {"FAULT": "another_model"},
-            ["is of another model", "size mismatch for 0.weight"],
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["keys", "model"],
-)
-def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
-    start: Start, made: Path, tmp_path: Path, words: list[str], environ: dict[str, str], shown: list[str]
-) -> None:
-    run_dir = shutil.copytree(made, tmp_path / "run")
-    before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
-    ended = helpers.finish(start(run_dir, "max_steps=20", *words, **environ))
-    assert ended.status == 2, ended.out
-    # Rank 1 says it too where it has not seen in time that rank 0 does.
-    (line,) = {line for line in ended.lines if line.startswith("broken: ") and "checkpoint" in line}
-    assert all(word in line for word in shown), line
-    assert "Traceback" not in ended.out
-    assert {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()} == before
-    assert len(helpers.rows(run_dir)) == len(helpers.rows(made))
 
 
 @pytest.mark.fault(33)
