@@ -53,6 +53,8 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     folder = tmp_path / "stopped" / "checkpoints"
     saved = checkpoint.read(folder / "step-00000007.pt")["rng"]
     assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()  # the ranks drop different units
+    assert saved[0]["python"]["numbers"].tolist() != saved[1]["python"]["numbers"].tolist()
+    assert saved[0]["numpy"]["keys"].tolist() != saved[1]["numpy"]["keys"].tolist()
     resumed = helpers.run_ranks(CODE, words, 2)
     assert resumed.status == 0, resumed.out
     assert f"resumed from {folder}/step-00000007.pt, step 7" in resumed.lines

@@ -60,7 +60,9 @@ class Trained:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
-        of_run = [f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_"))]
+        of_run = [
+            f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_", "resume"))
+        ]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
         with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
@@ -109,6 +111,61 @@ def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> Non
     assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
 
 
+def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
+    first = Trained(tmp_path / "first")
+    first.values = [0.9, 0.5]
+    first.run(resumes=True, epochs=2)
+    for pointer, step in (("best", 2), ("latest", 4)):
+        again = Trained(tmp_path / pointer)
+        again.values = [0.1, 0.2]
+        _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
+        assert (run.resumed_from_step, run.state.step) == (step, 6)
+        # The file of the first run's best is not here: this run has a best of its own.
+        best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
+        assert run.state.meta["best"] == best
+        for name in ("best", "latest"):
+            assert checkpoint.named(tmp_path / pointer / "checkpoints", name) == "step-00000006.pt"
+
+
+def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = Trained(tmp_path).run(resumes=True, epochs=1)
+    assert session._fail(run, rundir.Stopped("SIGTERM")) == 75
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
+    assert rundir.failed_ranks(tmp_path, 0) == []
+    assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        # Each rank's number of words, steps and phase; this is rank 0, at the sum of step 7.
+        ([(5, 7, watchdog.SUM)] * 3, [(5, 7, watchdog.SUM), (6, 7, watchdog.SUM), (6, 7, watchdog.DATA)], None),
+        (
+            [(5, 7, watchdog.SUM), (5, 7, watchdog.SUM), (5, 6, watchdog.FORWARD)],
+            [(6, 7, watchdog.SUM), (6, 6, watchdog.BACKWARD), (6, 6, watchdog.FORWARD)],
+            {"rank": 2, "host": "c", "at": "step 7 (forward)"},
+        ),
+        (  # one that says nothing any more, before one that is slow
+            [(5, 7, watchdog.SUM), (5, 7, watchdog.SUM), (5, 6, watchdog.FORWARD)],
+            [(6, 7, watchdog.SUM), (5, 7, watchdog.SUM), (6, 6, watchdog.FORWARD)],
+            {"rank": 1, "host": "b", "at": "step 7 (loss over all ranks)"},
+        ),
+    ],
+)
+def test_the_rank_that_is_behind_is_named(
+    first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "PULSE_S", 0.1)
+    answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
+    store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
+    info = RankInfo(0, 0, 0, 3, 3, 1, "127.0.0.1", 1, "env", (), False, None, 0)
+    pulse = watchdog.Pulse()
+    pulse.beat(watchdog.SUM, 7)
+    world = dist.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
+    assert world.behind() == named
+
+
 def test_rows_and_the_summary_tell_the_rate_of_each_step_and_the_speed_of_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,12 +184,12 @@ def test_rows_and_the_summary_tell_the_rate_of_each_step_and_the_speed_of_traini
     assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 6, "")
 
 
-def test_the_newest_checkpoints_stay_and_those_of_keep_every_steps(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_stays_and_those_of_keep_every_steps(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
-    trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=2, keep_best="false")
+    trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=1, keep_best="false")
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "latest", "step-00000003.pt", "step-00000004.pt", "step-00000006.pt",
+        "latest", "step-00000003.pt", "step-00000006.pt",
     ]  # fmt: skip
     assert checkpoint.named(folder, "latest") == "step-00000006.pt"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -36,20 +37,23 @@ def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
     ]
     fault = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
     ranks = helpers.fork_ranks([sys.executable, "-c", HELD, *words], 2, **fault)
-    yield ranks
-    for rank in ranks:
-        rank.kill()
+    try:
+        helpers.wait_until((marks / "reached.1").exists, helpers.START_S, "step 8")
+        # The checkpoint of step 5 is written, and the status tells it.
+        helpers.wait_until(lambda: helpers.read(tmp_path / "run", "status")["step"] == 5, 30, "a checkpoint")
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_each_rank_has_a_watchdog_and_files_are_the_groups_to_read(held: list[forked.Process], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    helpers.wait_until((tmp_path / "marks/reached.1").exists, helpers.START_S, "step 8")
     for rank in held:
         commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
         [watcher] = [command for command in commands if "recipes.core.watchdog" in command]
         at = watcher.index("recipes.core.watchdog")
         assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
-    helpers.wait_until((run_dir / "checkpoints/latest").exists, 30, "a checkpoint")
     found = {
         path.relative_to(run_dir): stat.S_IMODE(path.stat().st_mode) for path in run_dir.rglob("*") if path.is_file()
     }
@@ -64,14 +68,27 @@ def test_an_attempt_whose_run_directory_is_taken_over_ends_while_it_waits(
     held: list[forked.Process], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    helpers.wait_until((tmp_path / "marks/reached.1").exists, helpers.START_S, "step 8")
-    helpers.wait_until((run_dir / "checkpoints/latest").exists, 30, "a checkpoint")
     before = (run_dir / "status.json").read_bytes()
     rundir.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
     ended = helpers.finish(held[0])
     assert ended.status == 3, ended.out
     assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
     assert (run_dir / "status.json").read_bytes() == before
+
+
+OTHER_KEYS = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.argv.append("lr=0.5")
+"""
+
+
+def test_ranks_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
+    ended = helpers.run_ranks(OTHER_KEYS + HELD, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}/run"], 2)
+    assert ended.status == 2, ended.out
+    host = socket.gethostname()
+    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there): give the same on each"
+    assert f"broken: {words}" in ended.lines
 
 
 def test_the_fence_is_looked_at_every_few_seconds() -> None:

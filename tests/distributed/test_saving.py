@@ -19,8 +19,6 @@ from torch import nn
 from recipes.core import checkpoint, metrics, rundir
 from recipes.core.checkpoint import HostCopy, Keep, Saver
 from recipes.core.rundir import MachineError
-from tests import helpers
-from tests.helpers import LOCAL
 
 CPU = torch.device("cpu")
 
@@ -156,21 +154,6 @@ def test_a_run_that_was_sent_back_removes_none_of_later_steps(tmp_path: Path) ->
     saver.wait()
     assert steps_left(tmp_path) == [3, 4, 30]
     assert [checkpoint.step_of(path) for path in checkpoint.candidates(tmp_path)] == [4, 3, 30]
-
-
-@pytest.mark.long
-def test_a_run_of_its_own_does_not_take_over_the_best_of_the_one_it_began_from(tmp_path: Path) -> None:
-    """The file is not there: `best` in the new folder is the best of what the new run has seen."""
-    first = helpers.run([*LOCAL, "max_steps=30", f"run_dir={tmp_path}/first"])
-    assert first.status == 0, first.out
-    best = checkpoint.named(tmp_path / "first" / "checkpoints", "best")
-    second = helpers.run(
-        [*LOCAL, "max_steps=31", f"run_dir={tmp_path}/second", f"resume={tmp_path}/first/checkpoints/{best}"]
-    )
-    assert second.status == 0, second.out
-    meta = checkpoint.read(tmp_path / "second" / "checkpoints" / "step-00000031.pt")["meta"]
-    assert meta["best"]["step"] == 31
-    assert checkpoint.named(tmp_path / "second" / "checkpoints", "best") == "step-00000031.pt"
 
 
 def test_all_stay_where_that_is_asked_for(tmp_path: Path) -> None:

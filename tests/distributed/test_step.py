@@ -121,7 +121,6 @@ def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
     assert found(tmp_path)["weights"][:3] == pytest.approx(average.flatten().tolist(), rel=1e-5)
 
 
-@pytest.mark.long
 def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
     work = """
     def work(beat):
@@ -149,7 +148,6 @@ def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:
         ("if not world.rank: raise InputError('no such folder')", "HOST: no such folder"),
     ],
 )
-@pytest.mark.long
 def test_all_end_where_one_cannot(tmp_path: Path, work: str, words: str) -> None:
     code = f"def work(beat):\n    {work}\nworld.together('slow', work)\ntime.sleep(9)"
     ended = run_ranks(tmp_path, IMPATIENT.format(timeout_s=1) + code, "timeout_s=100")

@@ -212,6 +212,11 @@ def blind(run: Run) -> float:
     return 1.0
 
 
+def another_model(run: Run) -> float:
+    """Nothing at any step: the model is a unit wider, of the same keys."""
+    return 1.0
+
+
 # Where and when it happens.
 
 
@@ -248,8 +253,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     random = data.generator(cfg.seed, 0, stream=2)
     inputs = torch.randn(cfg.samples, 8, generator=random).to(world.device)
     labels = torch.randint(0, 4, (cfg.samples,), generator=random).to(world.device)
+    width = cfg.width + 1 if os.environ.get("FAULT") == "another_model" else cfg.width
     net = nn.Sequential(
-        nn.Linear(8, cfg.width), nn.BatchNorm1d(cfg.width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(cfg.width, 4)
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 4)
     ).to(world.device)  # fmt: skip
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)

@@ -193,6 +193,8 @@ def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
         steps = [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(copy)]
         assert int(checkpoint.named(copy, "latest")[5:13]) in steps, points[number]
         newest.append(max(steps))
+        checkpoint.sweep(copy)  # as the next attempt does
+        assert not list(copy.glob(".*")), points[number]
     assert newest == sorted(newest)
     renamed = points.index("after rename")
     assert (newest[renamed - 1], newest[renamed]) == (1, 2)
@@ -389,7 +391,7 @@ def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
 @pytest.mark.fault(32)
 @pytest.mark.parametrize(
     ("rank", "hidden", "seconds", "step"),
-    [pytest.param(1, "step-*.pt", 3, 10, marks=pytest.mark.long), (0, "step-00000010.pt", 3600, 8)],
+    [(1, "step-*.pt", 3, 10), (0, "step-00000010.pt", 3600, 8)],
     ids=["rank 1 sees none yet", "rank 0 does not see the newest"],
 )
 def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
@@ -431,7 +433,30 @@ def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: S
 
 
 @pytest.mark.fault(33)
-@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "environ", "shown"),
+    [
+        (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
+        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
+    ],
+    ids=["keys", "model"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
+    start: Start, made: Path, tmp_path: Path, words: list[str], environ: dict[str, str], shown: list[str]
+) -> None:
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()}
+    ended = helpers.finish(start(run_dir, "max_steps=20", *words, **environ))
+    assert ended.status == 2, ended.out
+    # Rank 1 says it too where it has not seen in time that rank 0 does.
+    (line,) = {line for line in ended.lines if line.startswith("broken: ") and "checkpoint" in line}
+    assert all(word in line for word in shown), line
+    assert "Traceback" not in ended.out
+    assert {path.name: path.read_bytes() for path in (run_dir / "checkpoints").iterdir()} == before
+    assert len(helpers.rows(run_dir)) == len(helpers.rows(made))
+
+
+@pytest.mark.fault(33)
 def test_a_checkpoint_of_another_recipe_is_refused(start: Start, made: Path, tmp_path: Path) -> None:
     there = made / "checkpoints" / "step-00000010.pt"
     words = ("recipe=mnist", "dataset=digits", "max_steps=2", f"resume={there}")

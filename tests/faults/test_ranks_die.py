@@ -261,7 +261,6 @@ def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) 
 
 
 @pytest.mark.fault(6)
-@pytest.mark.long
 def test_out_of_memory_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="memory", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "out of memory")
@@ -282,7 +281,6 @@ def test_out_of_memory_on_a_gpu_is_one_line_with_the_sizes(start: Start, tmp_pat
 
 
 @pytest.mark.fault(7)
-@pytest.mark.long
 def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, tmp_path: Path) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="segv", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "was killed by SIGSEGV", status=139)
