@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -57,9 +58,17 @@ def test_what_starts_it_changes_no_bit(tmp_path: Path) -> None:
     assert len(set(digests.values())) == 1, digests
 
 
-def test_it_learns_and_leaves_what_every_run_does(tmp_path: Path) -> None:
-    ended = helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={tmp_path}"])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one rank's whole run."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    ended = helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={run_dir}"])
     assert ended.status == 0, ended.out
+    return run_dir
+
+
+def test_it_learns_and_leaves_what_every_run_does(alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
     rows = helpers.rows(tmp_path)
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
     assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
@@ -125,15 +134,18 @@ runpy.run_module("recipes.toy", run_name="__main__", alter_sys=True)
 """
 
 
-def test_spawned_in_a_job_nothing_is_left_on_the_node(tmp_path: Path) -> None:
+def test_spawned_in_a_job_it_learns_the_same_and_leaves_nothing_on_the_node(alone: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     environ = helpers.clean_environment(SLURM_JOB_ID="7", TMPDIR=str(disk))
-    words = ["spawn=2", "device=cpu", "max_steps=2", f"run_dir={tmp_path}/run"]
+    words = ["spawn=2", "device=cpu", "max_steps=20", f"run_dir={tmp_path}/run"]
     ended = helpers.run_fork([sys.executable, "-c", SPAWN, *words], environ=environ)
     assert ended.status == 0, ended.out
     assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
     assert not any(disk.iterdir())
+    ours, theirs = ([row["loss"] for row in helpers.rows(folder)[:2]] for folder in (tmp_path / "run", alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)  # steps 1 and 16; another order of the same sums
+    assert helpers.read(tmp_path / "run", "summary")["world_size"] == 2
 
 
 @pytest.mark.long

@@ -1,4 +1,7 @@
-"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened."""
+"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened.
+
+Values that a shell would run are in tests/faults/test_canaries.py.
+"""
 
 import os
 import socket
@@ -53,7 +56,7 @@ KEYS: tuple[str, ...] = (
     "epochs=", "epochs=three", "epochs=-1", "epochs=1.5", "epochs=0x10", "epochs=null", "epochs=[3]", "epochs=\u00b3",
     "epochs=" + "9" * 9000, "max_steps=" + "9" * 19, "epochs=3;touch canary", "lr=fast", "lr=nan", "lr=1e999", "lr=-0.1", "warmup=2",
     "seed=-1", "global_batch_size=0", "num_workers=1000000", "log_every_steps=0", "compile=maybe", "dtype=float64", "optimizer=adam",
-    "device=tpu", "timeout_s=0", "max_requeues=-1", "cpu_threads=-1", "checkpoint_every_s=-1",
+    "device=tpu", "backend=nccl", "timeout_s=0", "max_requeues=-1", "cpu_threads=-1", "checkpoint_every_s=-1",
     # names of data sets, variants, files and folders
     "dataset=minst", "dataset=../x", "variant=nosuch", "data_dir=a\nb", "data_dir=a\x00b", "data_dir=\udcff", "data_dir=a\u2028b",
     "data_dir=~nosuchuser/x", "data_dir=" + "x" * 5000, "run_dir=???", "resume=",
@@ -335,7 +338,7 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
         (("launch.py", "recipe=mnist", "launcher=print", "epoch=3"), 2),
         (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
         (("-m", "recipes.core.batch", "begin", "mnist", "lr=fast"), 2),
-        (("-m", "recipes.mnist", "data_dir=`touch canary`", "epochs=-1"), 2),
+        (("-m", "recipes.mnist", "nodes=2"), 2),
         (("-m", "recipes.prepare", "minst"), 2),
     ],
     ids=lambda v: ascii(" ".join(v))[1:60] if isinstance(v, tuple) else None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,12 @@ def test_the_runtime_is_told_by_the_image(image: str, runtime: str, expected: st
     assert (found.runtime, found.mounts) == (expected, ("/a", "/b:/c"))
 
 
+def test_an_image_that_is_a_file_is_found_wherever_the_job_starts(tmp_path: Path) -> None:
+    (tmp_path / "x.sif").touch()
+    assert container.whole("x.sif", tmp_path) == f"{tmp_path}/x.sif"
+    assert container.whole("docker://x", tmp_path) == "docker://x"
+
+
 def test_no_image_is_no_container() -> None:
     assert container.chosen("", "pyxis", "/a") is None
 
@@ -41,6 +49,30 @@ def test_folders_that_are_there_and_each_once(tmp_path: Path) -> None:
     keys = ("data_dir", "run_dir", "network", "stage_dir", "config")
     found = container.folders(words, keys, [tmp_path / "repository"])
     assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+
+
+def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path) -> None:
+    (tmp_path / "x.sqsh").touch()
+    for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
+        words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]
+        job = slurm.describe(config.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
+        found: dict[str, Any] = slurm.submitit_parameters(job, "python")
+        assert "export NCCL_IB_DISABLE=1" in "\n".join(found["setup"])
+        assert (option in found["srun_args"]) is bool(option)
+        inside = slurm.enter(job, "python")[1]
+        assert inside[-1] == "python3"
+        assert bool(option) or {"docker://x", "/m", "exec"} <= set(inside)
+        with open(tmp_path / "lines", "w") as lines:
+            environ = {
+                "RECIPES_LINES": str(lines.fileno()),
+                "RECIPES_CONTAINER": image,
+                "RECIPES_CONTAINER_MOUNTS": "/m",
+            }
+            assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
+        said = (tmp_path / "lines").read_text()
+        assert "export NCCL_IB_DISABLE=1" in said
+        assert f"inside=({shlex.join(inside)})" in said
+        assert (f"step=({option} " if option else "step=()") in said
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
@@ -76,6 +108,25 @@ def test_gpus_are_shown_where_there_are_any() -> None:
     here = container.Container("x.sif", "apptainer")
     assert "--nv" in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=True)[1]
     assert "--nv" not in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=False)[1]
+
+
+def test_what_a_rank_is_started_with_inside() -> None:
+    """The folders of the run and those asked for, in the code's folder, with the variables that say how a network is used."""
+    environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
+        "PATH": "/bin"
+    }
+    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ, False)
+    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
+    assert options == []
+    binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
+    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME"]  # which modules set for another Python
+    assert inside == [*clean, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
+    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
+    names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
+    assert options == [
+        "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
+    ]  # fmt: skip
+    assert inside == [*clean, "python3"]
 
 
 def test_typed_wins_over_the_surroundings_and_those_over_the_profile(

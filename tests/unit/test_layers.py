@@ -107,7 +107,7 @@ def check(what):
     assert not heavy, f"{what} loads {heavy}"
 import launch
 assert launch.main(["recipe=mnist", "launcher=print", "nodes=2"]) == 0; check("launch.py")
-assert launch.main(["check", "recipe=toy", "launcher=local", "device=cpu"]) == 0; check("launch.py check")
+assert launch.main(["check", "recipe=doctor", "launcher=local", "device=cpu"]) == 0; check("launch.py check")
 from recipes.core import batch, entry, ready, submit
 assert batch.main(["begin", "mnist", "epochs=1"]) == 0; check("a batch script")
 assert ready.main(["check"]) in (0, 1); import submitit; check("submitting")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.core import local
 from recipes.core.ranks import RankError, RankInfo, detect, port_for
 
 
@@ -220,6 +221,13 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         env(f"{OMPI_3} MASTER_ADDR=node1"),
         info("3/4", "1/2", "1/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
     ),
+    "mpirun of one rank a node, the daemon's node": (
+        env(
+            f"{OMPI_3} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+            "OMPI_COMM_WORLD_LOCAL_SIZE=1 MASTER_ADDR=node1"
+        ),
+        info("1/2", "0/1", "1/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
     "mpiexec in a batch script": (
         env(
             f"{HYDRA} PMI_RANK=3 MPI_LOCALRANKID=1 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 "
@@ -361,8 +369,7 @@ def test_ports_of_neighbouring_jobs_steps_and_restarts_differ() -> None:
     for first in (0, 1, 22_740, 4_294_967_000):
         ports = [port_for(first + j, s, r) for j, s, r in product(range(51), range(21), range(4))]
         assert len(set(ports)) == len(ports)
-        assert min(ports) >= 10_000
-        assert max(ports) < 32_768
+    assert all(10_000 <= port_for(job) < 32_768 for job in range(1000))
 
 
 def layout_environ(launcher: str, counts: list[int], node: int, local_rank: int, rank: int) -> dict[str, str]:
@@ -389,6 +396,18 @@ def test_ranks_of_any_layout_are_a_consistent_bijection(launcher: str, counts: l
     assert all(i.local_world_size == counts[i.node_rank] for i in infos)
     assert {i.launcher for i in infos} == {launcher}
     assert len({(i.world_size, i.num_nodes, i.master_addr, i.master_port, i.nodes, i.run_id) for i in infos}) == 1
+
+
+def test_ranks_of_the_local_launcher_are_where_it_put_them() -> None:
+    for counts in ((8, 2), (1, 3, 2)):
+        places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+        layouts = [local.Layout(counts, node, "h", 29400) for node in range(len(counts))]
+        infos = [detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places]
+        assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [(n, *place) for n, place in enumerate(places)]
+        assert [i.local_world_size for i in infos] == [counts[node] for node, _ in places]
+        assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {
+            (sum(counts), len(counts), "h", 29400)
+        }
 
 
 def test_mutated_environments_give_a_rank_or_one_line() -> None:

@@ -17,7 +17,7 @@ def root(tmp_path: Path) -> Path:
     """A repository of one recipe, with what is no code beside it."""
     files = {
         "recipes/toy.py": "1", "recipes/core/x.py": "2", "recipes/words.txt": "3", "env/common.env": "A=1", "env/clusters/a.yaml": "",
-        "launch.py": "4", "mine/net.py": "5", "mine/kernel.cu": "6", "empty/notes.txt": "", "tests/test_x.py": "", "runs/toy/1/x.py": "",
+        "launch.py": "4", "mine/net.py": "5", "mine/kernel.cu": "6", "empty/notes.txt": "", "tests/test_x.py": "", "runs/toy/1/x.py": "", "runs/plot.py": "",
         "data/x.py": "", "recipes/__pycache__/toy.pyc": "", "recipes/.toy.py.swp": "", ".venv/x.py": "", "toy-12.out": "",
     }  # fmt: skip
     for name, text in files.items():
@@ -73,6 +73,7 @@ def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
     clean = snapshot.take(root)
     assert (snapshot.git_commit(clean), snapshot.difference(clean)) == (head, b"")
     (root / "recipes/toy.py").write_text("mine\n")
+    git(root, "add", ".")
     copy = snapshot.take(root)
     (root / "recipes/toy.py").write_text("later\n")
     assert snapshot.git_commit(copy) == f"{head}-dirty"
