@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from recipes.core import checkpoint, rundir
 from tests import helpers
 
 
-@pytest.mark.long
 def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_named(tmp_path: Path) -> None:
     first = [*helpers.LOCAL, "ranks_per_node=1", "epochs=1", "max_steps=10", f"run_dir={tmp_path}/first"]
-    ended = helpers.run([*first, "keep_every_steps=3", "keep_checkpoints=1"])
+    ended = helpers.run_fork([*first, "keep_every_steps=3", "keep_checkpoints=1"])
     assert ended.status == 0, ended.out
     found = sorted(path.name for path in (tmp_path / "first/checkpoints").glob("step-*"))
     assert found == [f"step-{step:08d}.pt" for step in (3, 6, 9, 10)]
@@ -25,12 +22,11 @@ def test_checkpoints_of_an_interval_are_saved_for_it_and_best_and_latest_can_be_
             f"run_dir={tmp_path}/{pointer}",
             f"resume={tmp_path}/first/checkpoints/{pointer}",
         ]
-        ended = helpers.run(again)
+        ended = helpers.run_fork(again)
         assert ended.status == 0, ended.out
         assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10
 
 
-@pytest.mark.long
 def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     """Also where it ends before its next checkpoint; and a checkpoint that was asked for stays the one, except for a job that was
     queued again and has trained this run already."""
@@ -46,13 +42,13 @@ def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     }
 
     def resumed(*words: str, **environ: str) -> int:
-        ended = helpers.run([*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**place, **environ))
+        ended = helpers.run_fork([*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**place, **environ))
         assert ended.status == 0, ended.out
         [line] = [line for line in ended.lines if line.startswith("resumed from ")]
         assert line.startswith(f"resumed from {folder}/step-"), line
         return int(line.rpartition(" ")[2])
 
-    first = helpers.run([*argv, "max_steps=6"], cwd=tmp_path, environ=helpers.clean_environment(**place))
+    first = helpers.run_fork([*argv, "max_steps=6"], cwd=tmp_path, environ=helpers.clean_environment(**place))
     assert first.status == 0, first.out
     best = checkpoint.read(folder / "step-00000006.pt")["meta"]["best"]
     assert best["step"] == 6
