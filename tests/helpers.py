@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,6 +32,7 @@ LOCAL = (sys.executable, str(ROOT / "launch.py"), "recipe=mnist", "launcher=loca
 _PLACE = ("SLURM_", "SRUN_", "SBATCH_", "PMI", "OMPI_", "MPI_", "RECIPES_", "TORCHELASTIC_", "GROUP_", "NCCL_", "GLOO_")
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
+Found = TypeVar("Found")
 
 long = functools.partial(pytest.param, marks=pytest.mark.long)  # a value of a parameter that takes long
 
@@ -194,12 +195,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
-    """Asks again and again until ``condition()`` holds. Raises AssertionError after ``timeout_s``."""
+def wait_until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
+    """The first value of ``condition()`` that is true. Raises AssertionError, which names ``what``, after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
+    return found
 
 
 def wait_for_the_end_of(pids: Iterable[int], timeout_s: float) -> None:

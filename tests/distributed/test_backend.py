@@ -37,7 +37,7 @@ session.run(toy.main, START)
 
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_that_torch_has_not_is_one_line(tmp_path: Path) -> None:
-    ended = helpers.run([*helpers.LOCAL, "ranks_per_node=2", "backend=mpi", f"run_dir={tmp_path}/run"])
+    ended = helpers.run_fork([*helpers.LOCAL, "ranks_per_node=1", "backend=mpi", f"run_dir={tmp_path}/run"])
     assert ended.status == 3, ended.out
     said = (
         f"mnist: {socket.gethostname()}: backend=mpi: wants a torch that was built from source with MPI, and this one, as the usual "

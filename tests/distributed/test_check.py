@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of two ranks and three steps, with the checkpoints of two of them."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
-    ended = helpers.run([*helpers.LOCAL, *words])
+    ended = helpers.run_fork([*helpers.LOCAL, *words])
     assert ended.status == 0, ended.out
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == ["step-00000002.pt", "step-00000003.pt"]
     return run_dir

@@ -48,7 +48,7 @@ def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pyt
         return photos
     folder = tmp_path_factory.mktemp(request.param)
     words = [f"source={photos}", f"data_dir={folder}", f"encoding={request.param}", "size=36", "workers=1"]
-    ended = helpers.run([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
     assert ended.status == 0, ended.out
     assert "broken.JPEG" in ended.out
     return folder
@@ -67,7 +67,7 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
         f"run_dir={tmp_path}",
     ]
     stage = [f"stage_dir={tmp_path}/node"] if packed else []
-    ended = helpers.run([*LOCAL, *SMALL, *words, *stage])
+    ended = helpers.run_fork([*LOCAL, *SMALL, *words, *stage])
     assert ended.status == 0, ended.out
     summary = helpers.read(tmp_path, "summary")
     assert (summary["world_size"], summary["val_samples"]) == (2, 37)
@@ -84,7 +84,7 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
 @pytest.mark.long
 def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) -> None:
     keys = [*SMALL, f"data_dir={photos}", "epochs=1"]
-    ended = helpers.run([*LOCAL, *keys, "ranks_per_node=2", f"run_dir={tmp_path}/run"])
+    ended = helpers.run_fork([*LOCAL, *keys, "ranks_per_node=2", f"run_dir={tmp_path}/run"])
     assert ended.status == 0, ended.out
     counts = set()
     for ranks in (1, 2, 3, 4):
@@ -93,7 +93,7 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
             f"resume={tmp_path}/run/checkpoints/step-00000004.pt",
             f"run_dir={tmp_path}/{ranks}",
         ]
-        ended = helpers.run([*LOCAL, *keys, *place, "evaluate=true"])
+        ended = helpers.run_fork([*LOCAL, *keys, *place, "evaluate=true"])
         assert ended.status == 0, ended.out
         result = helpers.read(tmp_path / str(ranks), "summary")
         counts.add((result["val_samples"], result["val_top1"], result["val_top5"]))
@@ -105,7 +105,7 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
 @pytest.mark.long
 def test_dev_runs_whole_on_random_images(tmp_path: Path) -> None:
     words = ["variant=dev", "max_steps=3", "ranks_per_node=2", "accumulate=2", "optimizer=lars", f"run_dir={tmp_path}"]
-    ended = helpers.run([*LOCAL, *words, "schedule=step", "small_px=32"])
+    ended = helpers.run_fork([*LOCAL, *words, "schedule=step", "small_px=32"])
     assert ended.status == 0, ended.out
     assert helpers.read(tmp_path, "summary")["steps"] == 3
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_trained_is_one_line(
 ) -> None:
     given = [word.replace("{photos}", str(photos)).replace("{tmp}", str(tmp_path / "stage")) for word in words]
     environ = helpers.clean_environment(TORCH_HOME=str(tmp_path))
-    ended = helpers.run([*LOCAL, f"run_dir={tmp_path}/run", *given], environ=environ)
+    ended = helpers.run_fork([*LOCAL, f"run_dir={tmp_path}/run", *given], environ=environ)
     assert ended.status == status, ended.out
     assert expected in ended.lines[-1]
     assert "Traceback" not in ended.out

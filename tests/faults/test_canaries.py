@@ -1,14 +1,11 @@
-"""Attempts to have something run, written or told that must not be: each leaves a canary where it succeeds: none does.
+"""Attempts to run, write or show what must not be: each would leave a canary, and none does.
 
-Every kind of attempt is first made on something that does not guard against it, and there it succeeds: a trap that
-cannot shut would show nothing.
+Most attempts are also made on something unguarded, where they succeed: a trap that cannot shut would show nothing.
 """
 
 from __future__ import annotations
 
 import copyreg
-import dataclasses
-import gzip
 import hashlib
 import importlib
 import io
@@ -19,7 +16,6 @@ import secrets
 import shlex
 import shutil
 import stat
-import struct
 import subprocess
 import sys
 import tarfile
@@ -37,10 +33,9 @@ from torch import nn
 
 import launch
 from recipes import prepare
-from recipes.core import batch, checkpoint, config, datafiles, envfile, models, packing, rundir, slurm, submit
-from recipes.core.config import ConfigError, JobKeys
+from recipes.core import batch, checkpoint, config, datafiles, models, packing, rundir, submit
+from recipes.core.config import ConfigError
 from recipes.core.datafiles import CIFAR10, DataFile, DataFileError
-from recipes.core.envfile import EnvFileError
 from recipes.core.rundir import InputError, MachineError
 from tests import helpers
 
@@ -48,21 +43,14 @@ ROOT = Path(__file__).resolve().parents[2]
 READY = sorted((ROOT / "sbatch").glob("*.sh"))
 RECIPE = "mnist"
 
-# What a shell would run where a value is pasted into it. {c}: the canary, a path of plain characters.
+# What a shell would run where a value is pasted into it; one for each way out of a word, quotes or a line. {c}: the canary's path.
 PASTED = (
-    "a\ntouch {c}", "a\r\ntouch {c}\r", "a\n#SBATCH --wrap=x\ntouch {c}", "a;touch {c}", "a; touch {c} #",
-    "a&touch {c}", "a|touch {c}", "a&&touch {c}",
-    "a$(touch {c})", "a`touch {c}`", "${{x:=$(touch {c})}}", "$((a[$(touch {c})]))", '"; touch {c}; "',
-    "'; touch {c}; '", "'\"; touch {c}; \"'", "\\'; touch {c}; \\'",
-    "'$(touch {c})'", '"$(touch {c})"', "a <(touch {c})", "a >{c}", "a\\\n;touch {c}", "$'\\n'; touch {c}",
-    ") ; touch {c}; (:", "-x; touch {c}", "--wrap=$(touch {c})",
-    "%x;touch {c}", "a b c;touch {c}", "#\ntouch {c}", "!!;touch {c}", "{{a,$(touch {c})}}", "~$(touch {c})",
+    "a\ntouch {c}", "a\n#SBATCH --wrap=x\ntouch {c}", "a; touch {c} #", "a&&touch {c}", "a$(touch {c})", "a`touch {c}`",
+    "${{x:=$(touch {c})}}", "$((a[$(touch {c})]))", '"; touch {c}; "', "'; touch {c}; '", "\\'; touch {c}; \\'", "a <(touch {c})",
+    ") ; touch {c}; (:", "a\\\n;touch {c}",
 )  # fmt: skip
-# What no shell takes for the end of a line, and other readers of a script or log do.
-SEPARATED = tuple(
-    f"a{separator}touch {{c}}"
-    for separator in ("\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
-)
+# Ends of a line for some readers of scripts and logs, though for no shell.
+SEPARATED = tuple(f"a{separator}touch {{c}}" for separator in ("\r", "\x0b", "\x1c", "\x85", "\u2028"))
 PAYLOADS = PASTED + SEPARATED
 
 pytestmark = [pytest.mark.fault(34, 35, 37, 38), pytest.mark.filterwarnings("ignore")]  # torch warns of odd pickles
@@ -115,14 +103,6 @@ class Trap:
 @pytest.fixture
 def trap(tmp_path: Path) -> Trap:
     return Trap(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
-    """Commands that are run in this process set theirs."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 @pytest.fixture
@@ -197,37 +177,28 @@ def attempt(trap: Trap, words: Sequence[str], capsys: pytest.CaptureFixture[str]
     return status == 0
 
 
-JOB_KEYS = [field.name for field in dataclasses.fields(JobKeys)]
 JOB_TEXTS = (
     "gpus", "master", "time", "partition", "account", "qos", "constraint", "exclude", "reservation", "name",
-    "cluster", "dependency", "mail", "extra",
+    "cluster", "dependency", "mail", "extra", "gpu_type", "container_mounts",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("key", JOB_KEYS)
-def test_a_jobs_key_runs_nothing(key: str, at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
-    for payload in payloads(at_work):
-        assert not attempt(at_work, [f"{key}={payload}"], capsys)
+def test_a_job_keys_value_runs_nothing(
+    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typed, in a file of keys, and through a variable, which is read last."""
+    for key in JOB_TEXTS:
+        for payload in payloads(at_work, PAYLOADS if key == "account" else PAYLOADS[::4]):
+            assert not attempt(at_work, [f"{key}={payload}"], capsys)
+        (at_work.work / "keys.yaml").write_text(f"{key}: {json.dumps(payload)}\n")
+        monkeypatch.setenv("T_CANARY", payload)
+        for word in ("config=keys.yaml", f"{key}=${{oc.env:T_CANARY}}"):
+            assert not attempt(at_work, [word], capsys)
 
 
 def test_an_option_of_ones_own_runs_nothing(at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
-    touch = f"touch$IFS{at_work.canary}"
-    for payload in (f"$({touch})", f"a;{touch}", f"`{touch}`", f"a|{touch}&"):
-        assert attempt(at_work, [f"extra=--comment={payload}"], capsys), payload
-    for payload in payloads(at_work):
-        attempt(at_work, [f"extra=--comment={payload}"], capsys)
-
-
-@pytest.mark.parametrize("key", JOB_TEXTS)
-def test_a_jobs_key_in_a_file_or_a_variable_runs_nothing(
-    key: str, at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for payload in payloads(at_work, PAYLOADS[::3]):
-        (at_work.work / "keys.yaml").write_text(f"{key}: {json.dumps(payload)}\n")
-        monkeypatch.setenv("T_CANARY", payload)
-        monkeypatch.setenv("RECIPES_CLUSTER", payload if key == "cluster" else "")
-        for word in ("config=keys.yaml", f"{key}=${{oc.env:T_CANARY}}"):
-            assert not attempt(at_work, [word], capsys)
+    for payload in ("$(touch$IFS{c})", "a;touch$IFS{c}"):
+        assert attempt(at_work, [f"extra=--comment={payload.format(c=at_work.canary)}"], capsys), payload
 
 
 def test_values_of_a_sites_profile_run_nothing(
@@ -236,12 +207,17 @@ def test_values_of_a_sites_profile_run_nothing(
     root = site(at_work)
     monkeypatch.setattr(config, "ROOT", root)
     here = root / "env" / "clusters" / "here.yaml"
-    keys = (
-        "partition", "account", "qos", "constraint", "reservation", "gpus_per_node", "cpus_per_rank", "time",
-        "network", "modules", "env_files",
-    )  # fmt: skip
-    for key in keys:
-        for payload in payloads(at_work, PAYLOADS[::2]):
+    for key in (
+        "partition",
+        "constraint",
+        "gpus_per_node",
+        "network",
+        "modules",
+        "env_files",
+        "environment",
+        "container",
+    ):
+        for payload in payloads(at_work, PAYLOADS[::3]):
             text = json.dumps(payload)
             here.write_text(f"{key}:\n  - {text}\n" if key in ("modules", "env_files") else f"{key}: {text}\n")
             assert not attempt(at_work, ["cluster=here"], capsys)
@@ -261,36 +237,6 @@ def site(trap: Trap) -> Path:
     return root
 
 
-PATHS = ("data_dir", "run_dir", "resume")
-
-
-@pytest.mark.parametrize("key", PATHS)
-def test_a_path_of_any_name_reaches_the_recipe_as_it_is(
-    key: str, at_work: Trap, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = 0
-    for payload in payloads(at_work):
-        word = f"{key}={at_work.work}/{payload}"
-        if attempt(at_work, [word], capsys):
-            settings = config.parse([f"recipe={RECIPE}", word, "launcher=print"], environ={})
-            (there,) = slurm.describe(settings, ROOT, at_work.work).arguments
-            assert (at_work.said("srun") or [])[-1] == there
-            taken += 1
-    assert taken > 15
-
-
-@pytest.mark.parametrize("key", ["config", "network"])
-def test_a_file_of_any_name_is_read_and_nothing_is_run(
-    key: str, at_work: Trap, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = 0
-    for payload in payloads(at_work):
-        name = payload.replace("/", "_") + (".env" if key == "network" else "")
-        (at_work.work / name).write_text("T_X=1\n" if key == "network" else "epochs: 1\n")
-        taken += attempt(at_work, [f"{key}={name}"], capsys)
-    assert taken > 15
-
-
 def test_submitits_script_runs_nothing(
     at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,9 +245,8 @@ def test_submitits_script_runs_nothing(
         "sbatch",
         'if [ "$1" = --test-only ]; then bash; else bash "$1"; fi >> "$NOTES/ran" 2>&1\necho Submitted batch job 7',
     )
-    names = [payload.replace("/", "_") for payload in payloads(at_work, PASTED[::2]) if config_takes(payload)]
-    assert len(names) > 8
-    for name in names:
+    names = ("a$(touch {c})", "a; touch {c} #", "'; touch {c}; '", '"; touch {c}; "')
+    for name in [name.format(c=at_work.canary).replace("/", "_") for name in names]:
         root = at_work.folder / "roots" / name[:200]
         (root / "runs").mkdir(parents=True)
         monkeypatch.setattr(launch, "ROOT", root)
@@ -314,64 +259,16 @@ def test_submitits_script_runs_nothing(
         assert not at_work.fired(), name
 
 
-def config_takes(value: str) -> bool:
-    try:
-        config.parse([f"recipe={RECIPE}", f"data_dir={value}"], environ={})
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("script", [path.name for path in READY])
-def test_words_behind_a_ready_script_run_nothing(script: str, at_work: Trap) -> None:
-    root = site(at_work)
-    some = PAYLOADS if script == READY[0].name else PAYLOADS[::6]
-    for payload in payloads(at_work, some):
-        for word in (f"data_dir={payload}", payload, f"cluster={payload}"):
-            at_work.bash("-c", f'cd {root} && exec bash sbatch/{script} "$@"', "bash", word)
-            assert not at_work.fired(), word
-            if not word.startswith("cluster="):
-                # The stub of Python takes any; the real one is asked below.
-                assert (at_work.said("srun") or [])[-1] == word
-
-
-@pytest.mark.parametrize("recipe", sorted({path.name.split("_")[0] for path in READY}))
-def test_words_behind_a_ready_script_are_refused_or_taken_as_they_are(
-    recipe: str, at_work: Trap, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for payload in payloads(at_work, PAYLOADS if recipe == RECIPE else PAYLOADS[::4]):
-        assert batch.main(["begin", recipe, payload]) == 2
-        assert batch.main(["begin", recipe, f"epochs={payload}"]) == 2
-        status = batch.main(["begin", recipe, f"data_dir={payload}"])
-        refused = (
-            any(c < " " for c in payload) or payload in payloads(at_work, SEPARATED) or payload.startswith(("~", "${"))
-        )
-        assert status == (2 if refused else 0), ascii(payload)
-        assert all(line.isprintable() for line in capsys.readouterr().err.split("\n"))
-        assert not at_work.fired()
-
-
-@pytest.mark.parametrize("given", ["behind the script", "in the environment"])
-def test_a_profile_outside_of_the_sites_folder_is_not_read(given: str, at_work: Trap) -> None:
+def test_a_profile_outside_of_the_sites_folder_is_not_read(at_work: Trap) -> None:
+    """The batch script reads the profile's modules before there is any Python."""
     root = site(at_work)
     (root / "env" / "clusters" / "here.yaml").write_text("modules:\n  - gcc/12\n")
-    places = [at_work.folder / "evil.yaml", root / "evil.yaml", root / "env" / "evil.yaml", at_work.work / "evil.yaml"]
-    for place in places:
+    for place in (at_work.folder / "evil.yaml", root / "env" / "evil.yaml"):
         place.write_text("modules:\n  - evil\n")
     (root / "env" / "clusters" / "folder").mkdir()
-    names = [os.path.relpath(place, root / "env" / "clusters").removesuffix(".yaml") for place in places]
-    names += [f"folder/{name}" for name in names] + [
-        f"here/../{names[0]}",
-        f"./{names[0]}",
-        str(places[0]),
-        "../clusters/here",
-        "here.yaml/..",
-        "here\n",
-        "*",
-        "-",
-    ]
-    for name in names:
-        words, added = ([f"cluster={name}"], {}) if given == "behind the script" else ([], {"RECIPES_CLUSTER": name})
+    names = ["../evil", "folder/../../evil", str(at_work.folder / "evil"), "../clusters/here", "here\n", "*"]
+    for number, name in enumerate(names):
+        words, added = ([f"cluster={name}"], {}) if number % 2 == 0 else ([], {"RECIPES_CLUSTER": name})
         ran = at_work.bash("-c", f'cd {root} && exec bash sbatch/mnist_1x1.sh "$@"', "bash", *words, **added)
         assert ran.returncode == 2
         assert ran.stderr.rstrip("\n").isprintable()
@@ -386,8 +283,8 @@ def test_a_profile_outside_of_the_sites_folder_is_not_read(given: str, at_work: 
 
 
 def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
-    """Messages name the command that mends: with folders of any name in it, it is that command and nothing else."""
-    for payload in payloads(at_work, PASTED):
+    """Messages name the command that fixes it: with a folder of any name in it, it is that command and nothing else."""
+    for payload in payloads(at_work, PASTED[2:]):
         folder = at_work.work / payload.replace("/", "_")
         if not str(folder).isprintable():
             continue
@@ -412,12 +309,11 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
 EVIL_MODULE = "from pathlib import Path\nPath({!r}).touch()\nx = int\n"
 
 
-@pytest.mark.parametrize("name", ["evil_module_1.x", "evil_module_2.x.y"])
 def test_an_interpolation_imports_nothing(
-    name: str, at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(at_work.work))
-    module = name.partition(".")[0]
+    name, module = "evil_module_1.x", "evil_module_1"
     (at_work.work / f"{module}.py").write_text(EVIL_MODULE.format(str(at_work.canary)))
     importlib.invalidate_caches()
     word = f"${{oc.coerce:{name},1}}"
@@ -438,108 +334,17 @@ def test_an_interpolation_imports_nothing(
     assert at_work.fired()  # or the trap above was none
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "!!python/object/apply:os.mkdir",
-        "!!python/object/new:os.mkdir",
-        "!!python/name:os.mkdir",
-        "!!python/module:evil_module_3",
-    ],
-)
 def test_a_file_of_keys_makes_no_objects(
-    tag: str, at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = site(at_work)
-    (at_work.work / "evil_module_3.py").write_text(EVIL_MODULE.format(str(at_work.canary)))
-    text = (
-        f"account: {tag} [{json.dumps(str(at_work.canary))}]\n"
-        if "apply" in tag or "new" in tag
-        else f"account: {tag} ''\n"
-    )
+    text = f"account: !!python/object/apply:os.mkdir [{json.dumps(str(at_work.canary))}]\n"
     (at_work.work / "keys.yaml").write_text(text)
     (root / "env" / "clusters" / "here.yaml").write_text(text)
-    attempt(at_work, ["config=keys.yaml"], capsys)
+    assert not attempt(at_work, ["config=keys.yaml"], capsys)
     monkeypatch.setattr(config, "ROOT", root)
-    attempt(at_work, ["cluster=here"], capsys)
-    if "apply" in tag:
-        yaml.unsafe_load(text)
-        assert at_work.fired()
-
-
-# --- env files
-
-EVIL_LINES = (
-    "A=$(touch {c})", 'A="$(touch {c})"', "A=`touch {c}`", 'A="`touch {c}`"', "A=b; touch {c}", "A=b&&touch {c}",
-    "A=b & touch {c}", "A=b | touch {c}", "A=b touch {c}",
-    "touch {c}", "A=b\n\ttouch {c}", ". ./evil.sh", "source ./evil.sh", "export A=$(touch {c})", "A=b >{c}",
-    "A[$(touch {c})]=1", "trap 'touch {c}' EXIT", "eval touch {c}",
-    "A=b\rB=1\ntouch {c}", "A=<(touch {c})", "A=${{x:=$(touch {c})}}", "A=\"\n\"\ntouch {c}",
-    "f() {{ touch {c}; }}\nf", "if true; then touch {c}; fi", "# a\\\ntouch {c}",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("line", EVIL_LINES)
-def test_an_env_file_runs_nothing(line: str, at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
-    file = at_work.work / "evil.env"
-    file.write_text(line.format(c=at_work.canary) + "\n")
-    (at_work.work / "evil.sh").write_text(f"touch {at_work.canary}\n")
-    assert batch.main(["begin", RECIPE, "network=evil.env"]) == 2
-    assert "evil.env:" in capsys.readouterr().err
-    assert not at_work.fired()
-    at_work.bash("-c", "set -a; . ./evil.env")
-    assert at_work.fired()  # or the trap above was none
-
-
-PRELOADED = "#include <fcntl.h>\n__attribute__((constructor)) static void fire(void) { creat(CANARY, 0600); }\n"
-
-
-def code_of_ones_own(trap: Trap) -> dict[str, tuple[dict[str, str], list[str]]]:
-    """Variables that bring code of one's own into a process, and the process."""
-    there = trap.work / "there"
-    there.mkdir()
-    (there / "sitecustomize.py").write_text(EVIL_MODULE.format(str(trap.canary)))
-    (there / "evil.sh").write_text(f"touch {trap.canary}\n")
-    for name in ("tee", "git"):  # what a recipe starts
-        shutil.copy(trap.bin / "python", there / name)
-        (there / name).write_text(f"#!/bin/sh\ntouch {trap.canary}\n")
-    found = {
-        "PYTHONPATH": ({"PYTHONPATH": str(there)}, [sys.executable, "-c", "pass"]),
-        "PATH": ({"PATH": f"{there}:/usr/bin:/bin"}, ["sh", "-c", "tee --version"]),
-        "BASH_ENV": ({"BASH_ENV": str(there / "evil.sh")}, ["bash", "-c", ":"]),
-    }
-    if shutil.which("git", path="/usr/bin:/bin"):
-        subprocess.run(["git", "init", "-q", str(trap.work / "repo")], check=True, env=trap.environ)
-        fsmonitor = {
-            "GIT_CONFIG_COUNT": "1",
-            "GIT_CONFIG_KEY_0": "core.fsmonitor",
-            "GIT_CONFIG_VALUE_0": f"touch {trap.canary};:",
-        }
-        found["GIT"] = (fsmonitor, ["git", "-C", str(trap.work / "repo"), "status"])
-    if cc := shutil.which("cc"):
-        (there / "evil.c").write_text(PRELOADED)
-        subprocess.run(
-            [cc, "-shared", "-fPIC", f'-DCANARY="{trap.canary}"', "-o", there / "evil.so", there / "evil.c"], check=True
-        )
-        found["LD_PRELOAD"] = ({"LD_PRELOAD": str(there / "evil.so")}, ["/bin/true"])
-    return found
-
-
-@pytest.mark.parametrize("name", ["PYTHONPATH", "PATH", "BASH_ENV", "GIT", "LD_PRELOAD"])
-def test_an_env_file_brings_in_no_code(name: str, at_work: Trap) -> None:
-    ways = code_of_ones_own(at_work)
-    if name not in ways:
-        pytest.skip("no git here" if name == "GIT" else "no C compiler here")
-    variables, command = ways[name]
-    file = at_work.work / "evil.env"
-    file.write_text("".join(f'{name}="{value}"\n' for name, value in variables.items()))
-    plain = {"PATH": "/usr/bin:/bin", "HOME": str(at_work.work)}
-    environ = dict(plain)
-    with pytest.raises(EnvFileError, match=r"evil\.env:1: "):
-        envfile.apply(envfile.read(file), environ)
-    subprocess.run(command, env=environ, capture_output=True, check=False)
-    assert not at_work.fired()
-    subprocess.run(command, env=plain | variables, capture_output=True, check=False)
+    assert not attempt(at_work, ["cluster=here"], capsys)
+    yaml.unsafe_load(text)
     assert at_work.fired()  # or the trap above was none
 
 
@@ -579,7 +384,6 @@ class EvilModule(nn.Linear):
         os.mkdir(state["canary"])
 
 
-KEYS = ("model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta")
 PLACES: dict[str, Callable[[Any, Any], Any]] = {
     "instead": lambda good, evil: evil,
     "inside": lambda good, evil: {**good, "x": evil} if isinstance(good, dict) else [*(good or []), evil],
@@ -620,30 +424,18 @@ def sealed(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("key", KEYS)
-def test_a_checkpoint_with_code_in_it_is_refused(key: str, place: str, good: dict[str, Any], trap: Trap) -> None:
-    assert set(KEYS) <= set(good)
+def test_a_checkpoint_with_code_in_it_is_refused(place: str, good: dict[str, Any], trap: Trap) -> None:
     path = trap.work / "step-00000001.pt"
     for evil in (Evil(trap.canary), EvilCall(trap.canary), EvilState(trap.canary), EvilModule(trap.canary)):
+        content = {**good, "rng": PLACES[place](good["rng"], evil)}
         for options, why in (({}, "UnpicklingError"), ({"_use_new_zipfile_serialization": False}, "BadZipFile")):
-            path.write_bytes(sealed(saved({**good, key: PLACES[place](good[key], evil)}, **options)))
+            path.write_bytes(sealed(saved(content, **options)))
             with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or no checkpoint \({why}\)$"):
                 checkpoint.read(path)
             assert not trap.fired()
-    path.write_bytes(sealed(saved({**good, key: PLACES[place](good[key], Evil(trap.canary))})))
+    path.write_bytes(sealed(saved({**good, "rng": PLACES[place](good["rng"], Evil(trap.canary))})))
     torch.load(path, weights_only=False)
     assert trap.fired()  # or the trap above was none
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_a_bare_pickle_for_a_checkpoint_is_refused(protocol: int, trap: Trap) -> None:
-    for evil in (Evil(trap.canary), EvilCall(trap.canary)):
-        (trap.work / "step-00000001.pt").write_bytes(sealed(pickle.dumps(evil, protocol=protocol)))
-        with pytest.raises(InputError, match=r"step-00000001\.pt: is damaged or no checkpoint \(BadZipFile\)$"):
-            checkpoint.read(trap.work / "step-00000001.pt")
-        assert not trap.fired()
-    pickle.loads((trap.work / "step-00000001.pt").read_bytes())
-    assert trap.fired()
 
 
 def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, Any], trap: Trap) -> None:
@@ -682,19 +474,15 @@ def zipped(name: str, content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    "kind", ["zip", "old format", "old format in a zip", "weights in front of a zip", "bare pickle"]
-)
+@pytest.mark.parametrize("kind", ["zip", "old format in a zip", "weights in front of a zip"])
 def test_a_file_of_weights_with_code_in_it_is_refused(kind: str, trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision itself runs what a pickle says, and unpacks what ends as a zip: it may not be let near these."""
     state, old = torchvision.models.get_model(ARCH).state_dict(), {"_use_new_zipfile_serialization": False}
     evil = {**state, "x": Evil(trap.canary)}
     content = {
         "zip": saved(evil),
-        "old format": saved(evil, **old),
         "old format in a zip": zipped("weights.pth", saved(evil, **old)),
         "weights in front of a zip": saved(state, **old) + zipped("weights.pth", saved(evil, **old)),
-        "bare pickle": pickle.dumps(evil),
     }[kind]
     path = weights_of_ones_own(content, trap, monkeypatch)
     if kind == "weights in front of a zip":  # what is in front is read, and good
@@ -705,32 +493,29 @@ def test_a_file_of_weights_with_code_in_it_is_refused(kind: str, trap: Trap, mon
             models.classifier(ARCH, "true", 1000)
     assert not trap.fired()
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing was unpacked beside it
-    if kind != "bare pickle":
-        torch.hub.load_state_dict_from_url(
-            "https://127.0.0.1:9/" + path.name, check_hash=True, progress=False, weights_only=False
-        )
-        assert trap.fired()  # or the trap above was none
+    torch.hub.load_state_dict_from_url(
+        "https://127.0.0.1:9/" + path.name, check_hash=True, progress=False, weights_only=False
+    )
+    assert trap.fired()  # or the trap above was none
 
 
 def opcodes(canary: Path) -> dict[str, bytes]:
-    """A call of os.mkdir in each way that a pickle has to ask for one."""
+    """A call of os.mkdir in ways that a pickle has to ask for one."""
     text = str(canary).encode()
-    unicode = b"\x8c" + bytes([len(text)]) + text
     line = b"V" + text + b"\n"
     return {
-        "GLOBAL, REDUCE": b"cposix\nmkdir\n(" + line + b"tR.",
         "INST": b"(" + line + b"iposix\nmkdir\n.",
-        "OBJ": b"(cposix\nmkdir\n" + line + b"o.",
-        "STACK_GLOBAL": b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x93" + unicode + b"\x85R.",
+        "STACK_GLOBAL": b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x93\x8c" + bytes([len(text)]) + text + b"\x85R.",
         "EXT1": b"\x80\x02\x82\xf0(" + line + b"tR.",
-        "attribute of an allowed name": b"\x80\x04\x8c\x05numpy\x8c\x0adtype.type\x93.",
-        "by getattr": b"cbuiltins\ngetattr\n(cposix\nmkdir\nV__call__\ntR(" + line + b"tR.",
         "by eval": b"cbuiltins\neval\n(V__import__('os').mkdir('" + text + b"')\ntR.",
         "state of an allowed name": b"cnumpy\nndarray\n)R(cposix\nmkdir\n(" + line + b"tRtb.",
+        "attribute of an allowed name": b"\x80\x04\x8c\x05numpy\x8c\x0adtype.type\x93.",
+        "much memory": b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7fx.",
+        "deep nesting": b"]" * 50_000 + b"a" * 49_999 + b".",
     }
 
 
-def digits(trap: Trap, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> int:
+def digits(trap: Trap, monkeypatch: pytest.MonkeyPatch, content: bytes) -> int:
     """What prepare makes of a source whose batch is this pickle, with the right MD5 in its place."""
     source = trap.work / "source" / "cifar-10-batches-py"
     source.mkdir(parents=True, exist_ok=True)
@@ -740,70 +525,48 @@ def digits(trap: Trap, monkeypatch: pytest.MonkeyPatch, name: str, content: byte
     return prepare.main(["cifar10", f"data_dir={trap.work / 'data'}", f"source={source}"])
 
 
-@pytest.mark.parametrize("way", opcodes(Path("/x")))
 def test_a_batch_of_cifar_with_code_in_it_is_refused(
-    way: str, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = opcodes(trap.canary)[way]
-    if way == "EXT1":
-        copyreg.add_extension("posix", "mkdir", 0xF0)
+    copyreg.add_extension("posix", "mkdir", 0xF0)
     try:
-        assert digits(trap, monkeypatch, way, content) == 2
-        err = capsys.readouterr().err
-        assert "is no batch of CIFAR-10" in err
-        assert err.count("\n") == 1
-        assert not trap.fired()
-        if "of an allowed name" not in way:
-            pickle.loads(content)
-            assert trap.fired()  # or the trap above was none
+        for way, content in opcodes(trap.canary).items():
+            assert digits(trap, monkeypatch, content) == 2
+            err = capsys.readouterr().err
+            assert "is no batch of CIFAR-10" in err, way
+            assert err.count("\n") == 1
+            assert not trap.fired(), way
+            if way in ("INST", "STACK_GLOBAL", "EXT1", "by eval"):
+                pickle.loads(content)
+                assert trap.fired()  # or the trap above was none
     finally:
-        if way == "EXT1":
-            copyreg.remove_extension("posix", "mkdir", 0xF0)
+        copyreg.remove_extension("posix", "mkdir", 0xF0)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x04r\xff\xff\xff\x7fN.",
-        b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7fx.",
-        b"(" * 100_000 + b"t" * 100_000 + b".",
-        b"]" * 50_000 + b"a" * 49_999 + b".",
-    ],
-)
-def test_a_batch_of_cifar_that_asks_for_memory_is_refused(
-    content: bytes, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert digits(trap, monkeypatch, "memory", content) == 2
-    assert "is no batch of CIFAR-10" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "plant", ["somebody else's folder", "a link to one", "a folder that others may write", "a folder of the group's"]
-)
+@pytest.mark.parametrize("plant", ["a link to somebody else's folder", "a folder that others may write"])
 def test_job_files_are_not_put_where_others_can_change_them(
     plant: str, at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """submitit's job files are pickles that the job loads: whoever can change them runs code as the job's owner."""
-    if ("else" in plant or "link" in plant) and os.geteuid() != 0:
-        pytest.skip("only root can give a folder away")
     at_work.stub("sbatch", 'echo Submitted batch job 7; touch "$CANARY"')
     root, folder = at_work.folder / "root", at_work.folder / "root" / "runs" / "submitit"
-    theirs = at_work.folder / "theirs" if "link" in plant else folder
-    theirs.mkdir(parents=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if "others" in plant or "group" in plant:
-        theirs.chmod(0o702 if "others" in plant else 0o770)
-    else:
-        os.chown(theirs, 65534, 65534)
+    folder.parent.mkdir(parents=True)
     if "link" in plant:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        theirs = at_work.folder / "theirs"
+        theirs.mkdir()
+        os.chown(theirs, 65534, 65534)
         folder.symlink_to(theirs)
+    else:
+        folder.mkdir()
+        folder.chmod(0o702)
     monkeypatch.setattr(launch, "ROOT", root)
     monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
     assert launch.main([f"recipe={RECIPE}", "device=cpu"]) == 3
-    mend = "chmod 700" if "others" in plant or "group" in plant else "use a clone of your own"
-    assert mend in capsys.readouterr().err
+    assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
     assert not at_work.fired()
-    assert list(theirs.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 # --- archives
@@ -836,20 +599,15 @@ def hostile(canary: Path, secret: Path) -> dict[str, list[tuple[tarfile.TarInfo,
     up = "../" * 30 + str(canary).lstrip("/")
     return {
         "up": [*BATCHES, member(up, content=b"x")],
-        "absolute": [*BATCHES, member(str(canary), content=b"x")],
         "through a link": [
             *BATCHES,
             member("out", tarfile.SYMTYPE, str(canary.parent)),
             member("out/canary", content=b"x"),
         ],
-        "a folder outside": [*BATCHES, member(up, tarfile.DIRTYPE)],
-        "a device": [*BATCHES, member(up, tarfile.FIFOTYPE)],
         "a batch that is a link": [member(FIRST, tarfile.SYMTYPE, str(secret)), *BATCHES[1:]],
         "a batch that is a hard link": [member(FIRST, tarfile.LNKTYPE, str(secret)), *BATCHES[1:]],
-        "a batch that is a folder": [member(FIRST, tarfile.DIRTYPE), *BATCHES[1:]],
         "a batch that is a pipe": [member(FIRST, tarfile.FIFOTYPE), *BATCHES[1:]],
         "a batch of nothing but size": [member(FIRST, content=bytes(20 << 20)), *BATCHES[1:]],
-        "a batch that links to itself": [member(FIRST, tarfile.SYMTYPE, Path(FIRST).name), *BATCHES[1:]],
     }
 
 
@@ -884,31 +642,12 @@ def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
     assert not trap.fired()
     assert {path for path in trap.folder.rglob("*") if data not in path.parents} - before <= {trap.work / "data", data}
     assert all(b"\x01" * 100 not in path.read_bytes() for path in data.iterdir())
-    if kind in ("up", "absolute", "through a link", "a folder outside"):
+    if kind in ("up", "through a link"):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             # Python before 3.11.4 has no filters, and trusts fully.
             trusting = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
             tar.extractall(trap.work / "naive", **trusting)
         assert trap.fired()  # or the trap above was none
-
-
-def test_the_name_inside_a_gz_is_not_taken(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = bytes([0, 0, 8, 1]) + struct.pack(">I", 3) + b"abc"
-    buffer = io.BytesIO()
-    with gzip.GzipFile(str(trap.canary), "wb", fileobj=buffer) as packed:
-        packed.write(content)
-    raw = buffer.getvalue()
-    assert trap.canary.name.encode() in raw
-    source = trap.work / "source"
-    source.mkdir()
-    (source / "t.gz").write_bytes(raw.replace(b"canary\0", b"../../canary\0"))
-    tiny = datafiles.Dataset(
-        "tiny", RECIPE, "tiny", (DataFile("t", len(content), hashlib.sha256(content).hexdigest()),), ()
-    )
-    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_files(tiny, keys))
-    assert prepare.main(["tiny", f"data_dir={trap.work / 'data'}", f"source={source}"]) == 0
-    assert (trap.work / "data" / "tiny" / "t").read_bytes() == content
-    assert not trap.fired()
 
 
 # --- links that lie in wait
@@ -971,28 +710,28 @@ def test_a_link_for_a_lock_makes_no_file_elsewhere(trap: Trap) -> None:
 
 # --- secrets
 
-NAMES = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "MY_PASS", "SITE_SECRET", "GITHUB_TOKEN")
+NAMES = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "MY_PASS", "SITE_SECRET")
 SECRETS = {name: secrets.token_hex(16) for name in NAMES}
 PLACE = secrets.token_hex(16)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_no_key_takes_a_secret(
-    name: str, at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A value ends up in logs, messages and names of folders: what is a secret by its name does not get that far."""
-    monkeypatch.setenv(name, SECRETS[name])
-    monkeypatch.setenv("T_NAME", name)
-    for word in (
-        f"data_dir=/x/${{oc.env:{name}}}", f"run_dir=${{oc.env:{name}}}", f"partition=${{oc.env:{name}}}",
-        f"epochs=${{oc.env:{name}}}", f"data_dir=${{oc.env:T_NONE,${{oc.env:{name}}}}}",
-        f"network=${{oc.env:{name}}}", f"dataset=${{oc.env:{name}}}", "data_dir=${oc.env:${oc.env:T_NAME}}",
-        f"resume=${{oc.env:{name}}}", f"exclude=${{oc.env:{name}}}",
-    ):  # fmt: skip
+    """A value ends up in logs, messages and names of folders. A variable that is a secret by its name is refused."""
+    words = [f"data_dir=/x/${{oc.env:{name}}}" for name in NAMES]
+    words += [
+        f"{key}=${{oc.env:HF_TOKEN}}" for key in ("run_dir", "partition", "epochs", "network", "dataset", "exclude")
+    ]
+    words += ["data_dir=${oc.env:T_NONE,${oc.env:HF_TOKEN}}", "data_dir=${oc.env:${oc.env:T_NAME}}"]
+    monkeypatch.setenv("T_NAME", "HF_TOKEN")
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    for word in words:
         assert launch.main([f"recipe={RECIPE}", "launcher=print", word]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert SECRETS[name] not in err
+        assert not any(secret in err for secret in SECRETS.values())
         assert word.partition("=")[0] + "=" in err
 
 
@@ -1001,9 +740,18 @@ def test_a_variables_value_that_does_not_fit_is_not_shown(
 ) -> None:
     monkeypatch.setenv("T_X", f"{PLACE} !")
     for key in (
-        "epochs", "lr", "partition", "name", "exclude", "time", "dataset", "variant", "cluster", "device",
-        "optimizer", "compile", "master", "gpus",
-    ):  # fmt: skip
+        "epochs",
+        "lr",
+        "partition",
+        "exclude",
+        "time",
+        "dataset",
+        "variant",
+        "cluster",
+        "device",
+        "compile",
+        "gpus",
+    ):
         assert launch.main([f"recipe={RECIPE}", "launcher=print", f"{key}=${{oc.env:T_X}}"]) == 2
         err = capsys.readouterr().err
         assert f"{key}=${{oc.env:T_X}}" in err
@@ -1059,15 +807,3 @@ def test_a_run_in_a_folder_of_any_name_runs_nothing(told: tuple[Path, str]) -> N
 def test_a_runs_files_are_its_owners_alone(told: tuple[Path, str]) -> None:
     for path in (told[0], *told[0].rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_there_are_enough_of_them() -> None:
-    kinds = (
-        len(JOB_KEYS) * len(PAYLOADS)
-        + len(EVIL_LINES)
-        + len(KEYS) * len(PLACES)
-        + len(opcodes(Path("/x")))
-        + len(hostile(Path("/c"), Path("/s")))
-    )
-    assert kinds > 500
-    assert len(PAYLOADS) + len(EVIL_LINES) + len(KEYS) * len(PLACES) + len(opcodes(Path("/x"))) >= 60

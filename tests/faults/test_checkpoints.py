@@ -120,23 +120,6 @@ def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Pat
     record_property("of 200 flipped bits plain torch.load takes without a word", silent)
 
 
-@pytest.mark.fault(27, 28)
-@pytest.mark.parametrize(
-    "damage", [pytest.param(cut, marks=pytest.mark.long), flipped, pytest.param(zeroed, marks=pytest.mark.long)]
-)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
-    start: Start, made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes]
-) -> None:
-    run_dir = shutil.copytree(made, tmp_path / "run")
-    newest = run_dir / "checkpoints" / "step-00000010.pt"
-    newest.write_bytes(damage(newest.read_bytes(), random.Random(3)))
-    ended = helpers.finish(start(run_dir, "max_steps=12", "checkpoint_every_steps=4", "cpu_threads=1", ranks=0))
-    assert ended.status == 0, ended.out
-    assert any(line.startswith("warning: rank 0 on ") and str(newest) in line for line in ended.lines), ended.out
-    assert f"resumed from {run_dir}/checkpoints/step-00000008.pt, step 8" in ended.lines
-    assert conftest.newest(run_dir).name == "step-00000012.pt"
-
-
 # Killed over a save.
 
 

@@ -1,19 +1,18 @@
-"""Anything at all, seeded: it is taken, or refused in one line that says what is wrong.
+"""Seeded random input at each entry point: it is taken, or refused in one line that names the key, the value or the file.
 
-Keys, files of keys, sites' profiles, host lists, env files, and surroundings that contradict each other. Every case has
-a bound on its time and memory, so that a value which hangs or fills a login node is found as well. A failure names the
-case, which is the same for its number on every machine.
+The entry points are the words of launch.py, a recipe and prepare, a file of keys, and a site's profile. Host lists, env files and
+the variables of launchers are in tests/unit. Each case has a bound on its time and memory, so that a value which hangs or fills a
+login node is found as well. A failure shows the case, which is the same for its number on every machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
 import resource
-import shutil
+import shlex
 import signal
 import string
 import subprocess
@@ -28,49 +27,21 @@ import pytest
 
 import launch
 from recipes import prepare
-from recipes.core import config, envfile, hostlist, ranks, slurm
+from recipes.core import config, slurm
 from recipes.core.config import ConfigError, JobKeys, RunKeys
-from recipes.core.envfile import EnvFileError
-from recipes.core.hostlist import HostListError
-from recipes.core.ranks import RankError, RankInfo
 from recipes.core.rundir import MachineError
-from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = config.recipe_names()
 
 pytestmark = pytest.mark.fault(37, 38)
 
-CASES = {
-    "words": 500,
-    "files": 300,
-    "profiles": 300,
-    "scripts": 200,
-    "prepare": 700,
-    "hosts": 2500,
-    "counts": 1500,
-    "env files": 2500,
-    "fabrics": 600,
-    "surroundings": 5000,
-}
+CASES = {"words": 250, "files": 200, "profiles": 200, "prepare": 200}
 CASE_S = 10.0  # of the CPU's time; the slowest case takes a hundredth
 CASE_BYTES = 1 << 30
 
 
-def test_there_are_enough_of_them() -> None:
-    assert sum(CASES.values()) >= 10_000
-    assert {"mnist", "cifar", "imagenet"} <= set(RECIPES)
-
-
 # --- how a case is run
-
-
-@pytest.fixture(autouse=True)
-def umask() -> Iterator[None]:
-    """Commands that are run in this process set theirs."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 class Hangs(BaseException):
@@ -140,42 +111,19 @@ def fault_of(message: str, names: Sequence[str], limit: int = 800) -> str:
 
 PLAIN = string.ascii_letters + string.digits + "_.,:/@%+=^-"
 NASTY = (
-    "", " ", "\t", "-1", "0", "1", "2", "00", "true", "false", "null", "None", "~", "nan", "-inf", "1e999", "1e-400",
-    "0x10", "1_0",
-    "9" * 19, "9" * 400, "9" * 4000, "9" * 4400, "-" + "9" * 4000, "1" + "0" * 700, "1." + "1" * 4000, "٣", "³", "½",
-    "Ⅷ", "１",
-    "???", "...", "..", ".", "/", "//", "/dev/null", "a/../../b", "~nosuchuser/x", "~root", "$HOME",
-    "$(touch canary)", "`id`",
-    "a;b", "a&b", "a|b", "a b", "'", '"', "''", "\\", "\\n", "\\x00", "a\nb", "a\r\nb", "\x0b", "\x1b[2J", "\x7f",
-    "\x85", "\u2028", "\u2029",
-    "\u202e", "\ufeff", "\u200b", "\u00a0", "é", "中文", "🦄", "\ud800", "\udcff", "\U0010ffff", "x" * 255, "x" * 256,
-    "x" * 4095,
-    "x" * 4096, "x" * 4097, "../" * 1300, "a/" * 2000, "[", "]", "[]", "[1]", "{", "}", "{}", "{a: 1}", "[[" * 800,
-    "!!python/object:x",
-    "&a", "*a", "%", "%s%s%n", "{0}", "#", "# x", ": ", "- ", "?", "|", ">", "@", "a=b", "=", "==", "--", "-x",
-    "--wrap=x",
-    "n[1-2]", "n[1-", "n[2-1]", "n[1-999999999]", "n[" + "1," * 2000 + "1]", "[1-65536]" * 3, "n]", ",", "1:2:3",
-    "1-0", "0-0", "8,2",
-    "h:1", "[::1]:1", "h:99999", "cpu", "gpu", "auto", "never", "local", "slurm", "print", "mnist", "digits", "fake",
-    "example",
+    "", " ", "-1", "0", "1", "00", "true", "null", "~", "nan", "-inf", "1e999", "0x10", "1_0", "9" * 19, "9" * 4400,
+    "1" + "0" * 700, "1." + "1" * 4000, "\u0663", "\u00b3", "???", "..", "/", "/dev/null", "~nosuchuser/x", "$HOME", "$(touch canary)",
+    "a;b", "a b", "'", '"', "\\", "a\nb", "a\r\nb", "\x1b[2J", "\x85", "\u2028", "\u202e", "\ufeff", "\u00e9", "\ud800", "\udcff",
+    "x" * 256, "x" * 4097, "../" * 1300, "[1]", "{a: 1}", "[[" * 800, "!!python/object:x", "*a", "%s%s%n", "#", ": ", "- ", "|",
+    "a=b", "--wrap=x", "n[1-2]", "n[2-1]", "n[1-999999999]", "[1-65536]" * 3, "1:2:3", "1-0", "8,2", "h:1", "[::1]:1", "h:99999",
+    "cpu", "auto", "never", "local", "slurm", "mnist", "digits", "example",
 )  # fmt: skip
 INTERPOLATIONS = (
-    "${lr}", "${epochs}", "${epoch}", "${seed}x", "${", "${}", "${}}", "}${", "${.}", "${..a}", "${a.b}", "${a[0]}",
-    "\\${lr}", "$${lr}",
-    "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE}", "${oc.env:NO_SUCH_VARIABLE,3}",
-    "${oc.env:NO_SUCH_VARIABLE,null}", "${oc.env:}",
-    "${oc.env:[]}", "${oc.env:HOME,[1,2]}", "${oc.env:'}", "${oc.env:${lr}}",
-    "${oc.env:A,${oc.env:B,${oc.env:C,1}}}", "${oc.env:\x00}",
-    "${oc.env:A=B}", "${oc.env:\ud800}", "${oc.env:" + "x" * 3000 + "}", "${oc.decode:'['}",
-    "${oc.decode:${oc.env:HOME}}",
-    "${oc.create:{a: 1}}", "${oc.create:[1]}", "${oc.select:lr}", "${oc.dict.keys:lr}", "${oc.dict.values:lr}",
-    "${oc.deprecated:lr}",
-    "${oc.coerce:int,1}", "${oc.coerce:antigravity.x,1}", "${oc.nosuch:1}", "${nosuch:}", "${${lr}:1}", "${a:b:c}",
-    "${lr}${lr}" * 50,
-    "${" * 900, "${a:" * 300, "${a:[" * 200, "${a:{b:" * 150, "${oc.env:A," * 120 + "1" + "}" * 120,
-    "${a:" + "[" * 500 + "}", "${a:" + "'" * 501,
-    "${a:" + "\\" * 501 + "}", "${lr", "$ {lr}", "${lr }", "${ lr}", "${lr:}", "${LR}", "${data_dir}",
-    "${run_dir}/x", "${recipe}",
+    "${lr}", "${epoch}", "${", "${}", "${..a}", "\\${lr}", "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE}",
+    "${oc.env:NO_SUCH_VARIABLE,3}", "${oc.env:HOME,[1,2]}", "${oc.env:${lr}}", "${oc.env:A,${oc.env:B,1}}", "${oc.env:\x00}",
+    "${oc.env:\ud800}", "${oc.decode:'['}", "${oc.create:{a: 1}}", "${oc.select:lr}", "${oc.coerce:int,1}", "${nosuch:}",
+    "${${lr}:1}", "${a:b:c}", "${lr}${lr}" * 50, "${" * 900, "${a:[" * 200, "${oc.env:A," * 120 + "1" + "}" * 120,
+    "${a:" + "\\" * 501 + "}", "${lr:}", "${data_dir}", "${run_dir}/x",
 )  # fmt: skip
 
 
@@ -233,11 +181,21 @@ def mutated_bytes(chance: random.Random, content: bytes) -> bytes:
 
 
 BYTES = (
-    b"\n", b"\r\n", b"\0", b"\xff", b"\xef\xbb\xbf", b"=", b"==", b'"', b"'", b"$", b"`", b"\\", b" ", b"\t", b"#",
-    b"A=", b"\nA=1\n", b"export ",
-    b"\nPATH=/x\n", b"\nLD_PRELOAD=x\n", b"\nHF_TOKEN=x\n", b"$(touch canary)", b";", b"\xe2\x80\xa8", b"\xc2\xa0",
-    b"\xed\xa0\x80", b"\nB=\"c d\"\n",
-)  # fmt: skip
+    b"\n",
+    b"\r\n",
+    b"\0",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"=",
+    b'"',
+    b"'",
+    b"$",
+    b"\\",
+    b"\t",
+    b"#",
+    b"\xe2\x80\xa8",
+    b"\xed\xa0\x80",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +291,24 @@ def lay_out(settings: config.Settings) -> None:
     assert not refusal or not fault_of(refusal, [*KNOWN[settings.recipe].names, "GPU"])
 
 
-def test_any_words_behind_launch_or_a_recipe() -> None:
+def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
+    """What is taken by launch.py becomes a script of which bash reads directives, and the recipe's words unchanged."""
+    scripts: list[Path] = []
+
+    def show(typed: Sequence[str]) -> None:
+        settings = settle(typed)
+        lay_out(settings)
+        job = slurm.describe(settings, Path("/r"), Path("/b"))
+        lines = slurm.script(job).split("\n")
+        directives = [line for line in lines if line.startswith("#SBATCH ")]
+        assert len(directives) == len(slurm.directives(job)) + 2
+        assert lines.index(directives[-1]) == len(directives)  # nothing between them that a shell would run
+        assert all(line.isprintable() for line in directives)
+        line = next((line for line in lines if line.startswith("set -- ")), 'set -- "$@"')
+        assert shlex.split(line)[2:-1] == list(job.arguments)
+        scripts.append(tmp_path / f"{len(scripts)}.sh")
+        scripts[-1].write_text("\n".join(lines), encoding="utf-8")
+
     def make(chance: random.Random) -> Case:
         recipe = chance.choice(RECIPES)
         words = [some_word(chance, recipe) for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 5)))]
@@ -341,9 +316,12 @@ def test_any_words_behind_launch_or_a_recipe() -> None:
             mine = [w for w in words if KNOWN[recipe].classes.get(w.partition("=")[0]) != "JobKeys"] or ["epochs=1"]
             return mine, lambda: settle(mine, recipe), culprits(mine, recipe)
         typed = [f"recipe={recipe}", *words]
-        return typed, lambda: lay_out(settle(typed)), culprits(typed, recipe)
+        return typed, lambda: show(typed), culprits(typed, recipe)
 
     fuzz("words", make, ConfigError)
+    check = 'for file; do bash -n "$file" || exit; done'
+    ran = subprocess.run(["bash", "-c", check, "bash", *scripts], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(
@@ -352,25 +330,14 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(
 NESTED = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefghij", "bcdefghijk", strict=True))
 BOMB = f"partition: [&a [{', '.join('x' * 9)}], {NESTED}]"  # written out, it would be 9^11 entries
 YAML = (
-    "", "#", "---", "...", "--- a\n--- b", "- a", "a", "epochs", "epochs:", "epochs: [1]", "epochs: {a: 1}",
-    "epochs: 1\nepochs: 2", "? epochs\n: 2",
-    "? [a]\n: 1", "? {a: 1}\n: 1", "? ? a\n", "&a epochs: *a", "epochs: *nosuch", "<<: {epochs: 1}", "<<: *a",
-    "<<: [1]", "=: 1", "!!map {epochs: 1}",
-    "epochs: !!int '3'", "epochs: !!python/object/apply:os.system ['touch canary']", "epochs: !<tag:x> 1",
-    "epochs: !x!y 1", "!%FF 1", "!<%zz> 1",
-    "%YAML 1.1\n---\nepochs: 1", "%YAML 9.9\n---\na: 1", "%YAML " + "9" * 5000 + ".1\n---\na: 1",
-    "%TAG ! !\n---\na: 1", "%FOO\n---\na: 1",
-    'epochs: "\\UFFFFFFFF"', 'epochs: "\\U00110000"', 'epochs: "\\ud800"', 'epochs: "\\x0a"', 'data_dir: "\\e[2J"',
-    'epochs: "\\q"', 'epochs: "', "epochs: '",
-    "epochs: |\n  1\n", "epochs: >\n  1\n  2\n", "epochs: |9\n  1", "epochs: |+-\n 1", "epochs:\t1", "\tepochs: 1",
-    " epochs: 1\nlr: 1", "epochs: 1\n lr: 1",
-    "epochs: 1 # x", "epochs: 1#x", "epochs : 1", "epochs:1", "{epochs: 1}", "{epochs: 1", "[" * 500, "{a: " * 500,
-    "- " * 2000, "? " * 800, "a: " * 800, "&a " * 50,
-    "a:\n" * 50, "x" * 5000, "x" * 5000 + ": 1", "epochs: " + "x" * 5000, "data_dir: a\u2028b", "data_dir: a\u0085b",
-    "\ufeffepochs: 1", "nodes: 2", "config: x",
-    "recipe: cifar", "run_dir: ~", "time: 1:00:00", "data_dir: ${oc.env:HOME}", "epochs: ${oc.env:HOME}", ALIASES,
-    ALIASES + "\nepochs: *k", "epochs: &k 1\nlr: *k",
-    BOMB, BOMB.replace("partition", "epochs"), BOMB.replace("partition", "modules"),
+    "", "---", "--- a\n--- b", "- a", "a", "epochs", "epochs:", "epochs: [1]", "epochs: {a: 1}", "epochs: 1\nepochs: 2",
+    "? epochs\n: 2", "? [a]\n: 1", "&a epochs: *a", "epochs: *nosuch", "<<: {epochs: 1}", "<<: *a", "!!map {epochs: 1}",
+    "epochs: !!int '3'", "epochs: !!python/object/apply:os.system ['touch canary']", "epochs: !<tag:x> 1", "epochs: !x!y 1",
+    "!<%zz> 1", "%YAML 9.9\n---\na: 1", "%YAML " + "9" * 5000 + ".1\n---\na: 1", 'epochs: "\\UFFFFFFFF"', 'epochs: "\\ud800"',
+    'data_dir: "\\e[2J"', 'epochs: "', "epochs: |\n  1\n", "epochs: |9\n  1", "epochs:\t1", " epochs: 1\nlr: 1", "epochs: 1#x",
+    "epochs:1", "{epochs: 1", "[" * 500, "{a: " * 500, "- " * 2000, "a: " * 800, "&a " * 50, "x" * 5000 + ": 1",
+    "data_dir: a\u2028b", "\ufeffepochs: 1", "nodes: 2", "config: x", "recipe: cifar", "time: 1:00:00",
+    "data_dir: ${oc.env:HOME}", ALIASES, ALIASES + "\nepochs: *k", BOMB, BOMB.replace("partition", "modules"),
 )  # fmt: skip
 
 
@@ -462,43 +429,6 @@ def ready_job() -> slurm.Job:
     return slurm.Job("mnist", (), 1, 1, 1, 1, 30, "mnist", root=None)
 
 
-def test_any_command_line_that_shows_a_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("SLURM_JOB_ID", "RECIPES_CLUSTER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    scripts: list[Path] = []
-
-    class Refused(Exception):
-        pass
-
-    def make(chance: random.Random) -> Case:
-        recipe = chance.choice(RECIPES)
-        words = [some_word(chance, recipe) for _ in range(chance.choice((1, 1, 2, 3)))]
-        words = [word for word in words if word not in ("-h", "--help", "help")]
-        typed = [f"recipe={recipe}", *words, "launcher=print"]
-
-        def act() -> None:
-            status = launch.main(typed)
-            out, err = capsys.readouterr()
-            if status:
-                assert (status, out) == (2, "")
-                assert err.startswith("launch.py: ")
-                assert err.endswith("\n")
-                raise Refused(err[:-1])
-            assert err == ""
-            scripts.append(tmp_path / f"{len(scripts)}.sh")
-            scripts[-1].write_text(out, encoding="utf-8")
-
-        return typed, act, culprits(typed, recipe)
-
-    fuzz("scripts", make, Refused)
-    check = 'for file; do bash -n "$file" || exit; done'
-    ran = subprocess.run(["bash", "-c", check, "bash", *scripts], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 def test_any_words_behind_prepare() -> None:
     def make(chance: random.Random) -> Case:
         dataset = chance.choice(list(prepare.DATASETS))
@@ -514,368 +444,3 @@ def test_any_words_behind_prepare() -> None:
         return words, lambda: prepare.parse(words), [*culprits(words, ""), "one dataset is wanted", "unknown dataset"]
 
     fuzz("prepare", make, ConfigError)
-
-
-# --- host lists
-
-
-def some_hosts(chance: random.Random) -> str:
-    def number() -> str:
-        return chance.choice(
-            (str(chance.randint(0, 30)), f"{chance.randint(0, 12):03d}", "9" * chance.randint(1, 20), "")
-        )
-
-    def span() -> str:
-        return chance.choice((number(), f"{number()}-{number()}", f"{number()}-{number()}-{number()}"))
-
-    def item() -> str:
-        text = chance.choice(("n", "rack", "a-b", "x.y", "", "node_1", "N", "é", " ", "n" * 300, "$(touch canary)"))
-        for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
-            text += (
-                "["
-                + ",".join(span() for _ in range(chance.choice((1, 1, 2, 4))))
-                + "]"
-                + chance.choice(("", "-ib", ".org", "x"))
-            )
-        return text
-
-    kind = chance.random()
-    if kind < 0.15:
-        return chance.choice(
-            (
-                *NASTY,
-                "n" * 90_000 + "[1-65536]",
-                "n[1-65536]" * 9,
-                "n[" * 5000,
-                "n[1-9]," * 9000,
-                "[" + "0" * 17 + "1-65536]",
-            )
-        )
-    text = ",".join(item() for _ in range(chance.choice((1, 1, 2, 3))))
-    if kind < 0.25:
-        low, more = chance.randint(0, 200), chance.randint(0, 40)
-        return f"n[{low}-{low + more}]"
-    return mutated(chance, text) if kind < 0.6 else text
-
-
-def test_any_host_list() -> None:
-    def make(chance: random.Random) -> Case:
-        text = some_hosts(chance)
-
-        def act() -> None:
-            hosts = hostlist.expand(text)
-            assert 0 < len(hosts) <= hostlist.MAX_ITEMS
-            assert sum(map(len, hosts)) < 1 << 25
-            assert all(re.fullmatch(r"[A-Za-z0-9._-]+", host) for host in hosts)
-            assert hostlist.expand(",".join(hosts)) == hosts  # a list of plain names is that list
-
-        return text, act, ["host list "]
-
-    fuzz("hosts", make, HostListError)
-
-
-def test_what_slurm_takes_for_a_host_list_too_is_the_same_to_it(tmp_path: Path) -> None:
-    """Asks `scontrol show hostnames`, which needs no controller. It takes less: no text behind a bracket, for one."""
-    helpers.need("" if shutil.which("scontrol") else "scontrol is not there: apt-get install slurm-client")
-    (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
-    environ = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
-    same = 0
-    for number in range(CASES["hosts"]):
-        text = some_hosts(random.Random(f"hosts {number}"))
-        try:
-            hosts = hostlist.expand(text)
-        except HostListError:
-            continue
-        if text.startswith("-") or len(text) > 1000 or len(hosts) > 1000:
-            continue
-        asked = subprocess.run(
-            ["scontrol", "show", "hostnames", text], env=environ, capture_output=True, text=True, check=False
-        )
-        assert asked.stdout.split() in (hosts, []), text
-        same += asked.stdout != ""
-        if same == 150:
-            return
-    pytest.fail(f"only {same} lists that both take")
-
-
-def test_any_list_of_counts() -> None:
-    def make(chance: random.Random) -> Case:
-        numbers = ("1", "2", "16", "0", "", "-1", "9" * 18, "9" * 30, "65536", "65537", " 1", "1.5", "٣")
-        items = [
-            chance.choice(("{0}", "{0}(x{1})", "{0}(x{1}", "{0}x{1}", "(x{1})", "{0}(x)"))
-            for _ in range(chance.choice((1, 1, 2, 4)))
-        ]
-        text = ",".join(item.format(chance.choice(numbers), chance.choice(numbers)) for item in items)
-        text = (
-            chance.choice(NASTY)
-            if chance.random() < 0.1
-            else text
-            if chance.random() < 0.7
-            else f"{chance.randint(1, 9)}(x{chance.randint(1, 99)})"
-        )
-
-        def act() -> None:
-            counts = hostlist.expand_counts(text)
-            assert 0 < len(counts) <= hostlist.MAX_ITEMS
-            assert min(counts) > 0
-
-        return text, act, ["counts "]
-
-    fuzz("counts", make, HostListError)
-
-
-# --- env files
-
-SHIPPED = sorted((ROOT / "env").glob("*.env"))
-SHELLS = [shell for shell in ("dash", "bash", "bash --posix", "busybox sh") if shutil.which(shell.split()[0])]
-
-
-def some_env_file(chance: random.Random) -> bytes:
-    kind = chance.random()
-    if kind < 0.5:
-        return mutated_bytes(chance, chance.choice(SHIPPED).read_bytes())
-    if kind < 0.6:
-        return chance.randbytes(chance.randint(0, 80))
-    names = (
-        "NCCL_DEBUG", "A", "FI_X", "_x", "a1", "if", "A B", "1A", "A-B", "A[0]", "A+", "PATH", "LD_PRELOAD",
-        "HF_TOKEN", "RANK", "SLURM_X", "é", "",
-    )  # fmt: skip
-    values = (
-        "1", "", '"a b"', '"', '""', '"a"b', "a b", "$HOME", "${A}", "$(touch canary)", "`touch canary`", "a;b", "~",
-        "*", "'x'", "\\", "a#b", "#", "=", "a=b",
-        "^x,y", '"#"', '"a;b&c|d"', '"~"', '"*?[x]"', '"!x"', '"\\"', "x" * 300, "\x1b[2J", "é", "-1", "%", "{a,b}",
-        "a\tb", "\t", " x", "x ",
-    )  # fmt: skip
-    lines = []
-    for _ in range(chance.randint(0, 6)):
-        line = chance.choice(names if chance.random() < 0.4 else names[:5]) + chance.choice(
-            ("=", "=", "=", "=", " = ", ":", "")
-        )
-        line += chance.choice(values) if chance.random() < 0.8 else some_text(chance)
-        lines.append(chance.choice(("# " + line, "", " ", "export " + line)) if chance.random() < 0.25 else line)
-    return chance.choice(("\n", "\n", "\n", "\r\n", "\n\n")).join(lines).encode("utf-8", "surrogatepass")
-
-
-def by_shell(shell: str, files: Sequence[Path], cwd: Path) -> list[dict[str, str]]:
-    """What ``set -a; . file`` adds to an empty environment, for each file, in one shell, which may say nothing."""
-    cwd.mkdir(exist_ok=True)
-    script = 'for f do ( set -a; . "$f" && exec env -0 ) || exit 1; printf "=\\0"; done'
-    ran = subprocess.run(
-        [*shell.split(), "-c", script, "sh", "/dev/null", *map(str, files)],
-        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}, cwd=cwd, capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (0, b""), f"{shell}: {ran.stderr[:500]!r}"
-    assert not list(cwd.iterdir()), f"{shell} ran something"
-    chunks = ("\0" + ran.stdout.decode("utf-8")).split("\0=\0")[:-1]
-    bare, *found = [
-        dict(item.split("=", 1) for item in chunk.split("\0") if item and not item.startswith("_=")) for chunk in chunks
-    ]
-    assert all(one.items() >= bare.items() for one in found), f"{shell}: a file changed what was there"
-    return [{name: value for name, value in one.items() if name not in bare} for one in found]
-
-
-def test_any_env_file_and_what_is_taken_means_the_same_to_a_shell(tmp_path: Path) -> None:
-    taken: list[tuple[Path, dict[str, str]]] = []
-
-    def make(chance: random.Random) -> Case:
-        content, path = some_env_file(chance), tmp_path / f"{len(taken)}.env"
-
-        def act() -> None:
-            path.write_bytes(content)
-            found = envfile.read(path)
-            assert all(value.isascii() and value.isprintable() for value in found.values())
-            taken.append((path, found))
-
-        return content, act, [f"{path}:", f"{path}: larger"]
-
-    fuzz("env files", make, EnvFileError)
-    assert {"dash", "bash"} <= set(SHELLS)
-    meaning = [(path, found) for path, found in taken if found]
-    assert len(meaning) > 300
-    for shell in SHELLS:
-        files = [path for path, _ in meaning]
-        for (path, found), theirs in zip(meaning, by_shell(shell, files, tmp_path / "cwd"), strict=True):
-            assert theirs == found, f"{shell} reads {path.read_bytes()!r} otherwise"
-
-
-def test_any_name_of_a_fabric_and_any_list_of_a_sites_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What network= and a profile's env_files name, as far as they get behind the checks of keys."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.env").write_text("T_A=1\n")
-    (tmp_path / "folder.env").mkdir()
-    (tmp_path / "loop.env").symlink_to("loop.env")
-    (tmp_path / "gone.env").symlink_to("nowhere")
-    names = (
-        "efa", "mine.env", "./mine.env", "folder.env", "loop.env", "gone.env", "common", "EFA", "efa.env", "nosuch",
-        "x/", "/",
-    )  # fmt: skip
-
-    def make(chance: random.Random) -> Case:
-        network = (
-            chance.choice(names)
-            if chance.random() < 0.6
-            else mutated(chance, "infiniband")
-            if chance.random() < 0.3
-            else chance.choice(NASTY)
-        )
-        site = (
-            [chance.choice(("efa.env", "nosuch.env", "clusters", "../x", "/dev/null", "\ud800", "a\0b", "x" * 5000))]
-            if chance.random() < 0.2
-            else []
-        )
-
-        def act() -> dict[str, str]:
-            return envfile.merge(*(envfile.read(file) for file in envfile.files_for(network, ROOT / "env", site)))
-
-        return (
-            (network, site),
-            act,
-            [
-                "network=",
-                str(ROOT / "env"),
-                repr(network),
-                network,
-                *site,
-                *map(repr, site),
-                "no such file",
-                "not an ordinary file",
-            ],
-        )
-
-    fuzz("fabrics", make, EnvFileError)
-
-
-# --- who a process is
-
-PLACES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE",
-    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "SLURM_JOB_ID", "SLURM_STEP_ID",
-    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
-    "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NODELIST",
-    "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE",
-    "SLURM_STEP_TASKS_PER_NODE", "SLURMD_NODENAME", "SLURM_DISTRIBUTION", "SLURM_HET_SIZE",
-    "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1",
-    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
-)  # fmt: skip
-
-
-def torchrun(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
-    found = {
-        "RANK": node * each + local,
-        "WORLD_SIZE": nodes * each,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": each,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": nodes,
-    }
-    return {**{name: str(value) for name, value in found.items()}, "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
-
-
-def srun(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
-    found = {
-        "JOB_ID": 7,
-        "STEP_ID": 0,
-        "PROCID": node * each + local,
-        "LOCALID": local,
-        "NODEID": node,
-        "NTASKS": nodes * each,
-        "NNODES": nodes,
-    }
-    found |= {"STEP_NUM_TASKS": nodes * each, "STEP_NUM_NODES": nodes}
-    texts = {
-        "STEP_NODELIST": f"n[1-{nodes}]",
-        "STEP_TASKS_PER_NODE": f"{each}(x{nodes})",
-        "JOB_NODELIST": f"n[1-{nodes}]",
-        "TASKS_PER_NODE": f"{each}(x{nodes})",
-    }
-    return {f"SLURM_{name}": str(value) for name, value in {**found, **texts}.items()}
-
-
-def mpirun(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
-    found = {"RANK": node * each + local, "SIZE": nodes * each, "LOCAL_RANK": local, "LOCAL_SIZE": each}
-    return {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in found.items()}, "MASTER_ADDR": "n1"}
-
-
-def hydra(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
-    found = {
-        "PMI_RANK": node * each + local,
-        "PMI_SIZE": nodes * each,
-        "MPI_LOCALRANKID": local,
-        "MPI_LOCALNRANKS": each,
-    }
-    return {**{name: str(value) for name, value in found.items()}, "MASTER_ADDR": "n1"}
-
-
-LAUNCHERS: Sequence[Callable[[int, int, int, int], dict[str, str]]] = (torchrun, srun, mpirun, hydra)
-
-
-def some_surroundings(chance: random.Random) -> dict[str, str]:
-    """One launcher inside another, whose layouts agree or not, with some variables gone, odd or another's."""
-    environ: dict[str, str] = {}
-    nodes, each = chance.randint(1, 4), chance.randint(1, 4)
-    for launcher in chance.sample(LAUNCHERS, chance.choice((0, 1, 1, 1, 2, 2, 3))):
-        if chance.random() < 0.4:
-            nodes, each = chance.randint(1, 4), chance.randint(1, 4)
-        environ |= launcher(nodes, each, chance.randrange(nodes), chance.randrange(each))
-    odd = (
-        "", " 1", "-1", "1.5", "0x1", "٣", "1e3", "9" * 18, "9" * 19, "9" * 5000, "a\nb", "\ud800", "\u2028", "n1",
-        "n[1-2]", "n[1-99999999]", "2(x2)", "1,1",
-        "n" * 90_000 + "[1-65536]", "[::1]", "fe80::1%eth0", "a..b", ".", "-x", "x" * 300, "a b", "$(touch canary)",
-        "localhost", "127.0.0.1", "999.1.1.1", "4294967291",
-        "4294967294", "4294967040", "arbitrary", "65536", "1024", "None",
-    )  # fmt: skip
-    for _ in range(chance.choice((0, 0, 1, 1, 2, 3, 6))):
-        name, kind = chance.choice(PLACES), chance.random()
-        if kind < 0.25:
-            environ.pop(name, None)
-        elif kind < 0.6:
-            environ[name] = str(chance.randint(0, 5))
-        elif kind < 0.8 and environ:
-            environ[name] = chance.choice(list(environ.values()))
-        else:
-            environ[name] = chance.choice(odd)
-    return environ
-
-
-def test_any_surroundings() -> None:
-    def make(chance: random.Random) -> Case:
-        environ = some_surroundings(chance)
-
-        def act() -> None:
-            fits(ranks.detect(environ))
-
-        return environ, act, PLACES
-
-    fuzz("surroundings", make, RankError, least=0.2)
-
-
-def fits(found: RankInfo) -> None:
-    assert 0 <= found.rank < found.world_size
-    assert 0 <= found.local_rank < found.local_world_size <= found.world_size
-    assert 0 <= found.node_rank < found.num_nodes <= found.world_size
-    assert (found.local_world_size == found.world_size) >= (found.num_nodes == 1)
-    assert found.world_size == 1 or (found.master_addr and 0 < found.master_port < 65_536)
-    assert not found.nodes or len(found.nodes) == found.num_nodes
-    assert found.run_id is None or re.fullmatch(r"\d+(_\d+)?(\.\d+)?", found.run_id)
-    if found.master_addr:
-        assert found.master_addr.isascii()
-        found.master_addr.encode("idna")  # what the resolver does with it first: it raises where a name cannot be one
-
-
-def test_a_job_of_many_components_is_read_in_no_time() -> None:
-    """65,536 nodes in components, as far as Slurm itself goes: looking each one up in a list would take hours."""
-    environ = srun(1, 1, 0, 0) | {
-        "SLURM_STEP_NODELIST": "n[1-65536]", "SLURM_STEP_TASKS_PER_NODE": "1(x65536)",
-        "SLURM_STEP_NUM_TASKS": "65536", "SLURM_STEP_NUM_NODES": "65536",
-        "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[32769-65536]",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-32768]",
-    }  # fmt: skip
-    with bounded():
-        signal.setitimer(signal.ITIMER_VIRTUAL, CASE_S)
-        assert ranks.detect(environ).nodes[0] == "n32769"
-        every = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": "n[1-65536]" for i in range(1023)}
-        with pytest.raises(RankError, match="SLURM_HET_SIZE=1023"):
-            ranks.detect(environ | every | {"SLURM_HET_SIZE": "1023"})

@@ -23,10 +23,10 @@ import pytest
 from recipes.core import checkpoint, ranks, rundir
 from tests import helpers
 from tests.faults.conftest import Recorded
-from tests.helpers import rows
+from tests.helpers import rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, said, until
+from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, said
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -123,7 +123,7 @@ def rank_pids(job: Job) -> dict[int, int]:
 def ended(job: Job, timeout_s: float = END_S) -> tuple[str, str]:
     """State and exit status, waited for; nothing of the job is left."""
     found = jobs.ended(job.slurm, job.id, job.log, timeout_s)
-    until(lambda: not job.slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
+    wait_until(lambda: not job.slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
     return found
 
 
@@ -242,7 +242,7 @@ def test_a_cancelled_job_is_saved_within_kill_wait_and_stays_cancelled(
     job = submit(slurm, clone, tmp_path)
     trains(job)
     slurm.run("scancel", job.id, check=True)
-    until(lambda: not slurm.processes(job_id=job.id), slurm.options.kill_wait_s + 10, "the end of all processes")
+    wait_until(lambda: not slurm.processes(job_id=job.id), slurm.options.kill_wait_s + 10, "the end of all processes")
     saved_at(job, "SIGTERM")
     slurm.wait_idle()
     found = job.fields()
@@ -307,7 +307,7 @@ def test_submitit_by_itself_gives_up_what_is_told_to_stop(slurm: Cluster, tmp_pa
     done = slurm.run(sys.executable, "-c", code, tmp_path, tmp_path / "begun", env=PYTHON)
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
-    until((tmp_path / "begun").exists, helpers.START_S, "the function's begin")  # submitit's handler is there then
+    wait_until((tmp_path / "begun").exists, helpers.START_S, "the function's begin")  # submitit's handler is there then
     slurm.run("scancel", "--signal=USR2", job, check=True)
     assert slurm.wait_job(job, END_S) in ("COMPLETED", "FAILED")
     assert slurm.jobs(job)[0]["Restarts"] == "0"
@@ -344,7 +344,7 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
     step = saved_at(job, "SIGUSR2")
     jobs.start_again(slurm, job.id)
     for rank in (0, 1):
-        until((tmp_path / f"reached.{rank}").exists, helpers.START_S, "the second attempt")
+        wait_until((tmp_path / f"reached.{rank}").exists, helpers.START_S, "the second attempt")
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     assert saved_at(job, "SIGUSR2", attempt=1) == step
@@ -417,7 +417,7 @@ def test_a_job_whose_node_dies_is_queued_again_and_goes_on(
     trains(job, step=12)
     mended.kill_node(node)
     wait_requeued(job, 90)  # where srun is gone, the other node's step tries for half a minute to tell it of its end
-    until(lambda: not mended.processes(job_id=job.id), mended.options.kill_wait_s + 10, "the end of all processes")
+    wait_until(lambda: not mended.processes(job_id=job.id), mended.options.kill_wait_s + 10, "the end of all processes")
     step = newest(job.run_dir)
     assert step >= max(10, last_row(job.run_dir) - 10)  # an interval is lost at most
     mended.restart_slurmd(node)
@@ -447,14 +447,14 @@ def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
         )
         return bool(attempt["attempt"] == 1)
 
-    until(taken_over, helpers.START_S, "the second attempt")
-    until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")
+    wait_until(taken_over, helpers.START_S, "the second attempt")
+    wait_until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")
 
     def fenced() -> bool:
         assert job.status()["attempt"] == 1
         return not any(helpers.alive(pid) for pid in old.values())
 
-    until(fenced, 25, "the end of the first attempt")  # it looks every 10 s
+    wait_until(fenced, 25, "the end of the first attempt")  # it looks every 10 s
     # not in the job's log: the first srun has ended with the daemon
     assert "a later attempt writes here" in (job.run_dir / "logs/rank0.log").read_text()
     last = max(row["step"] for row in rows(job.run_dir))
@@ -531,12 +531,12 @@ def test_no_orphan_is_left_15_s_after_scancel(
 ) -> None:
     """A loader's process that sleeps over a sample, and its rank that waits for it."""
     job = submit(slurm, clone, tmp_path, FAULT="loader", FAULT_DIR=str(tmp_path))
-    until((tmp_path / "worker.1").exists, helpers.START_S, "the loader's process")
+    wait_until((tmp_path / "worker.1").exists, helpers.START_S, "the loader's process")
     there = slurm.processes(job_id=job.id)
     assert len({process.node for process in there}) == 2
     slurm.run("scancel", job.id, check=True)
     begin = time.monotonic()
-    until(lambda: not slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
+    wait_until(lambda: not slurm.processes(job_id=job.id), ORPHAN_S, "the end of all processes")
     record_property("s from scancel to no process left", round(time.monotonic() - begin, 2))
     assert not [process.pid for process in there if helpers.alive(process.pid)]
 
@@ -545,7 +545,7 @@ def test_no_orphan_is_left_15_s_after_scancel(
 def test_a_rank_that_never_comes_is_waited_for_in_bounded_time(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """Its node hangs: the process is there and does nothing."""
     job = submit(slurm, clone, tmp_path, "timeout_s=15")
-    pid = until(lambda: rank_pids(job).get(1), helpers.START_S, "rank 1")
+    pid = wait_until(lambda: rank_pids(job).get(1), helpers.START_S, "rank 1")
     os.kill(pid, signal.SIGSTOP)
     assert ended(job, 15 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
     assert "rank 1 of 2 did not come in time (timeout_s)" in said(job.log)[-1]

@@ -1,6 +1,6 @@
 """A run that a signal stops in the middle of an epoch, and that goes on, comes to the same state to the last bit.
 
-Each recipe under each way to launch it, two ranks; and on another number of ranks the same batches, each sample once.
+Each recipe under one way to launch it, on two ranks; and on another number of ranks the same batches, each sample once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 PATIENCE_S = 300  # for a run on a busy machine
 # Steps of an epoch and of the run. A signal sent behind the fourth comes in time, since the larger a model the slower its steps.
-STEPS = {"mnist": (180, 360), "cifar": (25, 40), "imagenet": (13, 20), "broken": (100, 200), "toy": (100, 200)}
+STEPS = {"mnist": (180, 360), "cifar": (25, 40), "imagenet": (13, 20), "toy": (100, 200)}
 KEYS = {
     "mnist": ["dataset=digits", "global_batch_size=8"],
     "cifar": ["arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=8"],
@@ -114,8 +114,9 @@ def stopped_job(slurm: Cluster, job: str, log: Path, run_dir: Path) -> None:
 
 @pytest.mark.fault(17)
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", sorted(KEYS))
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "sbatch", "submitit"])
+@pytest.mark.parametrize(
+    ("launcher", "recipe"), [("local", "cifar"), ("torchrun", "imagenet"), ("sbatch", "mnist"), ("submitit", "toy")]
+)
 def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
     request: pytest.FixtureRequest, launcher: str, recipe: str, repo: Path, images: Path, whole: Callable[[str], Path],
     tmp_path: Path, record_property: Recorded,

@@ -92,7 +92,7 @@ MUTATIONS = [
         'if whole := next((known for known in ours if known.startswith(name)), ""):',
         'if whole := next((known for known in ours if known == name), ""):',
         "extra=--outp=x, which sbatch takes for --output, sends the log elsewhere",
-        "tests/unit/test_bad_input.py::test_a_jobs_keys",
+        "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
     Mutation(
         "recipes/core/config.py",
@@ -621,7 +621,7 @@ MUTATIONS = [
         "        return rundir.EXIT_CONFIG\n    except rundir.MachineError as error:",
         "        return rundir.EXIT_CRASH\n    except rundir.MachineError as error:",
         "a wrong key ends with status 1, as a crash does",
-        "tests/unit/test_bad_input.py::test_a_jobs_keys",
+        "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
     Mutation(
         "launch.py",
@@ -863,7 +863,7 @@ MUTATIONS = [
         "if self.backend is Backend.nccl and self.device is Device.cpu:",
         "if False:",
         "backend=nccl device=cpu fails on every rank, after the queue",
-        "tests/unit/test_bad_input.py::test_a_recipes_keys_behind_launch",
+        "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
     Mutation(
         "recipes/core/container.py",
@@ -927,6 +927,6 @@ MUTATIONS = [
         "import shlex\n",
         "import shlex\n\nimport torch  # noqa: F401\n",
         "launch.py loads torch on the login node: seconds for each command",
-        "tests/unit/test_layers.py::test_the_login_nodes_layer_takes_neither_torch_nor_what_imports_it",
+        "tests/unit/test_layers.py::test_imports_go_one_way",
     ),
 ]

@@ -9,19 +9,17 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from tests.helpers import ROOT, START_S, need, rows
+from tests.helpers import ROOT, START_S, need, rows, wait_until
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
 PYTHON = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 TWO_BY_ONE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 ENDLESS = ("device=cpu", "dataset=fake", "epochs=100000", "global_batch_size=64", "log_every_steps=1")
-Found = TypeVar("Found")
 
 
 def copy_repository(folder: Path) -> Path:
@@ -69,22 +67,11 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(argv, cwd=repo, env=environ, stdout=out, stderr=out)
     try:
-        found = until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), START_S, "the job's id")
+        found = wait_until(lambda: re.search(r"^job (\d+): ", log.read_text(), re.MULTILINE), START_S, "the job's id")
         yield process, found[1]
     finally:
         process.kill()
         process.wait()
-
-
-def until(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
-    """The first value of ``condition`` that is true."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} not within {timeout_s:g} s")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -99,7 +86,7 @@ def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0,
         assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
         return any(row["attempt"] == attempt and row["step"] >= step for row in rows(run_dir))
 
-    until(trains, START_S, f"step {step} of job {job}")
+    wait_until(trains, START_S, f"step {step} of job {job}")
 
 
 def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Process, dict[str, str]]]:
@@ -136,7 +123,7 @@ def wait_requeued(slurm: Cluster, job: str, log: Path, timeout_s: float, restart
         return found["Restarts"] == str(restarts) and found["JobState"] == "PENDING"
 
     try:
-        until(queued, timeout_s, f"restart {restarts} of job {job}")
+        wait_until(queued, timeout_s, f"restart {restarts} of job {job}")
     except AssertionError as error:
         raise AssertionError(f"{error}: it is {slurm.jobs(job)[0]['JobState']}\n{tail(log)}") from None
 

@@ -9,13 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import wait_until
 from tests.slurm import cluster as cluster_module
 from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, Process, running_cluster, start
 
@@ -30,15 +29,6 @@ def job_output(slurm: Cluster, folder: Path, command: str, *options: str) -> lis
     job = slurm.submit(f"--output={log}", *options, script)
     assert slurm.wait_job(job) == "COMPLETED", log.read_text()
     return sorted(log.read_text().splitlines())
-
-
-def until(condition: Callable[[], object], timeout_s: float = 10) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def left_over(root: Path, state: dict[str, Any]) -> list[str]:
@@ -158,10 +148,10 @@ def test_tasks_are_found_and_can_be_killed_from_outside(slurm: Cluster) -> None:
         def tasks() -> list[Process]:
             return [each for each in slurm.processes(job_id=job) if each.command == "/usr/bin/sleep 61"]
 
-        assert until(lambda: sorted(task.node for task in tasks()) == ["node1", "node2"]), tasks()
+        wait_until(lambda: sorted(task.node for task in tasks()) == ["node1", "node2"], 10, "a task on each node")
         os.kill(tasks()[0].pid, signal.SIGKILL)
         assert slurm.wait_job(job) == "FAILED"
-        assert until(lambda: not slurm.processes(job_id=job))
+        wait_until(lambda: not slurm.processes(job_id=job), 10, "the end of all processes")
     finally:
         slurm.run("scancel", job)
 
@@ -169,7 +159,7 @@ def test_tasks_are_found_and_can_be_killed_from_outside(slurm: Cluster) -> None:
 def test_a_task_outlives_its_slurmd(slurm: Cluster) -> None:
     job = slurm.submit("--nodelist=node2", "--output=/dev/null", "--wrap=sleep 62")
     try:
-        assert until(lambda: slurm.processes(job_id=job, command="sleep 62"))
+        wait_until(lambda: slurm.processes(job_id=job, command="sleep 62"), 10, "the task")
         slurm.kill_slurmd("node2")
         assert slurm.processes(job_id=job, command="sleep 62")
         slurm.restart_slurmd("node2")
@@ -211,7 +201,7 @@ def test_a_dead_node_is_found_and_its_job_requeued() -> None:
         cluster.wait_running(job)
         cluster.kill_node("node2")
         assert not cluster.processes(job_id=job)
-        assert until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", timeout_s=40)
+        wait_until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", 40, "the requeue")
         cluster.restart_slurmd("node2")
         cluster.run("scancel", job)
         assert cluster.run("srun", "--nodes=2", "hostname").returncode == 0
@@ -236,7 +226,7 @@ def test_down_leaves_nothing() -> None:
     cluster = start(ClusterOptions(nodes=1))
     state = json.loads((cluster.root / "state.json").read_text())
     job = cluster.submit("--output=/dev/null", "--wrap=setsid sleep 65 & sleep 65")
-    assert until(lambda: len(cluster.processes(job_id=job, command="sleep 65")) >= 2)
+    wait_until(lambda: len(cluster.processes(job_id=job, command="sleep 65")) >= 2, 10, "both sleepers")
     sleepers = cluster.processes(job_id=job, command="sleep 65")
     cluster.down()
     assert left_over(cluster.root, state) == []
@@ -258,7 +248,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
         state = json.loads((root / "state.json").read_text())
         assert len(left_over(root, state)) > 3
         owner.kill()
-    assert until(lambda: not left_over(root, state)), left_over(root, state)
+    wait_until(lambda: not left_over(root, state), 10, "that nothing is left")
 
 
 def test_command_line_up_and_down_after_a_crash() -> None:
@@ -274,12 +264,12 @@ def test_command_line_up_and_down_after_a_crash() -> None:
         status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
         assert f"{root}: up\n" in status.stdout
         os.kill(state["processes"][0][0], signal.SIGKILL)
-        assert until(lambda: left_over(root, state) == [str(root)]), left_over(root, state)
+        wait_until(lambda: left_over(root, state) == [str(root)], 10, "that the folder alone is left")
         status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
         assert f"{root}: crashed\n" in status.stdout
     finally:
         subprocess.run([sys.executable, SCRIPT, "down", root], check=True, capture_output=True)
-    assert until(lambda: not left_over(root, state)), left_over(root, state)
+    wait_until(lambda: not left_over(root, state), 10, "that nothing is left")
 
 
 def test_a_daemon_that_does_not_come_up_is_named_with_its_log() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import helpers
-from tests.helpers import ROOT, rows
+from tests.helpers import ROOT, rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
@@ -33,7 +33,6 @@ from tests.slurm.jobs import (
     read,
     said,
     sbatch,
-    until,
     wait_for_training,
 )  # fmt: skip
 
@@ -252,7 +251,7 @@ def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
         status = process.wait(30)
     assert status not in (0, None)
     assert re.match(rf"job {job}: cancelled", said(log)[-1]), log.read_text()
-    until(lambda: slurm.jobs(job)[0]["JobState"] == "CANCELLED", 10, "the job's end")
+    wait_until(lambda: slurm.jobs(job)[0]["JobState"] == "CANCELLED", 10, "the job's end")
     assert not slurm.processes(job_id=job)
     saved = read(run_dir / "status.json")
     assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
@@ -392,7 +391,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys, f"run_dir={run_dir}")
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", "--signal=USR2", job)  # what #SBATCH --signal=USR2@120 sends, to the steps alone
-    until(lambda: slurm.jobs(job)[0]["Restarts"] == "1", 30, "the requeue")
+    wait_until(lambda: slurm.jobs(job)[0]["Restarts"] == "1", 30, "the requeue")
     saved = read(run_dir / "status.json")
     step = saved["step"]
     assert (saved["state"], saved["reason"], saved["attempt"]) == ("preempted", "SIGUSR2", 0)
@@ -400,9 +399,9 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     assert [file.name for file in (run_dir / "checkpoints").glob("step-*.pt")] == [f"step-{step:08d}.pt"]
     assert not (run_dir / "summary.json").exists()
     line = f"mnist: saved at step {step}; queued again (restart 1 of at most 20); run directory {run_dir}"
-    until(lambda: line in said(log), 10, line)
+    wait_until(lambda: line in said(log), 10, line)
 
-    until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
+    wait_until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
     jobs.start_again(slurm, job)
     wait_for_training(slurm, job, run_dir, attempt=1)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
@@ -436,7 +435,7 @@ def test_a_cancelled_job_is_saved_and_stays_cancelled(slurm: Cluster, repo: Path
     job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
     wait_for_training(slurm, job, run_dir)
     slurm.run("scancel", job)
-    until(lambda: not slurm.processes(job_id=job), 20, "the end of all processes")
+    wait_until(lambda: not slurm.processes(job_id=job), 20, "the end of all processes")
     slurm.wait_idle()
     found = slurm.jobs(job)[0]
     assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")

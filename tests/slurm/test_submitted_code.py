@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PYTHON
@@ -80,7 +81,7 @@ def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
         text=True,
     )
     try:
-        jobs.until(lambda: (elsewhere / "submitted").exists() or outer.poll() is not None, 60, "the submission")
+        helpers.wait_until(lambda: (elsewhere / "submitted").exists() or outer.poll() is not None, 60, "the submission")
         break_all(repo)
         assert git(repo, "status", "--porcelain")
     finally:

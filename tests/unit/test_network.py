@@ -27,13 +27,15 @@ PROBE = """
 import json, sys
 from dataclasses import asdict
 from recipes.core import network, ranks
-name, argument = json.loads(sys.argv[1])
-argument = ranks.RankInfo(**argument) if name == "choose" else argument
-try:
-    found = getattr(network, name)(argument)
-    print(json.dumps(found and asdict(found)))
-except network.NetworkError as error:
-    print(json.dumps({"error": str(error)}))
+answers = []
+for name, argument in json.loads(sys.argv[1]):
+    argument = ranks.RankInfo(**argument) if name == "choose" else argument
+    try:
+        found = getattr(network, name)(argument)
+        answers.append(found and asdict(found))
+    except network.NetworkError as error:
+        answers.append({"error": str(error)})
+print(json.dumps(answers))
 """
 
 # One's own name is 127.0.1.1 on Debian; node names are made for the rest of the cases.
@@ -72,12 +74,13 @@ class Node:
     name: str
     files: Path
 
-    def ask(self, function: str, argument: Any) -> Any:
-        """The function's answer inside this node, as plain data; {"error": …} for a NetworkError."""
+    def ask(self, function: str, *arguments: Any) -> list[Any]:
+        """The function's answer inside this node to each argument, as plain data; {"error": …} for a NetworkError."""
+        questions = [(function, argument) for argument in arguments]
         inside = 'mount --bind "$0/hosts" /etc/hosts; mount --bind "$0/resolv.conf" /etc/resolv.conf; hostname "$1"'
         argv = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-ec"]
         argv += [f'{inside}; shift; exec "$@"', str(self.files), self.name]
-        argv += [sys.executable, "-c", PROBE, json.dumps([function, argument])]
+        argv += [sys.executable, "-c", PROBE, json.dumps(questions)]
         answer = subprocess.run(argv, capture_output=True, text=True, timeout=30, cwd=ROOT)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
@@ -144,7 +147,7 @@ def choice(interface: str, address: str, peer: str, peer_address: str, reason: s
 
 def test_each_node_takes_the_interface_that_reaches_the_other(pair: tuple[Node, Node]) -> None:
     names = ("node1", "node2")
-    found = [node.ask("choose", info(i, names)) for i, node in enumerate(pair)]
+    found = [node.ask("choose", info(i, names))[0] for i, node in enumerate(pair)]
     assert found == [
         choice("eth0", "10.77.0.1", "node2", "10.77.0.2", "route to node2 (10.77.0.2)"),
         choice("eth0", "10.77.0.2", "node1", "10.77.0.1", "route to node1 (10.77.0.1)"),
@@ -152,76 +155,81 @@ def test_each_node_takes_the_interface_that_reaches_the_other(pair: tuple[Node, 
 
 
 def test_peer_is_the_first_other_node(pair: tuple[Node, Node]) -> None:
-    assert pair[0].ask("choose", info(0, ("node1", "node2", "far"), 3))["peer"] == "node2"
-    assert pair[1].ask("choose", info(2, ("node1", "far", "node2"), 3))["peer"] == "node1"
+    questions = [info(0, ("node1", "node2", "far"), 3), info(2, ("node1", "far", "node2"), 3)]
+    assert [found["peer"] for found in pair[0].ask("choose", *questions)] == ["node2", "node1"]
 
 
 def test_ipv6_only(pair6: tuple[Node, Node]) -> None:
-    found = [node.ask("choose", info(i, ("six1", "six2"))) for i, node in enumerate(pair6)]
+    found = [node.ask("choose", info(i, ("six1", "six2")))[0] for i, node in enumerate(pair6)]
     assert found == [
         choice("eth0", "fd77::1", "six2", "fd77::2", "route to six2 (fd77::2)"),
         choice("eth0", "fd77::2", "six1", "fd77::1", "route to six1 (fd77::1)"),
     ]
-    assert pair6[0].ask("choose", info(0, master="six1"))["interface"] == "eth0"
-    assert pair6[0].ask("route_to", "fd77::1")["local"] is True
-    assert "no route to 2001:db8::1" in pair6[0].ask("route_to", "2001:db8::1")["error"]
-    assert pair6[0].ask("route_to", "fe80::1%eth0")["interface"] == "eth0"
-    assert "no route to fe80::1%eth7" in pair6[0].ask("route_to", "fe80::1%eth7")["error"]
+    assert pair6[0].ask("choose", info(0, master="six1"))[0]["interface"] == "eth0"
+    local, away, linked, unlinked = pair6[0].ask("route_to", "fd77::1", "2001:db8::1", "fe80::1%eth0", "fe80::1%eth7")
+    assert local["local"] is True
+    assert "no route to 2001:db8::1" in away["error"]
+    assert linked["interface"] == "eth0"
+    assert "no route to fe80::1%eth7" in unlinked["error"]
 
 
-@pytest.mark.parametrize(
-    ("peer", "why"), [("far", "203.0.113.7 (Network is unreachable)"), ("refused", "10.77.0.99 (")]
-)
-def test_no_route_names_host_peer_and_mend(pair: tuple[Node, Node], peer: str, why: str) -> None:
-    error = pair[0].ask("choose", info(0, ("node1", peer)))["error"]
-    assert error.startswith(f"node1 does not reach {peer}: ")
-    assert why in error
-    assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in error
-    assert "\n" not in error
+def test_no_route_names_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    why = {"far": "203.0.113.7 (Network is unreachable)", "refused": "10.77.0.99 ("}
+    answers = pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in why))
+    for (peer, reason), answer in zip(why.items(), answers, strict=True):
+        assert answer["error"].startswith(f"node1 does not reach {peer}: ")
+        assert reason in answer["error"]
+        assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in answer["error"]
+        assert "\n" not in answer["error"]
 
 
-@pytest.mark.parametrize("peer", ["no-such.invalid", "a" * 70, ".."])
-def test_name_that_does_not_resolve_names_host_peer_and_mend(pair: tuple[Node, Node], peer: str) -> None:
-    error = pair[0].ask("choose", info(0, ("node1", peer)))["error"]
-    assert error.startswith(f"node1 cannot resolve {peer} (")
-    assert "mend the node's network or DNS" in error
-    assert "\n" not in error
+def test_name_that_does_not_resolve_names_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    peers = ("no-such.invalid", "a" * 70, "..")
+    for peer, answer in zip(peers, pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in peers)), strict=True):
+        assert answer["error"].startswith(f"node1 cannot resolve {peer} (")
+        assert "mend the node's network or DNS" in answer["error"]
+        assert "\n" not in answer["error"]
 
 
-@pytest.mark.parametrize(("peer", "address"), [("plain1", "10.77.0.1"), ("debian1", "127.0.1.1")])
-def test_nodes_that_share_one_machine_take_loopback(pair: tuple[Node, Node], peer: str, address: str) -> None:
-    found = pair[0].ask("choose", info(1, (peer, "node2")))
-    assert found == choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
+def test_nodes_that_share_one_machine_take_loopback(pair: tuple[Node, Node]) -> None:
+    peers = {"plain1": "10.77.0.1", "debian1": "127.0.1.1"}
+    assert pair[0].ask("choose", *(info(1, (peer, "node2")) for peer in peers)) == [
+        choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
+        for peer, address in peers.items()
+    ]
 
 
 def test_lone_node_takes_loopback(pair: tuple[Node, Node]) -> None:
-    for nodes in (("node1",), ()):
-        assert pair[0].ask("choose", info(0, nodes, 1)) == choice("lo", "127.0.0.1", "", "", "one node")
+    lone = choice("lo", "127.0.0.1", "", "", "one node")
+    assert pair[0].ask("choose", info(0, ("node1",), 1), info(0, (), 1)) == [lone, lone]
 
 
 def test_master_stands_for_the_peer_where_nodes_are_unknown(pair: tuple[Node, Node]) -> None:
-    for master in ("node1", "docker1", "10.77.0.1"):
-        found = pair[1].ask("choose", info(1, master=master))
-        assert found == choice("eth0", "10.77.0.2", master, "10.77.0.1", f"route to {master} (10.77.0.1)")
+    masters = ("node1", "docker1", "10.77.0.1")
+    assert pair[1].ask("choose", *(info(1, master=master) for master in masters)) == [
+        choice("eth0", "10.77.0.2", master, "10.77.0.1", f"route to {master} (10.77.0.1)") for master in masters
+    ]
 
 
 def test_master_node_takes_the_interface_that_carries_its_address(pair: tuple[Node, Node]) -> None:
-    for master in ("plain1", "both1", "10.77.0.1"):
-        found = pair[0].ask("choose", info(0, master=master))
-        assert found == choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1")
+    masters = ("plain1", "both1", "10.77.0.1")
+    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [
+        choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1") for master in masters
+    ]
 
 
-@pytest.mark.parametrize("master", ["localhost", "debian1", "docker1", "far", "::1"])
-def test_master_node_leaves_the_choice_where_the_address_tells_nothing(pair: tuple[Node, Node], master: str) -> None:
-    assert pair[0].ask("choose", info(0, master=master)) is None
+def test_master_node_leaves_the_choice_where_the_address_tells_nothing(pair: tuple[Node, Node]) -> None:
+    masters = ("localhost", "debian1", "docker1", "far", "::1")
+    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [None] * 5
 
 
 def test_route_to_agrees_with_ip_route_get(pair: tuple[Node, Node]) -> None:
-    for address in ("10.77.0.2", "10.77.0.1", "172.17.3.4", "172.17.0.1", "127.0.0.1", "::1"):
+    addresses = ("10.77.0.2", "10.77.0.1", "172.17.3.4", "172.17.0.1", "127.0.0.1", "::1")
+    for address, found in zip(addresses, pair[0].ask("route_to", *addresses), strict=True):
         argv = ["ip", "-n", pair[0].namespace, "-json", "route", "get", address]
-        told = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)[0]
-        local = told.get("type") == "local"
-        assert pair[0].ask("route_to", address) == {"interface": told["dev"], "source": told["prefsrc"], "local": local}
+        said = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)[0]
+        local = said.get("type") == "local"
+        assert found == {"interface": said["dev"], "source": said["prefsrc"], "local": local}
 
 
 def test_route_to_loopback_without_root() -> None:
@@ -229,8 +237,9 @@ def test_route_to_loopback_without_root() -> None:
 
 
 def test_no_route_to_what_is_not_one_host(pair: tuple[Node, Node]) -> None:
-    for address in ("10.77.0.255", "224.0.0.1"):
-        assert f"node1: no route to {address} (" in pair[0].ask("route_to", address)["error"]
+    addresses = ("10.77.0.255", "224.0.0.1")
+    for address, found in zip(addresses, pair[0].ask("route_to", *addresses), strict=True):
+        assert f"node1: no route to {address} (" in found["error"]
 
 
 @pytest.mark.parametrize("text", ["", "node1", "10.0.0", "10.0.0.1/8"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -350,6 +351,20 @@ def test_missing_variables_of_a_step_are_named() -> None:
             detect({key: value for key, value in STEP.items() if key != name})
 
 
+@pytest.mark.timeout(60)
+def test_a_job_of_many_components_is_read_in_no_time() -> None:
+    """65,536 nodes in two components, Slurm's own limit: to look up each one in a list would take hours."""
+    environ = env(
+        "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=n[1-65536] "
+        "SLURM_STEP_TASKS_PER_NODE=1(x65536) SLURM_STEP_NUM_TASKS=65536 SLURM_STEP_NUM_NODES=65536 SLURM_HET_SIZE=2 "
+        "SLURM_JOB_NODELIST_HET_GROUP_0=n[32769-65536] SLURM_JOB_NODELIST_HET_GROUP_1=n[1-32768]"
+    )
+    assert detect(environ).nodes[0] == "n32769"
+    every = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": "n[1-65536]" for i in range(1023)}
+    with pytest.raises(RankError, match="SLURM_HET_SIZE=1023"):
+        detect(environ | every | {"SLURM_HET_SIZE": "1023"})
+
+
 def test_ports_of_neighbouring_jobs_steps_and_restarts_differ() -> None:
     for first in (0, 1, 22_740, 4_294_967_000):
         ports = [port_for(first + j, s, r) for j, s, r in product(range(51), range(21), range(4))]
@@ -370,7 +385,7 @@ def layout_environ(launcher: str, counts: list[int], node: int, local_rank: int,
     )
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.sampled_from(["env", "slurm"]), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms())
 def test_ranks_of_any_layout_are_a_consistent_bijection(launcher: str, counts: list[int], order: random.Random) -> None:
     places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
@@ -402,7 +417,7 @@ def test_mutated_environments_give_a_rank_or_one_line() -> None:
     values = sorted({value for environ in valid for value in environ.values()})
     values += ["", " 3", "-1", "1.5", "0x1", "١", "9" * 5000, "n[1-", "1(x99999999)", "a\nb", "\udcff", "\u2028"]
     seen = {"rank": 0, "error": 0}
-    for _ in range(5000):
+    for _ in range(2000):
         environ = dict(chance.choice(valid))
         for _ in range(chance.randint(1, 4)):
             name = chance.choice(names)
@@ -424,4 +439,6 @@ def test_mutated_environments_give_a_rank_or_one_line() -> None:
             assert 0 <= found.node_rank < found.num_nodes <= found.world_size
             assert found.world_size == 1 or (found.master_addr and 0 < found.master_port < 65_536)
             assert not found.nodes or len(found.nodes) == found.num_nodes
-    assert min(seen.values()) > 500, seen
+            assert found.run_id is None or re.fullmatch(r"\d+(_\d+)?(\.\d+)?", found.run_id)
+            found.master_addr.encode("idna")  # the resolver does so first, and raises where a name cannot be one
+    assert min(seen.values()) > 200, seen

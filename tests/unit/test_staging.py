@@ -110,7 +110,7 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
     slow = slow.replace(
         "stage(Path", "staging._write = lambda *a: (os.write(1, b'w'), time.sleep(0.05), w(*a)); print(stage(Path", 1
     )
-    for _ in range(8):
+    for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", slow, packed, node], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

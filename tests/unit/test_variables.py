@@ -292,7 +292,7 @@ def is_one_line(problem: Problem) -> bool:
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=12))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example({"NCCL_\n": "1", "MASTER_ADDR": "\x1b[2J", "SLURM_JOB_NODELIST": "a,b"})
 def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -> None:
     found = problems(environ)
@@ -307,7 +307,7 @@ def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -
     st.lists(VALUES, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @example("eth0", {"a\n:1": port(), "b:1": port(link="Ethernet")}, "fd00::1", ["10.0.0.1"], False)
 def test_any_suggestion_can_be_read(
     interface: str, ports: dict[str, dict[str, str]], address: str, others: list[str], proven: bool

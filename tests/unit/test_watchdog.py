@@ -55,14 +55,23 @@ def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str
     return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), way], cwd=ROOT)
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
+    """A rank for each way, started at once, and its run directory."""
+    folders = {way: tmp_path_factory.mktemp(way) for way in ("stuck", "stopped", "waits", "works", "unwatched")}
+    return {way: (folder, rank(folder, way)) for way, folder in folders.items()}
+
+
+Started = dict[str, tuple[Path, subprocess.Popen[str]]]
+
+
 @pytest.mark.parametrize("way", ["stuck", "stopped", "waits"])
-def test_a_rank_without_progress_is_ended_and_named(way: str, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    ended = helpers.finish(rank(tmp_path, way), timeout_s=40)
-    assert time.monotonic() - begin < 30
+def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) -> None:
+    folder, process = started[way]
+    ended = helpers.finish(process, timeout_s=30)
     assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
     assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
-    record = json.loads((tmp_path / "failures" / "attempt-1-rank-3.json").read_text())
+    record = json.loads((folder / "failures" / "attempt-1-rank-3.json").read_text())
     assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "error")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
     if way == "stuck":
@@ -72,10 +81,11 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", ["works", "unwatched"])
-def test_a_rank_that_gets_on_is_left_alone(way: str, tmp_path: Path) -> None:
-    ended = helpers.finish(rank(tmp_path, way), timeout_s=60)
+def test_a_rank_that_gets_on_is_left_alone(way: str, started: Started) -> None:
+    folder, process = started[way]
+    ended = helpers.finish(process, timeout_s=60)
     assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
-    assert list((tmp_path / "failures").iterdir()) == []
+    assert list((folder / "failures").iterdir()) == []
 
 
 def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
