@@ -12,8 +12,12 @@ import pytest
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
-from tests import helpers
+from tests import guardian, helpers
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
+
+
+def pytest_configure() -> None:
+    guardian.begin()
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import resource
 import secrets
 import select
 import shlex
@@ -365,8 +366,7 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
     if reason:
         raise ClusterError(reason)
     options = options or ClusterOptions()
-    root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=BASE))
-    root.chmod(0o711)
+    root = make_root()
     argv = [sys.executable, str(Path(__file__).resolve()), "_keep", str(root), json.dumps(asdict(options))]
     owner_fd = -1 if owner is None else os.pidfd_open(owner)
     try:
@@ -392,6 +392,15 @@ def start(options: ClusterOptions | None = None, owner: int | None = None) -> Cl
         raise ClusterError(answer)
     _KEEPERS[keeper.pid] = keeper
     return Cluster(root)
+
+
+def make_root() -> Path:
+    """A new cluster's folder, named after the session of tests that it belongs to, if any (see tests/guardian.py)."""
+    mark, _ = resource.getrlimit(resource.RLIMIT_RSS)
+    session = "" if mark == resource.RLIM_INFINITY else f"{mark}_"
+    root = Path(tempfile.mkdtemp(prefix=PREFIX + session, dir=BASE))
+    root.chmod(0o711)
+    return root
 
 
 _KEEPERS: dict[int, subprocess.Popen[str]] = {}  # our own children, to be waited for

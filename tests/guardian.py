@@ -1,0 +1,115 @@
+"""Ends what a session of pytest leaves behind, however the session ends: processes, mounts, network namespaces, clusters.
+
+Processes: a session has a mark, a random number that is its soft RLIMIT_RSS. Linux ignores this limit since 2.4.30
+(getrlimit(2)), every descendant inherits it, whatever its environment, its session and its parent are, and
+/proc/PID/limits shows it. A guardian process waits until the session's controller has ended, then kills all processes with
+the mark. It waits for the lock of a file that is named after the mark: the kernel releases it when the controller dies.
+
+Mounts and named network namespaces: the session has its own mount namespace, which ends with its last process.
+
+Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder, which the guardian removes.
+
+Each guardian first does the same for dead sessions whose guardian was killed. `python tests/guardian.py` does only this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import resource
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BASE = Path("/tmp")  # the same for all sessions, whatever $TMPDIR is
+LOCK = "recipes-tests-"
+CLUSTER = "slurm-test-"
+CLONE_NEWNS = 0x00020000
+KILLED_S = 60.0  # for the processes of one session to end
+
+_kept: list[Any] = []  # the lock and the guardian: both last as long as this process
+
+
+def begin() -> None:
+    """Marks this process and starts its guardian, unless it is part of a session already (xdist's workers are)."""
+    if sys.platform != "linux":
+        return
+    mark, limit = resource.getrlimit(resource.RLIMIT_RSS)
+    if lock_file(mark).exists():
+        return
+    own_mounts()
+    mark = secrets.randbelow(1 << 48 if limit == resource.RLIM_INFINITY else limit)
+    # Not locked under its name at once: another guardian could lock it first, and take this session for a dead one.
+    new = lock_file(mark).with_suffix(".new")
+    lock = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    new.rename(lock_file(mark))
+    guardian = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(mark)], cwd="/", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    _kept.extend((lock, guardian))
+    resource.setrlimit(resource.RLIMIT_RSS, (mark, limit))
+
+
+def own_mounts() -> None:
+    """Moves this process into its own mount namespace, where its user may: who may not cannot mount either."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        # `ip netns` mounts in /run/netns. mount says why not where it cannot, as in a chroot.
+        private = "mount --make-rslave / && mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns"
+        subprocess.run(private, shell=True, check=False)
+
+
+def lock_file(mark: int) -> Path:
+    return BASE / f"{LOCK}{mark}.lock"
+
+
+def kill(mark: int) -> bool:
+    """Kills the processes with this mark; whether there was one that had not ended."""
+    found = False
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                limit = re.search(rb"Max resident set +(\S+)", Path(f"/proc/{entry}/limits").read_bytes())
+                if limit and limit[1] == b"%d" % mark:
+                    os.kill(int(entry), signal.SIGKILL)
+                    found |= Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
+    return found
+
+
+def clean(path: Path, wait: bool) -> None:
+    """Ends what is left of the session whose lock this is: once the session has ended, or only if it has."""
+    with contextlib.suppress(OSError), path.open("r+") as lock:  # another guardian was first, or the session is alive
+        if os.fstat(lock.fileno()).st_uid != os.geteuid():
+            return  # anyone may write to /tmp
+        fcntl.lockf(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mark, deadline = int(path.stem.removeprefix(LOCK)), time.monotonic() + KILLED_S
+        while kill(mark):
+            if time.monotonic() > deadline:
+                return  # the next guardian tries again
+            time.sleep(0.02)
+        for folder in BASE.glob(f"{CLUSTER}{mark}_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        path.unlink()
+
+
+def main(argv: list[str]) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    own = [lock_file(int(mark)) for mark in argv]
+    for path in set(BASE.glob(f"{LOCK}*.lock")).difference(own):
+        clean(path, wait=False)
+    for path in own:
+        clean(path, wait=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

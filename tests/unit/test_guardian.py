@@ -1,0 +1,68 @@
+"""Nothing is left of a session of pytest that is killed (tests/guardian.py)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import guardian, helpers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians need Linux")
+SWEEP = (sys.executable, guardian.__file__)
+# The daemon has neither an environment nor a parent that is of the session; root also mounts a disk and adds a network namespace.
+SESSION = """
+import os, subprocess, time
+from pathlib import Path
+from tests import helpers
+from tests.slurm import cluster
+
+def test_daemon(tmp_path):
+    here, root = Path(__file__).parent, cluster.make_root()
+    (here / "cluster").symlink_to(root)
+    subprocess.run("env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 60' &", shell=True, cwd=here, check=True)
+    if os.geteuid() == 0:
+        subprocess.run(["ip", "netns", "add", root.name], check=True)
+    with helpers.small_disk(tmp_path / "disk", "64k") if os.geteuid() == 0 else open(os.devnull):
+        (here / "ready").touch()
+        time.sleep(60)
+"""
+
+
+def test_nothing_is_left_of_a_killed_session(tmp_path: Path) -> None:
+    (tmp_path / "test_session.py").write_text(SESSION)
+    options = ("-n1", "-p", "tests.conftest", "-c", os.devnull, "-p", "no:cacheprovider", f"--basetemp={tmp_path}/temp")
+    # Without the mark of the session that this test is in, which it would be part of.
+    argv = ["prlimit", "--rss=unlimited", sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    session = helpers.start(argv, environ=helpers.clean_environment(PYTHONPATH=str(helpers.ROOT)))
+    begun = [tmp_path / "ready", tmp_path / "daemon"]
+    helpers.wait_until(lambda: all(map(Path.exists, begun)) or session.poll() is not None, 60, "the session's test")
+    assert session.poll() is None, helpers.finish(session).out
+    daemon, root = int((tmp_path / "daemon").read_text()), (tmp_path / "cluster").resolve()
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+    assert not Path("/run/netns", root.name).exists()
+    subprocess.run(SWEEP, check=True)
+    assert helpers.alive(daemon), "a guardian has ended a session that runs"
+    assert root.exists()
+
+    started = helpers.children(session.pid)
+    session.kill()
+    helpers.wait_for_the_end_of([*started, daemon], 30)
+    assert not root.exists()
+
+
+def test_the_next_guardian_ends_what_a_killed_one_has_left() -> None:
+    mark = secrets.randbelow(1 << 48)
+    folder = guardian.BASE / f"{guardian.CLUSTER}{mark}_left"
+    folder.mkdir()
+    with subprocess.Popen(["prlimit", f"--rss={mark}", "sleep", "60"]) as left:
+        helpers.wait_until(lambda: b"sleep" in Path(f"/proc/{left.pid}/cmdline").read_bytes()[:5], 10, "sleep")
+        guardian.lock_file(mark).touch()
+        subprocess.run(SWEEP, check=True)
+        assert left.wait(10) == -9
+    assert not folder.exists()
+    assert not guardian.lock_file(mark).exists()
