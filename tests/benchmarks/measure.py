@@ -6,11 +6,17 @@ import contextlib
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from recipes.core import local
+from recipes.core.local import Layout
+from recipes.core.rundir import MachineError
+from tests.helpers import ROOT, clean_environment
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,13 @@ def interleaved(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[s
             if turn:
                 values[name].append(value)
     return values
+
+
+def two_ranks(module: str, *words: object) -> None:
+    """Runs ``python -m module words`` as two ranks on this machine. Raises MachineError if they fail."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    if status := local.run(command, Layout((2,)), None, ROOT, clean_environment()):
+        raise MachineError(f"{module}: two ranks ended with status {status}; the lines above say why")
 
 
 def samples_per_s(epochs: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], least_s: float = 0.0) -> float:
