@@ -44,8 +44,8 @@ TINY = Size(rounds=1, images=2000, steps=2, photos=20, small_files=40, least_s=0
 class Figure:
     """Ours against theirs, in ``unit``, all values in the order measured.
 
-    target: what ours / theirs is to be, as in ``"<= 0.20"``; empty for a figure that is only told. ratio_of: ``medians``;
-    ``means``; or ``pairs``, the median of the ratios of each of ours to the one of theirs that was measured with it.
+    target: the bound of ours / theirs, as in ``"<= 0.20"``. ratio_of: ``medians``; ``means``; or ``pairs``, the median of the ratios
+    of each of ours to the one of theirs that was measured with it.
     """
 
     name: str
@@ -58,20 +58,18 @@ class Figure:
     note: str = ""
     ratio_of: str = "medians"
     ratio: float = field(init=False)
-    met: bool | None = field(init=False)
+    met: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        ratio, met = _ratio(self.ours, self.theirs, self.ratio_of), None
-        if self.target:
-            sign, bound = self.target.split()
-            met = {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign]
+        ratio = _ratio(self.ours, self.theirs, self.ratio_of)
+        sign, bound = self.target.split()
         object.__setattr__(self, "ratio", ratio)
-        object.__setattr__(self, "met", met)
+        object.__setattr__(self, "met", {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign])
 
     def __str__(self) -> str:
         ours, theirs = (_spread(side, self.unit) for side in (self.ours, self.theirs))
         note = f"  [{self.note}]" if self.note else ""
-        target = f"target {self.target}, {'met' if self.met else 'MISSED'}" if self.target else "no target"
+        target = f"target {self.target}, {'met' if self.met else 'MISSED'}"
         return f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio {self.ratio:.3g}, {target}{note}"
 
 
