@@ -43,7 +43,7 @@ check: install ## ruff and mypy, and that the ready scripts are what would be ma
 sbatch: install ## make the ready scripts anew
 	$(BIN)/python -m recipes.core.ready write
 
-bench: install ## measure, each figure beside its peer in one run; OUT=folder for benchmarks.json; ONLY=name,name
+bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
 
 clean: ## remove .venv and caches; runs and data stay

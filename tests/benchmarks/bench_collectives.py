@@ -1,4 +1,4 @@
-"""all_reduce over loopback beside raw TCP, and a model's gradients in buckets beside one by one; two ranks, gloo.
+"""`recipes.collectives`' figure of all_reduce beside raw TCP, and `World.parallel` beside an all_reduce a tensor; two ranks, gloo.
 
 ``python -m tests.benchmarks.bench_collectives OUT ROUNDS`` is one of the two ranks that `figures` starts.
 """
@@ -7,93 +7,88 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torchvision
+from torch import Tensor, nn
 
-from recipes.core import entry, local
-from recipes.core.bandwidth import FACTORS
-from recipes.core.dist import process_group
-from recipes.core.local import Layout
-from recipes.core.rundir import MachineError
-from tests.benchmarks.measure import Figure, Size, interleaved
-from tests.helpers import ROOT, clean_environment
+from recipes.core import bandwidth, entry
+from recipes.core.dist import World, process_group
+from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 LARGE = 64 << 20  # bytes
-BUCKET = 25 << 20  # DistributedDataParallel's
-EACH = 3  # of a round: the best counts
-ROUNDS = 3  # times as many as of other benchmarks: here two ranks and the kernel share what cores there are
+SECONDS = 0.3  # of a measurement, about
+ROUNDS = 3  # for each round of another benchmark: here two ranks and the kernel share the cores
 
 
 def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "values.json")
-        status = local.run(
-            [sys.executable, "-m", __name__, str(out), str(ROUNDS * size.rounds)],
-            Layout((2,)),
-            None,
-            ROOT,
-            clean_environment(),
-        )
-        if status:
-            raise MachineError(f"collectives: ended with status {status}; the lines above say why")
+        two_ranks(__name__, out, ROUNDS * size.rounds)
         values = json.loads(out.read_text())
     return [
-        Figure("collectives, all_reduce", "GB/s", "busbw of 64 MB in DDP's buckets, gloo", "raw TCP, one way", ">= 0.45", values["all_reduce"], values["tcp"],
+        Figure("collectives, all_reduce", "GB/s", "busbw of 64 MB, gloo", "raw TCP, one way", ">= 0.40", values["all_reduce"], values["tcp"],
                "two ranks, loopback", ratio_of="pairs"),
-        Figure("collectives, buckets", "GB/s", "ResNet-50's gradients in buckets of 25 MB", "one tensor after another", ">= 2.5",
-               values["buckets"], values["tensors"], "two ranks, loopback, gloo", ratio_of="pairs"),
+        Figure("collectives, gradients", "GB/s", "ResNet-50's, averaged by World.parallel", "one tensor after another", ">= 2.5",
+               values["parallel"], values["tensors"], "two ranks, loopback, gloo", ratio_of="pairs"),
     ]  # fmt: skip
 
 
 def rank_main(out: Path, rounds: int) -> None:
     start = entry.begin("mnist", ["device=cpu"])
+    torch.set_num_threads(1)
     with process_group(start, torch.device("cpu")) as world:
-        values = interleaved(rounds, sides(world.rank))
+        values = interleaved(rounds, sides(world))
         if world.rank == 0:
             out.write_text(json.dumps(values))
         dist.barrier()
 
 
-def sides(rank: int) -> dict[str, Callable[[], float]]:
-    """GB/s of each; called by both ranks."""
-    connection = connect(rank)
-    data = torch.zeros(LARGE // 4)
-    gradients = [torch.zeros(p.numel()) for p in torchvision.models.resnet50(weights=None).parameters()]
-    total = sum(g.nbytes for g in gradients)
-    flat = torch.zeros(total // 4)
+def sides(world: World) -> dict[str, Callable[[], float]]:
+    """GB/s of each, timed by the code of `recipes.collectives`; called by both ranks."""
+    connection = connect(world.rank)
+    weights = Weights()
+    parallel = world.parallel(weights)
+    total = sum(p.nbytes for p in weights.parameters())
+
+    def in_buckets() -> None:
+        weights.zero_grad()
+        parallel().backward()
+
+    def one_by_one() -> None:
+        weights.zero_grad()
+        weights().backward()
+        for p in weights.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= world.size
+
+    def gb_per_s(count: int, call: Callable[[], object]) -> float:
+        return count / statistics.median(bandwidth.seconds_of(call, world, SECONDS)) / 1e9
+
     return {
-        "tcp": lambda: LARGE / timed(lambda: one_way(connection, rank)) / 1e9,
-        "all_reduce": lambda: LARGE * FACTORS["all_reduce"](2) / timed(lambda: in_flight(data)) / 1e9,
-        "tensors": lambda: total / timed(lambda: [dist.all_reduce(one) for one in gradients]) / 1e9,
-        "buckets": lambda: total / timed(lambda: [dist.all_reduce(one) for one in flat.split(BUCKET // 4)]) / 1e9,
+        "tcp": lambda: gb_per_s(LARGE, lambda: one_way(connection, world.rank)),
+        "all_reduce": lambda: bandwidth.measure("all_reduce", LARGE, world, SECONDS)[0].busbw,
+        "tensors": lambda: gb_per_s(total, one_by_one),
+        "parallel": lambda: gb_per_s(total, in_buckets),
     }
 
 
-def in_flight(data: torch.Tensor) -> None:
-    """One array, as DDP sends gradients: in buckets, each begun without waiting for the one before."""
-    for work in [dist.all_reduce(part, async_op=True) for part in data.split(BUCKET // 4)]:
-        assert work
-        work.wait()
+class Weights(nn.Module):
+    """ResNet-50's parameters, and a loss with gradients that cost little to compute: ones."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torchvision.models.resnet50(weights=None).parameters())
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds, of the slower rank, of the best of a few."""
-    taken = []
-    for _ in range(EACH):
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        seconds = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        taken.append(float(seconds))
-    return min(taken)
+    def forward(self) -> Tensor:
+        return torch.stack([p.sum() for p in self.all]).sum()
 
 
 def connect(rank: int) -> socket.socket:
@@ -112,14 +107,14 @@ BUFFER = memoryview(bytearray(LARGE))  # as large as what is reduced: from memor
 
 
 def one_way(connection: socket.socket, rank: int) -> None:
-    """`LARGE` bytes from rank 0 to rank 1, and a byte back when they are there."""
+    """`LARGE` bytes from rank 0 to rank 1, and a byte back when they have arrived."""
     if rank == 0:
         connection.sendall(BUFFER)
         connection.recv(1)
         return
-    there = 0
-    while there < LARGE:
-        there += connection.recv_into(BUFFER[there:])
+    arrived = 0
+    while arrived < LARGE:
+        arrived += connection.recv_into(BUFFER[arrived:])
     connection.sendall(b".")
 
 

@@ -1,7 +1,6 @@
 """Reading large JPEGs on one core: random crops of 224 px through `images.Loader`, against ImageFolder in a DataLoader.
 
-Ours end with what the recipe's step is given: a batch of uint8 in memory. Mirroring and the way to floats are the device's
-there, and the DataLoader's in the peer; the figures "as floats" have them done on the same core.
+Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats, which the recipe leaves to its device.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import __version__ as pillow_version
@@ -28,12 +28,13 @@ from tests.benchmarks import inputs
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
 
 PX, BATCH_SIZE = 224, 64
-WAYS = (  # figure, folder, decoder, target of the crops as uint8
-    ("files, other pixels", "files", "opencv", ">= 1.6"),
-    ("files, the same pixels", "files", "torchvision", ">= 1.4"),
-    ("packed jpeg", "jpeg", "opencv", ">= 5"),
-    ("packed raw", "raw", "opencv", ">= 20"),
+WAYS = (  # figure, folder, decoder, targets of uint8 and floats
+    ("files, other pixels", "files", "opencv", ">= 1.6", ">= 1.3"),
+    ("files, the same pixels", "files", "torchvision", ">= 1.4", ">= 1"),
+    ("packed jpeg", "jpeg", "opencv", ">= 5", ">= 1.9"),
+    ("packed raw", "raw", "opencv", ">= 20", ">= 2.5"),
 )
+PEERS = {"uint8": "RandomResizedCrop, PILToTensor", "floats": "RandomResizedCrop, flip, ToTensor, Normalize"}
 Batch = tuple[Tensor, Tensor]  # images, labels
 
 
@@ -45,31 +46,38 @@ def figures(size: Size) -> list[Figure]:
             packing.pack(files, Path(folder, encoding), PackOptions(encoding=encoding), say=lambda line: None)
         with one_core():
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
-    theirs_is = f"Pillow {pillow_version}, RandomResizedCrop, flip, ToTensor, Normalize of ImageFolder in a DataLoader, num_workers=0"  # fmt: skip
     return [
-        Figure(f"images, {name}{end}", "images/s", f"decoder={decoder}, {what}", theirs_is, wanted, values[name + end], values["theirs"], source)
-        for end, what in (("", "crops as uint8"), (", as floats", "crops mirrored and normalised"))
-        for name, _, decoder, target in WAYS
-        for wanted in ("" if end else target,)
+        Figure(
+            f"images, {name}, {kind}", "images/s", f"decoder={decoder}",
+            f"Pillow {pillow_version}, {steps} of ImageFolder in a DataLoader, num_workers=0",
+            targets[number], values[f"{name}, {kind}"], values[kind], source,
+        )
+        for number, (kind, steps) in enumerate(PEERS.items())
+        for name, _, decoder, *targets in WAYS
     ]  # fmt: skip
 
 
 def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
-    """What to measure, by name: the peer, and each way of ours as uint8 and as floats."""
-    peer = peer_loader(folder / "files")
-    found: dict[str, Callable[[], float]] = {"theirs": lambda: samples_per_s(lambda: peer, least_s)}
-    for name, place, decoder, _ in WAYS:
-        for end, batches in (("", crops), (", as floats", floats)):
+    """What to measure, by name: the peer, and each way of ours, as uint8 and as floats."""
+    found: dict[str, Callable[[], float]] = {}
+    for kind, batches in (("uint8", crops), ("floats", floats)):
+        peer = peer_loader(folder / "files", floats=kind == "floats")
+        found[kind] = partial(samples_per_s, peer.__iter__, least_s)
+        for name, place, decoder, *_ in WAYS:
             epochs = OurEpochs(images.open_images(folder / place, "train"), decoder)
-            found[name + end] = partial(samples_per_s, partial(epochs.next, batches), least_s)
+            found[f"{name}, {kind}"] = partial(samples_per_s, partial(epochs.next, batches), least_s)
     return found
 
 
-def peer_loader(folder: Path, px: int = PX) -> DataLoader[Batch]:
-    """What PyTorch's own example of ImageNet does, on one core."""
+def peer_loader(folder: Path, px: int = PX, floats: bool = True) -> DataLoader[Batch]:
+    """On one core: what PyTorch's own example of ImageNet does, or its crops as uint8."""
     mean, std = ([value / 255 for value in values] for values in (imagenet.MEAN, imagenet.STD))
-    steps = [transforms.RandomResizedCrop(px), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
-    train_set = ImageFolder(str(folder / "train"), transforms.Compose([*steps, transforms.Normalize(mean, std)]))
+    steps: list[Any] = [transforms.RandomResizedCrop(px)]
+    if floats:
+        steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(mean, std)]
+    else:
+        steps += [transforms.PILToTensor()]
+    train_set = ImageFolder(str(folder / "train"), transforms.Compose(steps))
     return DataLoader(train_set, BATCH_SIZE, shuffle=True, num_workers=0)
 
 

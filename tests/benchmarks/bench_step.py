@@ -1,20 +1,22 @@
-"""What the step loop's services cost beside a bare loop, and what two ranks lose by averaging their gradients.
+"""Two ranks over loopback: what `train.fit` and all services of a run cost beside a bare DistributedDataParallel loop, and what the
+ranks lose by averaging their gradients.
 
-``python -m tests.benchmarks.bench_step OUT ROUNDS STEPS`` is one of the two ranks that `two_ranks` starts.
+``python -m tests.benchmarks.bench_step OUT ROUNDS STEPS`` is one of the two ranks that `figures` starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
+import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -23,63 +25,37 @@ from torch.nn import functional as F
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core import config, data, dist, entry, local, metrics, preempt, ranks, train
+from recipes.core import data, entry, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import Shard
-from recipes.core.entry import Start
-from recipes.core.local import Layout
-from recipes.core.rundir import MachineError
+from recipes.core.dist import World
 from recipes.core.session import Run
-from tests.benchmarks.measure import Figure, Size, interleaved, one_thread
-from tests.helpers import ROOT, clean_environment
+from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank
-MODEL = f"mnist's net, batch {BATCH_SIZE}"
-# For each round of another benchmark: two per cent are little beside a shared machine's noise.
-SERVICES_ROUNDS, RANKS_ROUNDS = 4, 2
+STRETCH = 10  # steps of fit, or of the bare loop, in turn; with one row of the log in each
+# For each round of another benchmark: differences of two per cent are small beside a shared machine's noise.
+STRETCHES, RANKS_ROUNDS = 16, 2
 Batch = tuple[Tensor, Tensor]  # images, labels
 
 
 def figures(size: Size) -> list[Figure]:
-    return [services(size), two_ranks(size)]
-
-
-def services(size: Size) -> Figure:
-    """`train.fit` with all that it does besides, on one rank, and a bare loop that takes turns with it step by step."""
-    rounds = SERVICES_ROUNDS * size.rounds
-    with one_thread(), tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        turns = Turns(BareStep(*fresh()), made_batches(), (rounds + 1) * size.steps)
-        fitted = fit(turns, Path(folder))
-        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(fitted, turns.bare.weights, strict=True)):
-            raise RuntimeError("step, services: other weights at the end, so other work")
-    sums = {name: [sum(seconds[i : i + size.steps]) for i in range(size.steps, turns.total, size.steps)] for name, seconds in turns.seconds.items()}  # fmt: skip
-    rates = {name: [size.steps * BATCH_SIZE / seconds for seconds in values] for name, values in sums.items()}
-    ours_is = "fit with rows, stop check, progress, summed loss, schedule"
-    return Figure(
-        "step, services", "samples/s", ours_is, "a bare loop", ">= 0.98", rates["fit"], rates["bare"], MODEL, ratio_of="pairs"
-    )  # fmt: skip
-
-
-def two_ranks(size: Size) -> Figure:
-    """Two processes over loopback that average their gradients, and the same two each by itself, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
-        command = [
-            sys.executable,
-            "-m",
-            __name__,
-            str(out),
-            str(RANKS_ROUNDS * size.rounds),
-            str(max(1, size.steps // 2)),
-        ]
-        status = local.run(command, Layout((2,)), None, ROOT, clean_environment())
-        if status:
-            raise MachineError(f"step, two ranks: ended with status {status}; the lines above say why")
+        two_ranks(__name__, out, size.rounds, size.steps)
         values = json.loads(out.read_text())
-    return Figure(
-        "step, two ranks", "samples/s", "gradients averaged (DDP, gloo, loopback)", "two independent processes at once", ">= 0.80",
-        values["together"], values["alone"], MODEL, ratio_of="pairs",
-    )  # fmt: skip
+    about = f"mnist's net, batch {BATCH_SIZE} a rank, gloo, loopback"
+    background = f"{about}; threads and watchdog took {values['background']:.2%} of a core a rank, which is subtracted"
+    return [
+        Figure(
+            "step, all services", "samples/s", "fit in a run, with log rows, stop check, progress, summed loss, schedule, watchdog, pulse, fence",
+            "a bare DDP loop", ">= 0.98", values["fit"], values["bare"], background, ratio_of="pairs",
+        ),
+        Figure(
+            "step, two ranks", "samples/s", "gradients averaged", "two independent processes at once", ">= 0.80",
+            values["together"], values["alone"], about, ratio_of="pairs",
+        ),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,91 +90,139 @@ def made_batches() -> list[Batch]:
 
 @dataclass
 class Turns:
-    """Batches for `train.fit`; between two of its steps, as it asks for the next batch, the bare loop takes one.
+    """Batches for `train.fit`, in stretches of `STRETCH` steps; between two stretches the bare loop takes as many steps.
 
-    seconds: of each step; fit's from the moment it gets a batch until it asks for the next one.
+    A stretch has several steps, because `fit` sums a step's loss while the next step runs. No checkpoint falls into one: see
+    bench_checkpoint. seconds: of each stretch; fit's from its first batch until it asks for the batch after its last.
     """
 
     bare: BareStep
     batches: list[Batch]
-    total: int
+    stretches: int
+    world_size: int
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"fit": [], "bare": []})
-    global_batch_size: int = BATCH_SIZE
+    background: float = 0.0  # share of a core
     seed: int = 0
     data: str = ""
 
     @property
+    def global_batch_size(self) -> int:
+        return self.world_size * BATCH_SIZE
+
+    @property
     def num_samples(self) -> int:
-        return self.per_epoch * BATCH_SIZE
+        return self.per_epoch * self.global_batch_size
 
     @property
     def per_epoch(self) -> int:
-        return self.total + 1  # fit does not ask again after its last step
+        return self.stretches * STRETCH + 1  # fit does not ask again after its last step
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        indices = torch.arange(BATCH_SIZE)
-        for number in range(self.total):
-            start = time.perf_counter()
-            self.bare(self.batches[number % len(self.batches)])
-            self.seconds["bare"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            yield Shard(epoch, number, indices, BATCH_SIZE)
-            self.seconds["fit"].append(time.perf_counter() - start)
-        yield Shard(epoch, self.total, indices, BATCH_SIZE)
+        began, before = time.perf_counter(), background_ns()
+        for turn in range(self.stretches):
+            numbers = range(turn * STRETCH, (turn + 1) * STRETCH)
+            for side in ("bare", "fit") if turn % 2 else ("fit", "bare"):
+                torch.distributed.barrier()
+                start = time.perf_counter()
+                for number in numbers:
+                    if side == "fit":
+                        yield self.shard(number)
+                    else:
+                        self.bare(self.batch(number))
+                self.seconds[side].append(time.perf_counter() - start)
+        self.background = (background_ns() - before) / 1e9 / (time.perf_counter() - began)
+        yield self.shard(self.per_epoch - 1)
+
+    def shard(self, number: int) -> Shard:
+        return Shard(0, number, torch.arange(BATCH_SIZE), self.global_batch_size)
+
+    def batch(self, number: int) -> Batch:
+        return self.batches[number % len(self.batches)]
 
 
-def fit(turns: Turns, folder: Path) -> list[Tensor]:
-    """One run of `train.fit` over ``turns``, a progress line and a metrics file included; the weights after all steps that count."""
-    keys = ["device=cpu", "dataset=fake", "epochs=1", f"global_batch_size={BATCH_SIZE}"]
-    start = Start(config.parse(keys, recipe="mnist", environ={}), ranks.detect({}), {}, None)
-    weights: list[Tensor] = []
-    with contextlib.ExitStack() as stack:
-        world = stack.enter_context(dist.process_group(start, torch.device("cpu")))
-        terminal = stack.enter_context(open("/dev/null", "w"))
-        rows = metrics.Rows(folder / "metrics.jsonl")
-        stack.callback(rows.close)
-        net, optimizer = fresh()
-        state = State(net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-        run = Run(start.settings, world, folder, 0, "", preempt.StopFlag(), terminal, rows, state=state)
-        (folder / "checkpoints").mkdir()
-        (folder / "attempt.json").write_text('{"attempt": 0, "launch": ""}')
+def background_ns() -> int:
+    """CPU time so far of this rank's pulse and fence threads and of its watchdog, which run beside the bare loop too."""
+    own = Path("/proc/self/task")
+    threads = [own / str(thread.native_id) for thread in threading.enumerate() if thread.name in ("pulse", "fence")]
+    children = [Path("/proc", pid) for pid in (own / str(os.getpid()) / "children").read_text().split()]
+    assert children
+    return sum(int((path / "schedstat").read_text().split()[0]) for path in (*threads, *children))
 
-        def loss_sum(shard: Shard) -> Tensor:
-            if shard.batch == turns.total:
-                weights.extend(p.detach().clone() for p in net.parameters())
-            images, labels = turns.batches[shard.batch % len(turns.batches)]
-            return F.cross_entropy(net(images), labels, reduction="sum")
 
-        train.fit(run, start.settings.config, net, turns, loss_sum, dict)
-    return weights
+def services(run: Run, cfg: Config, stretches: int) -> Turns:
+    """`train.fit` and the bare loop in turn."""
+    bare, (net, optimizer) = bare_parallel(run.world), fresh()
+    turns = Turns(bare, made_batches(), stretches, run.world.size)
+    run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
+    run.resume(
+        State(net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        train.sampler_state(turns),
+    )
+    model = run.world.parallel(net)
+
+    def loss_sum(shard: Shard) -> Tensor:
+        if shard.batch == turns.per_epoch - 1 and not all(map(close, net.parameters(), bare.weights)):
+            raise RuntimeError("step, all services: the weights differ, so the work differs")
+        images, labels = turns.batch(shard.batch)
+        return F.cross_entropy(model(images), labels, reduction="sum")
+
+    train.fit(run, cfg, model, turns, loss_sum, dict)
+    return turns
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def bare_parallel(world: World) -> BareStep:
+    net, optimizer = fresh()
+    return BareStep(world.parallel(net), optimizer)
+
+
+def sides(world: World, steps: int) -> dict[str, Callable[[], float]]:
+    """Samples/s of both ranks, added, with gradients averaged and without."""
+
+    def side(step: BareStep) -> Callable[[], float]:
+        endless = itertools.cycle(made_batches())
+
+        def rate() -> float:
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            for batch in itertools.islice(endless, steps):
+                step(batch)
+            own = steps * BATCH_SIZE / (time.perf_counter() - begin)
+            return float(world.sum(torch.tensor(own, dtype=torch.float64)))
+
+        return rate
+
+    return {"together": side(bare_parallel(world)), "alone": side(BareStep(*fresh()))}
 
 
 def rank_main(out: Path, rounds: int, steps: int) -> None:
-    """One of two ranks: in turn with gradients averaged and without; rank 0 writes both ranks' samples/s, added, to ``out``."""
-    start = entry.begin("mnist", ["device=cpu"])
-    torch.set_num_threads(1)
-    batches = made_batches()
-    with dist.process_group(start, torch.device("cpu")) as world:
+    """One of two ranks, in a run of its own with all its services; rank 0 writes all rates to ``out``."""
 
-        def side(step: BareStep) -> Callable[[], float]:
-            endless = itertools.cycle(batches)
-
-            def rate() -> float:
-                torch.distributed.barrier()
-                begin = time.perf_counter()
-                for batch in itertools.islice(endless, steps):
-                    step(batch)
-                own = steps * BATCH_SIZE / (time.perf_counter() - begin)
-                return float(world.sum(torch.tensor(own, dtype=torch.float64)))
-
-            return rate
-
-        net, optimizer = fresh()
-        sides = {"together": side(BareStep(world.parallel(net), optimizer)), "alone": side(BareStep(*fresh()))}
-        values = interleaved(rounds, sides)
-        if world.rank == 0:
+    def main(cfg: Config, run: Run) -> Mapping[str, Any]:
+        turns = services(run, cfg, STRETCHES * rounds + 1)
+        samples = STRETCH * turns.global_batch_size
+        values: dict[str, Any] = {name: [samples / s for s in seconds[1:]] for name, seconds in turns.seconds.items()}
+        values["fit"] = [rate * (1 - turns.background) for rate in values["fit"]]
+        values |= {"background": turns.background} | interleaved(
+            RANKS_ROUNDS * rounds, sides(run.world, max(1, steps // 2))
+        )
+        if run.world.rank == 0:
             out.write_text(json.dumps(values))
-        torch.distributed.barrier()
+        return {}
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    keys = [
+        "device=cpu",
+        "dataset=fake",
+        "epochs=1",
+        f"log_every_steps={STRETCH}",
+        f"global_batch_size={2 * BATCH_SIZE}",
+        f"run_dir={out.parent / 'run'}",
+    ]
+    session.run(main, entry.begin("mnist", keys))
 
 
 if __name__ == "__main__":

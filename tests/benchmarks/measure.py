@@ -6,11 +6,17 @@ import contextlib
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from recipes.core import local
+from recipes.core.local import Layout
+from recipes.core.rundir import MachineError
+from tests.helpers import ROOT, clean_environment
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ TINY = Size(rounds=1, images=2000, steps=2, photos=20, small_files=40, least_s=0
 class Figure:
     """Ours against theirs, in ``unit``, all values in the order measured.
 
-    target: what ours / theirs is to be, as in ``"<= 0.20"``; empty for a figure that is only told. ratio_of: ``medians``;
-    ``means``; or ``pairs``, the median of the ratios of each of ours to the one of theirs that was measured with it.
+    target: the bound of ours / theirs, as in ``"<= 0.20"``. ratio_of: ``medians``; ``means``; or ``pairs``, the median of the ratios
+    of each of ours to the one of theirs that was measured with it.
     """
 
     name: str
@@ -52,20 +58,18 @@ class Figure:
     note: str = ""
     ratio_of: str = "medians"
     ratio: float = field(init=False)
-    met: bool | None = field(init=False)
+    met: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        ratio, met = _ratio(self.ours, self.theirs, self.ratio_of), None
-        if self.target:
-            sign, bound = self.target.split()
-            met = {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign]
+        ratio = _ratio(self.ours, self.theirs, self.ratio_of)
+        sign, bound = self.target.split()
         object.__setattr__(self, "ratio", ratio)
-        object.__setattr__(self, "met", met)
+        object.__setattr__(self, "met", {"<=": ratio <= float(bound), ">=": ratio >= float(bound)}[sign])
 
     def __str__(self) -> str:
         ours, theirs = (_spread(side, self.unit) for side in (self.ours, self.theirs))
         note = f"  [{self.note}]" if self.note else ""
-        target = f"target {self.target}, {'met' if self.met else 'MISSED'}" if self.target else "no target"
+        target = f"target {self.target}, {'met' if self.met else 'MISSED'}"
         return f"{self.name}: {self.ours_is} {ours}, {self.theirs_is} {theirs}, ratio {self.ratio:.3g}, {target}{note}"
 
 
@@ -97,6 +101,13 @@ def interleaved(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[s
             if turn:
                 values[name].append(value)
     return values
+
+
+def two_ranks(module: str, *words: object) -> None:
+    """Runs ``python -m module words`` as two ranks on this machine. Raises MachineError if they fail."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    if status := local.run(command, Layout((2,)), None, ROOT, clean_environment()):
+        raise MachineError(f"{module}: two ranks ended with status {status}; the lines above say why")
 
 
 def samples_per_s(epochs: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], least_s: float = 0.0) -> float:

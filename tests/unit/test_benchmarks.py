@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import NoneType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,19 +14,6 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import bench_cifar_training, bench_login, inputs
 from tests.benchmarks.measure import FULL, TINY, Figure, interleaved
 
-WAYS = ("files, other pixels", "files, the same pixels", "packed jpeg", "packed raw")
-NAMES = [
-    "checkpoint, training stands still",
-    "cifar, input",
-    *("collectives, all_reduce", "collectives, buckets"),
-    *(f"doctor, a node's part of the verdict of {count}" for count in (256, 4096)),
-    *(f"images, {way}{end}" for end in ("", ", as floats") for way in WAYS),
-    *("login, a right command", "login, a misspelt key"),
-    *("memory, packing", "memory, loader, packed jpeg", "memory, loader, files"),
-    *("mnist, input", "mnist, input and step"),
-    *("step, services", "step, two ranks"),
-]
-
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,7 +22,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))  # seconds of work that this test does not need
-        assert benchmarks.main([str(out)], TINY) == 0
+        assert benchmarks.main([str(out)], TINY) in (0, 1)  # met or missed, by figures that mean nothing
     assert torch.get_num_threads() == threads
     return out
 
@@ -44,30 +31,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_figure_is_in_the_json_with_both_sides(measured: Path) -> None:
     content = json.loads((measured / "benchmarks.json").read_text())
     assert {"cores", "python", "torch"} <= content["machine"].keys()
-    names = [figure["name"] for figure in content["figures"]]
-    assert names == NAMES
+    notes = {figure["name"]: figure["note"] for figure in content["figures"]}
+    assert len(notes) == len(content["figures"])
     for figure in content["figures"]:
         assert len(figure["ours"]) == len(figure["theirs"]) >= TINY.rounds
         assert min(figure["ours"] + figure["theirs"]) > 0
-        assert isinstance(figure["met"], bool if figure["target"] else NoneType)
-        assert figure["unit"] in ("s", "us", "samples/s", "images/s", "GB/s", "MB", "bytes an added image")
-    notes = {figure["name"]: figure["note"] for figure in content["figures"]}
+        assert isinstance(figure["met"], bool)
     assert notes["mnist, input"] == "2,000 random images"
     assert notes["cifar, input"] == "2,000 images, random images"
-    assert notes["images, packed raw"] == "20 made JPEGs of 500x375"
+    assert notes["images, packed raw, uint8"] == "20 made JPEGs of 500x375"
 
 
 @pytest.mark.long
-def test_a_long_one_runs_when_it_is_named_and_trains_both_sides(
-    tmp_path: Path, measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert benchmarks.main([str(tmp_path), "only=cifar_training"], TINY) == 0
+def test_the_long_benchmark_trains_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.main([str(tmp_path), "only=cifar_training"], TINY) in (0, 1)
     content = json.loads((tmp_path / "benchmarks.json").read_text())
     figures = {figure["name"]: figure for figure in content["figures"]}
-    assert list(figures) == [f"cifar training, {name}" for name in ("time", "wrong test images", "whole wall time")]
     for side in ("ours", "theirs"):
-        train_s, wall_s = (figures[f"cifar training, {name}"][side][0] for name in ("time", "whole wall time"))
-        assert 0 < train_s < wall_s
+        assert figures["cifar training, time"][side][0] > 0
         assert 0 <= figures["cifar training, wrong test images"][side][0] <= 100
     assert "20 training and 20 test images, random images" in figures["cifar training, time"]["note"]
     out = capsys.readouterr().out
@@ -75,7 +56,7 @@ def test_a_long_one_runs_when_it_is_named_and_trains_both_sides(
     assert "left out" not in out
 
 
-def test_the_long_one_does_not_run_unnamed_and_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_benchmark_runs_only_if_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(benchmarks.benchmarks()) - set(benchmarks.chosen([])) == {"cifar_training"}
     out = capsys.readouterr().out
     assert "left out" in out
@@ -83,11 +64,45 @@ def test_the_long_one_does_not_run_unnamed_and_says_how(capsys: pytest.CaptureFi
     assert list(benchmarks.chosen(["step", "cifar_training"])) == ["step", "cifar_training"]
 
 
+def fake(monkeypatch: pytest.MonkeyPatch, *targets: str) -> None:
+    """Makes ``main`` run one benchmark, with a figure of ratio 1 for each target."""
+    found = [Figure(f"figure {i}", "s", "us", "them", target, [1.0], [1.0]) for i, target in enumerate(targets)]
+    monkeypatch.setattr(benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=lambda size: found)})
+
+
+def test_status_0_if_all_targets_are_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, "<= 1", ">= 1")
+    assert benchmarks.main([str(tmp_path)], TINY) == 0
+
+
+def test_status_1_and_last_lines_with_the_missed_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch, "<= 0.9", "<= 1", ">= 1.1")
+    assert benchmarks.main([str(tmp_path)], TINY) == 1
+    file = tmp_path / "benchmarks.json"
+    last = ["missed: figure 0: 1, target <= 0.9", "missed: figure 2: 1, target >= 1.1"]
+    assert capsys.readouterr().out.splitlines()[-3:] == [str(file), *last]
+    assert [figure["met"] for figure in json.loads(file.read_text())["figures"]] == [False, True, False]
+
+
+def test_status_2_if_input_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def figures(size: object) -> list[Figure]:
+        raise InputError("no such data")
+
+    monkeypatch.setattr(benchmarks, "chosen", lambda names: {"fake": SimpleNamespace(figures=figures)})
+    assert benchmarks.main([str(tmp_path)], TINY) == 2
+    assert capsys.readouterr().err == "fake: no such data\n"
+
+
 @pytest.mark.parametrize(("words", "line"), [
     (["only=cifar_trainin"], "did you mean 'cifar_training'?"),
-    (["only=login,x"], "only=x: wants some of "),
+    (["only=login,x"], "only=x: must be some of "),
+    (["/dev/null/x"], "cannot be written"),
 ])  # fmt: skip
-def test_a_benchmark_that_is_not_there_is_one_line(
+def test_status_2_and_one_line_for_an_invalid_argument(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert benchmarks.main(words, TINY) == 2
@@ -96,7 +111,7 @@ def test_a_benchmark_that_is_not_there_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_the_real_one_wants_real_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_long_benchmark_requires_real_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inputs, "CIFAR_JPEGS", tmp_path / "none")
     monkeypatch.setattr(inputs, "DATA", tmp_path)
     with pytest.raises(InputError, match=r"wants the real CIFAR-10: python -m recipes\.prepare cifar10"):
@@ -105,13 +120,13 @@ def test_the_real_one_wants_real_images(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_ratios_are_of_medians_of_means_or_of_pairs() -> None:
     ours, theirs = [1.0, 2.0, 6.0], [2.0, 8.0, 5.0]
-    found = {of: Figure("n", "s", "us", "them", "", ours, theirs, ratio_of=of) for of in ("medians", "means", "pairs")}
-    assert {of: round(figure.ratio, 3) for of, figure in found.items()} == {"medians": 0.4, "means": 0.6, "pairs": 0.5}
-    assert found["means"].met is None
-    assert str(found["means"]).endswith("ratio 0.6, no target")
+    found = {
+        of: Figure("", "", "", "", "<= 1", ours, theirs, ratio_of=of).ratio for of in ("medians", "means", "pairs")
+    }
+    assert found == pytest.approx({"medians": 0.4, "means": 0.6, "pairs": 0.5})
 
 
-def test_a_figure_is_the_ratio_of_medians_held_against_its_target() -> None:
+def test_a_figure_compares_its_ratio_with_its_target() -> None:
     slow = Figure("n", "s", "us", "them", "<= 0.20", [0.3, 9.0, 0.2], [1.0, 1.0, 2.0])
     assert slow.ratio == pytest.approx(0.3)
     assert not slow.met
@@ -122,7 +137,7 @@ def test_a_figure_is_the_ratio_of_medians_held_against_its_target() -> None:
                               "target >= 12, met  [random images]")  # fmt: skip
 
 
-def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
+def test_sides_take_turns_and_the_first_round_is_not_counted() -> None:
     order: list[str] = []
 
     def side(name: str) -> float:
@@ -134,12 +149,6 @@ def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
     assert values == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
 
 
-def test_a_command_that_ends_otherwise_is_not_measured() -> None:
+def test_a_command_with_another_status_is_not_measured() -> None:
     with pytest.raises(RuntimeError, match="status 2, not 0"):
         bench_login.wall_s(bench_login.MISSPELT)
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert benchmarks.main([str(tmp_path / "file")], TINY) == 2
-    assert capsys.readouterr().err.count("\n") == 1
