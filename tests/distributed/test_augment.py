@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.core import data
-from recipes.core.data import AugmentedImages, GlobalBatches, Shard
+from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
 from tests.distributed import alone
 
 COUNT, HEIGHT, WIDTH = 60, 9, 11
@@ -31,6 +31,14 @@ def test_each_image_goes_to_every_place_and_nothing_else_comes_in(channels: int,
             [image] = taken.take(torch.tensor([i]))
             seen.add(ways[image.contiguous().numpy().tobytes()])
     assert seen == {(i, y, x) for i in (0, COUNT - 1) for y in range(5) for x in range(5)}
+
+
+def test_the_digest_tells_images_and_labels_apart() -> None:
+    labels = torch.arange(COUNT)
+    sets = [(images(), labels), (images().flip(0), labels), (images(), labels.flip(0)), (images()[:-1], labels[:-1])]
+    digests = [ImageSet(*each).digest() for each in sets]
+    assert len(set(digests)) == 4
+    assert ImageSet(images(), labels).digest() == digests[0]
 
 
 def test_it_comes_in_channels_last() -> None:

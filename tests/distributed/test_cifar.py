@@ -67,6 +67,7 @@ def test_training_images_are_shifted_over_a_mirrored_border_and_half_are_flipped
     for axis in (1, 2):
         places = [way[axis] for batch in found for way, _ in batch]
         assert min(places.count(place) for place in range(9)) >= 8  # of 192, 21 on average
+    assert len({way for batch in found for way in batch}) > 150  # each epoch has its own: 32 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
 
@@ -103,6 +104,7 @@ def test_an_evaluation_adds_the_answers_for_each_image_and_its_mirror_image(trai
 
 def test_a_rank_takes_its_own_samples(train: Train) -> None:
     alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
     assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[3:6])  # of 8 in 3, 3 and 2
     assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[16:32])
     assert trained.results["val_samples"] == 16
@@ -215,9 +217,25 @@ def test_the_networks_are_those_for_32_px() -> None:
     assert sides == [4, 3, 4, 2]
     assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, resnet9)] == [11_173_962, 6_573_130]
     assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
-    resnet9.head.weight.data.fill_(0)
-    resnet9.head.bias.data.fill_(8)
-    assert torch.allclose(resnet9(torch.randn(1, 3, 32, 32)), torch.ones(1, 10))  # an eighth of the logits
+
+
+def test_resnet9_adds_its_blocks_to_what_they_are_given() -> None:
+    net, seen = cifar.ResNet9(10).eval(), {}
+    for name in ("down1", "block1", "down2", "down3", "block3"):
+        hook = lambda module, inputs, output, name=name: seen.update({name: output, f"to {name}": inputs[0]})  # noqa: E731
+        net.get_submodule(name).register_forward_hook(hook)
+    logits = net(torch.randn(2, 3, 16, 16))
+    assert torch.equal(seen["to down2"], seen["down1"] + seen["block1"])
+    largest = (seen["down3"] + seen["block3"]).flatten(2).max(2).values
+    assert torch.allclose(logits, net.head(largest) / 8, atol=1e-6)
+
+
+def test_a_run_does_not_go_on_with_other_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("max_steps=1")
+    others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
+    monkeypatch.setattr(data, "cifar10", lambda folder: (others, TEST))
+    with pytest.raises(InputError, match=r"differs from these keys \(data:"):
+        train("max_steps=2")
 
 
 @pytest.mark.parametrize(

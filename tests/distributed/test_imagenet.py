@@ -20,7 +20,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
 from recipes.conf.imagenet import VARIANTS, Config
-from recipes.core import config, packing
+from recipes.core import config, images, packing
 from recipes.core.images import IGNORE, LoadedShard
 from recipes.core.lars import LARS
 from recipes.core.rundir import InputError, MachineError
@@ -129,6 +129,7 @@ def test_the_images_of_an_epoch_are_as_large_as_its_side(train: Train) -> None:
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
     alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
     assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
     assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
     assert trained.results["val_samples"] == 4
@@ -139,6 +140,14 @@ def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
 def test_arithmetic_is_what_dtype_says_in_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
     trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
     assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, dtype)] * 2
+
+
+def test_the_decoder_is_the_one_that_is_asked_for(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = images.make_decoder, []
+    monkeypatch.setattr(images, "make_decoder", lambda name: names.append(name) or make("torchvision"))
+    for name in ("opencv", "torchvision"):
+        train("max_steps=1", f"decoder={name}", size=1 + len(names))
+    assert names == ["opencv", "torchvision"]
 
 
 def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

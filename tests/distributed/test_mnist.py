@@ -47,6 +47,7 @@ def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_thei
         assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(range(64))
     places = [(y, x) for batch in found for _, y, x in batch]
     assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25  # of 384, 43 on average
+    assert len({way for batch in found for way in batch}) > 200  # each epoch has its own: 64 in one
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
 
 
@@ -64,6 +65,7 @@ def test_test_images_are_as_they_are_and_counted_by_their_labels(train: Train) -
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
     alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
     assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[6:11])  # of 16 in 6, 5 and 5
     assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[17:34])  # of 50 in 17, 17 and 16
     assert trained.results["val_samples"] == 17
