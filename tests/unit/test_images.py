@@ -194,6 +194,8 @@ def test_a_random_box_is_torchvisions_in_kind() -> None:
     for ours, others in zip(zip(*boxes, strict=True), zip(*theirs, strict=True), strict=True):
         assert abs(np.mean(ours) - np.mean(others)) < 0.05 * np.mean(others)
         assert abs(np.std(ours) - np.std(others)) < 0.05 * np.std(others)
+    ratios = [np.mean([np.log(w / h) for _, _, h, w in some]) for some in (boxes, theirs)]
+    assert abs(ratios[0] - ratios[1]) < 0.013  # as many high ones as wide ones
     for height, width in ((10, 1000), (1000, 10)):
         none = [0.999] * (2 * images.TRIES + 2)
         assert images.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
