@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from recipes.core import data
-from recipes.core.data import AugmentedImages, GlobalBatches, Shard
+from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
+from tests.distributed import alone
 
 COUNT, HEIGHT, WIDTH = 60, 9, 11
 
@@ -19,22 +19,26 @@ def images(channels: int = 3) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("reach", [0, 1, 4])
 @pytest.mark.parametrize("reflect", [False, True])
-def test_a_flipped_shift_is_that_of_a_plain_pad_and_crop(reach: int, reflect: bool) -> None:
-    whole = images()
-    mode = "reflect" if reflect and reach else "constant"
-    padded = functional.pad(whole.float(), (reach,) * 4, mode=mode).to(torch.uint8)
-    taken = AugmentedImages(whole, reach, reflect=reflect, flip=True)
-    taken.draw(3, 7)
-    random = data.generator(3, 7, stream=1)
-    y, x = torch.randint(0, 2 * reach + 1, (2, COUNT), generator=random).tolist()
-    flips = (torch.rand(COUNT, generator=random) < 0.5).tolist()
-    assert 0 < sum(flips) < COUNT
-    order = torch.randperm(COUNT, generator=random)
-    for image, i in zip(taken.take(order), order.tolist(), strict=True):
-        expected = padded[i, :, y[i] : y[i] + HEIGHT, x[i] : x[i] + WIDTH]
-        assert torch.equal(image, expected.flip(2) if flips[i] else expected)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_image_goes_to_every_place_and_nothing_else_comes_in(channels: int, reflect: bool) -> None:
+    whole, seen = images(channels), set()
+    ways = alone.shifts(whole, 2, "reflect" if reflect else "constant")
+    taken = AugmentedImages(whole, 2, reflect=reflect)
+    for epoch in range(150):
+        taken.draw(3, epoch)
+        for i in (0, COUNT - 1):  # the last one's run ends the padded set
+            [image] = taken.take(torch.tensor([i]))
+            seen.add(ways[image.contiguous().numpy().tobytes()])
+    assert seen == {(i, y, x) for i in (0, COUNT - 1) for y in range(5) for x in range(5)}
+
+
+def test_the_digest_tells_images_and_labels_apart() -> None:
+    labels = torch.arange(COUNT)
+    sets = [(images(), labels), (images().flip(0), labels), (images(), labels.flip(0)), (images()[:-1], labels[:-1])]
+    digests = [ImageSet(*each).digest() for each in sets]
+    assert len(set(digests)) == 4
+    assert ImageSet(images(), labels).digest() == digests[0]
 
 
 def test_it_comes_in_channels_last() -> None:
@@ -68,6 +72,7 @@ def test_an_epoch_is_drawn_alike_on_every_rank_and_unlike_any_other() -> None:
     other.draw(1, 0)
     everything = one.take(torch.arange(COUNT))
     assert torch.equal(other.take(torch.arange(30, 60)), everything[30:])
+    assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 3, HEIGHT, WIDTH)
     for seed, epoch in ((1, 1), (2, 0)):
         other.draw(seed, epoch)
         assert not torch.equal(other.take(torch.arange(COUNT)), everything)

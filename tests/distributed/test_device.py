@@ -16,12 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 from recipes.core import checkpoint, data, dist, local, rundir, session
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
-from recipes.core.data import AugmentedImages, GlobalBatches
+from recipes.core.data import GlobalBatches
 from recipes.core.metrics import Rows
 from recipes.core.ranks import RankInfo
 from recipes.core.rundir import InputError, MachineError
@@ -192,38 +191,6 @@ def test_another_seed_or_epoch_is_another_order() -> None:
     assert orders[0] == order(0, 0)
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
     assert data.generator(3, 4).initial_seed() != data.generator(3, 4, stream=1).initial_seed()
-
-
-@pytest.mark.parametrize("reach", [0, 1, 2])
-def test_shifted_images_are_those_of_a_plain_pad_and_crop(reach: int) -> None:
-    side, shape = 2 * reach + 1, (5, 7)
-    images = torch.randint(1, 256, (200, 1, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    padded = functional.pad(images, (reach,) * 4)
-    shifted = AugmentedImages(images, reach)
-    last_seen = set()
-    for seed in range(300):
-        shifted.draw(seed, 2)
-        which = range(len(images)) if seed == 0 else [0, len(images) - 1]
-        taken = shifted.take(torch.tensor(which))
-        assert taken.shape == (len(which), 1, *shape)
-        y, x = torch.randint(0, side, (2, len(images)), generator=data.generator(seed, 2, stream=1)).tolist()
-        for image, i in zip(taken, which, strict=True):
-            expected = padded[i, 0, y[i] : y[i] + shape[0], x[i] : x[i] + shape[1]]
-            assert torch.equal(image[0], expected), (i, y[i], x[i])
-        last_seen.add((y[-1], x[-1]))
-    assert len(last_seen) == side * side  # the last image, whose run ends the padded set, went everywhere
-
-
-def test_an_image_is_shifted_alike_whoever_takes_it_and_when() -> None:
-    images = torch.arange(40 * 9).remainder(251).to(torch.uint8).reshape(40, 1, 3, 3)
-    one, other = AugmentedImages(images, 1), AugmentedImages(images, 1)
-    one.draw(5, 0)
-    whole = one.take(torch.arange(40))
-    other.draw(5, 1)
-    assert not torch.equal(other.take(torch.arange(40)), whole)
-    other.draw(5, 0)
-    assert torch.equal(other.take(torch.tensor([39, 3])), whole[[39, 3]])
-    assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 1, 3, 3)
 
 
 # Checkpoints

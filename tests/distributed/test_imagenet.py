@@ -1,17 +1,291 @@
-"""The recipe imagenet on real ranks: files and packed copies of them to a summary, odd files on the way, every key's effect."""
+"""The recipe imagenet in this process: its inputs, loss, schedule and optimisers by hand, and real images learnt by heart."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision import models as theirs
+from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
-from recipes.conf.imagenet import Config
-from recipes.core.images import LoadedShard
+from recipes.conf.imagenet import VARIANTS, Config
+from recipes.core import config, images, packing
+from recipes.core.images import IGNORE, LoadedShard
+from recipes.core.lars import LARS
+from recipes.core.rundir import InputError, MachineError
 from tests import helpers
+from tests.distributed import alone
+from tests.distributed.alone import Trained
+
+# As all of torchvision's weights have them: red, green, blue, of 0 to 1.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Train = Callable[..., Trained]
+
+
+def small_net(cfg: Config, run: object, classes: int) -> nn.Module:
+    conv = nn.Conv2d(3, 4, 5, stride=4)
+    layers = [conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(16, classes))
+
+
+@pytest.fixture(scope="module")
+def slopes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 training images whose red grows to the right, whose green grows downwards, and whose blue is the class, times 30.
+
+    And 13 validation images of several sizes.
+    """
+    folder = tmp_path_factory.mktemp("slopes")
+    down, right = np.mgrid[0:100, 0:120]
+    for i in range(24):
+        place = folder / "train" / f"class{i % 6}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.stack([2 * right, 2 * down, np.full_like(down, 30 * (i % 6) + 50)], 2).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{i}.JPEG", quality=98, subsampling=0)
+    for i in range(13):
+        place = folder / "val" / f"class{i % 6}"
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = np.random.default_rng(i).integers(0, 256, (6, 7, 3), np.uint8)
+        Image.fromarray(coarse).resize((50 + 5 * i, 100 - 4 * i), Image.Resampling.BICUBIC).save(place / f"{i}.JPEG")
+    return folder
+
+
+@pytest.fixture
+def train(slopes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    monkeypatch.setattr(imagenet, "make_net", small_net)
+    words = (f"data_dir={slopes}", "global_batch_size=12", "px=48", "val_px=40", "val_resize=52", "num_workers=0")
+    return lambda *more, **place: alone.train(imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place)
+
+
+def pixels(inputs: Tensor) -> Tensor:
+    return (inputs * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
+
+
+def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+    trained = train("epochs=8", "min_crop=0.25", "label_smoothing=0.3")
+    losses, boxes, flips = [], [], []
+    for forward in trained.training:
+        assert forward.inputs.shape == (12, 3, 48, 48)
+        shown = pixels(forward.inputs)
+        labels = ((shown[:, 2].mean((1, 2)) - 50) / 30).round().long()
+        assert (shown[:, 2] - (30 * labels + 50).view(-1, 1, 1)).abs().max() < 4
+        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+        red, green = shown[:, 0].mean(1), shown[:, 1].mean(2)
+        assert (green[:, -1] > green[:, 0]).all()  # never upside down
+        flips += (red[:, 0] > red[:, -1]).tolist()
+        # From the middles of the second pixel and the last but one, of 48, to those of the edges.
+        width, height = (((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green))
+        boxes += zip(
+            width.tolist(), height.tolist(), (red.mean(1) / 2).tolist(), (green.mean(1) / 2).tolist(), strict=True
+        )
+    assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
+    assert 70 < sum(flips) < 122  # of 192
+    areas = np.array([width * height / 12000 for width, height, _, _ in boxes])
+    ratios = np.array([width / height for width, height, _, _ in boxes])
+    assert 0.23 < areas.min() < 0.30
+    torch.manual_seed(0)
+    drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
+    assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
+    assert areas.max() > 0.93
+    assert 0.72 < ratios.min() < 0.80
+    assert 1.26 < ratios.max() < 1.40
+    _, _, x, y = np.array(boxes).T
+    assert x.std() > 10
+    assert y.std() > 6
+    assert (x.mean(), y.mean()) == (pytest.approx(60, abs=4), pytest.approx(50, abs=4))
+
+
+def test_validation_images_are_those_of_torchvisions_presets(train: Train, slopes: Path) -> None:
+    trained = train("max_steps=1", "val_batch_size=5")
+    preset = theirs.ResNet50_Weights.IMAGENET1K_V1.transforms(crop_size=40, resize_size=52)
+    paths = sorted((slopes / "val").rglob("*.JPEG"))
+    wanted = torch.stack([preset(Image.open(path)) for path in paths])
+    assert [len(forward.inputs) for forward in trained.evaluation] == [5, 5, 3]
+    seen, outputs = (torch.cat([getattr(f, name) for f in trained.evaluation]) for name in ("inputs", "outputs"))
+    assert (seen - wanted).abs().max() < 1.1 / 255 / 0.224  # one unit of a pixel
+    labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
+    expected = {f"val_top{k}": alone.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
+    assert trained.results == expected | {"skipped_samples": 0}
+
+
+def test_the_images_of_an_epoch_are_as_large_as_its_side(train: Train) -> None:
+    trained = train("epochs=8", "px=96", "small_px=32", "flip=false")
+    sides = [forward.inputs.shape[2:] for forward in trained.training]
+    assert sides == [(side, side) for side in (32, 32, 32, 64, 64, 64, 96, 96) for _ in range(2)]
+    for forward in trained.training:
+        assert (forward.inputs[:, 0, :, -1] > forward.inputs[:, 0, :, 0]).all()
+    assert imagenet.side(Config(), 90, 0) == 224
+
+
+def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
+    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
+    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
+    assert trained.results["val_samples"] == 4
+    assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_arithmetic_is_what_dtype_says_in_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
+    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, dtype)] * 2
+
+
+def test_the_decoder_is_the_one_that_is_asked_for(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = images.make_decoder, []
+    monkeypatch.setattr(images, "make_decoder", lambda name: names.append(name) or make("torchvision"))
+    for name in ("opencv", "torchvision"):
+        train("max_steps=1", f"decoder={name}", size=1 + len(names))
+    assert names == ["opencv", "torchvision"]
+
+
+def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, calls = imagenet.mixed, []
+    monkeypatch.setattr(imagenet, "mixed", lambda *of: calls.append((of[1].labels, mixed(*of))) or calls[-1][1])
+    trained = train("epochs=4", "mixup=0.4", "label_smoothing=0")
+    shares = []
+    for forward, (labels, (x, others, share)), row in zip(trained.training, calls, trained.rows, strict=True):
+        assert torch.equal(forward.inputs, x)
+        one, other = (alone.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0)))
+        assert row["loss"] == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
+        assert torch.equal(others, labels.flip(0))
+        shares.append(share)
+    assert len(set(shares)) == len(shares) == 8
+    assert all(0 < share < 1 for share in shares)
+
+
+def test_mixup_takes_the_same_share_on_every_rank() -> None:
+    labels = torch.arange(6)
+    shard = LoadedShard(3, 5, labels, 12, labels, labels, labels > 2)
+    x = torch.randn(6, 3, 4, 4)
+    blended, _, share = imagenet.mixed(Config(mixup=0.4), shard, x)
+    assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
+    assert imagenet.mixed(Config(mixup=0.4), shard, x[:2])[2] == share
+    plain, same, whole = imagenet.mixed(Config(), shard, x)
+    assert (plain is x, same is labels, whole) == (True, True, 1.0)
+
+
+def test_an_image_that_cannot_be_read_has_no_loss(train: Train, slopes: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(slopes, tmp_path / "copy")
+    for path in (copy / "train" / "class0" / "0.JPEG", copy / "val" / "class0" / "0.JPEG"):
+        path.write_bytes(b"")
+    trained = train(f"data_dir={copy}", "max_steps=2", "label_smoothing=0", "flip=false")
+    assert (trained.results["skipped_samples"], trained.results["val_samples"]) == (2, 12)
+    counted = []
+    for forward, row in zip(trained.training, trained.rows, strict=True):
+        shown = pixels(forward.inputs)[:, 2].mean((1, 2))
+        labels = ((shown - 50) / 30).round().long()
+        read = labels >= 0  # the others are black
+        counted.append(int(read.sum()))
+        mean = alone.cross_entropy(forward.outputs[read], labels[read], 0) * counted[-1] / 12
+        assert row["loss"] == pytest.approx(mean, rel=1e-5)
+    assert sum(counted) == 23
+    assert IGNORE == -100  # what cross_entropy leaves out
+
+
+@pytest.mark.parametrize(
+    ("words", "factors"),
+    [
+        (["warmup_epochs=1"], [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447]),
+        (["warmup_epochs=0"], [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]),
+        (["warmup_epochs=0", "schedule=step"], [1, 1, 0.1, 0.1, 0.01, 0.01]),
+        (["warmup_epochs=9"], [1 / 4, 2 / 4, 3 / 4, 1, 0.75, 0.25]),  # half of the steps, at most
+    ],
+)
+def test_the_rate_by_hand(train: Train, words: list[str], factors: list[float]) -> None:
+    """Of three epochs of two steps, in batches of a quarter of lr_batch_size."""
+    trained = train("epochs=3", "lr=0.08", "lr_batch_size=48", *words)
+    assert trained.lrs == pytest.approx([0.02 * factor for factor in factors], rel=1e-4)
+
+
+def test_the_step_schedule_is_a_tenth_at_each_third() -> None:
+    cfg = Config(schedule=imagenet.Schedule.step, warmup_epochs=0)
+    factors = [imagenet.lr_factor(cfg, 10, 90, step) for step in range(90)]
+    assert factors == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
+
+
+def test_averaged_weights_are_evaluated_and_decay_in_proportion_to_the_batch(train: Train) -> None:
+    trained = train("max_steps=2", "ema=0.5", "lr_batch_size=24", "lr=1", "warmup_epochs=0")
+    latest = list(trained.run.state.model.parameters())[-1]
+    average = 0.5**0.5 * trained.training[1].weights + (1 - 0.5**0.5) * latest
+    ema = trained.run.state.ema
+    assert ema
+    assert torch.allclose(list(ema.parameters())[-1], average, rtol=1e-4)
+    assert not torch.allclose(average, latest, rtol=1e-2)
+    assert [forward.net for forward in trained.evaluation] == [ema.module]
+
+
+def test_which_parameters_decay_and_how_they_are_stepped() -> None:
+    net = small_net(Config(), None, 3)
+    weights, others = ("0.weight", "6.weight"), ("0.bias", "1.weight", "1.bias", "6.bias")
+    for decay_norms, expected in ((False, 0.0), (True, 0.25)):
+        cfg = Config(decay_norms=decay_norms, weight_decay=0.25, momentum=0.8)
+        optimizer = imagenet.make_optimizer(cfg, net, 0.1)
+        wanted = dict.fromkeys(weights, 0.25) | dict.fromkeys(others, expected)
+        assert alone.decayed(net, optimizer) == wanted
+        assert type(optimizer) is torch.optim.SGD
+        found = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+        assert found == {(0.1, 0.8, True)}
+    plain = imagenet.make_optimizer(Config(nesterov=False), net, 0.1)
+    assert {group["nesterov"] for group in plain.param_groups} == {False}
+    lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, weight_decay=0.25, momentum=0.8), net, 9.0)
+    assert type(lars) is LARS
+    assert alone.decayed(net, lars) == dict.fromkeys(weights, 0.25) | dict.fromkeys(others, 0.0)
+    assert [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups] == [
+        (True, 9.0, 0.8),
+        (False, 9.0, 0.8),
+    ]
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_residual_block_begins_as_the_identity(zero: bool) -> None:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=alone.CPU), on_gpus=False)
+    net = imagenet.make_net(Config(arch="resnet18", px=32, val_px=32, zero_init_residual=zero), run, 7)
+    assert [bool(block.bn2.weight.any()) for block in net.layer2] == [not zero] * 2  # type: ignore[union-attr]
+    assert all(module.training for module in net.modules())
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_the_classic_variant_is_the_published_recipe() -> None:
+    """Goyal et al. (2017) without warm-up, as in torchvision's references: 90 epochs of batches of 256, a tenth each 30 epochs."""
+    cfg = config.parse(["variant=classic"], recipe="imagenet", environ={}).config
+    found = (cfg.epochs, cfg.global_batch_size, cfg.lr, cfg.lr_batch_size, cfg.momentum, cfg.weight_decay)
+    assert found == (90, 256, 0.1, 256, 0.9, 1e-4)
+    assert (cfg.px, cfg.val_px, cfg.val_resize, cfg.min_crop, cfg.flip) == (224, 224, 256, 0.08, True)
+    assert [imagenet.lr_factor(cfg, 10, 900, step) for step in (0, 299, 300, 600)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert set(VARIANTS) == {"classic", "fast", "dev"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "expected"),
+    [
+        (["sync_bn=true", "variant=dev"], InputError, "sync_bn=true: torch has it for GPUs only"),
+        (["arch=vit_b_16", "variant=dev"], InputError, "arch=vit_b_16: takes no images of 64 px"),
+        (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
+        (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has no train/<class>"),
+        (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    words: list[str], error: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(error, match=expected):
+        alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
+
+
+# ---------------------------------------------------------------- whole runs
 
 LOCAL = (
     sys.executable,
@@ -102,77 +376,31 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
     assert counts == {(37, trained["val_top1"], trained["val_top5"])}
 
 
-@pytest.mark.long
-def test_dev_runs_whole_on_random_images(tmp_path: Path) -> None:
-    words = ["variant=dev", "max_steps=3", "ranks_per_node=2", "accumulate=2", "optimizer=lars", f"run_dir={tmp_path}"]
-    ended = helpers.run_fork([*LOCAL, *words, "schedule=step", "small_px=32"])
-    assert ended.status == 0, ended.out
-    assert helpers.read(tmp_path, "summary")["steps"] == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "expected"),
-    [
-        helpers.long(["arch=resnet51", "variant=dev"], 2, "near it: "),
-        (["sync_bn=true", "variant=dev"], 2, "sync_bn=true: torch has it for GPUs only"),
-        (["data_dir=/nonexistent"], 2, "data_dir="),
-        helpers.long(["variant=dev", "arch=vit_b_16"], 2, "arch=vit_b_16: takes no images of 64 px"),
-        helpers.long(["variant=dev", "small_px=16"], 2, "small_px=16: wants 32 to px"),
-        helpers.long(["stage_dir=$NO_SUCH_VARIABLE", "data_dir={photos}"], 2, "stage_dir=$NO_SUCH_VARIABLE"),
-        (["stage_dir={tmp}", "data_dir={photos}"], 2, "python -m recipes.prepare imagenet"),
-        helpers.long(["evaluate=true", "variant=dev"], 2, "evaluate=true"),
-        (["pretrained=true", "variant=dev"], 3, "python -m recipes.prepare weights arch=resnet18"),
-    ],
-)
-def test_what_cannot_be_trained_is_one_line(
-    words: list[str], status: int, expected: str, photos: Path, tmp_path: Path
-) -> None:
-    given = [word.replace("{photos}", str(photos)).replace("{tmp}", str(tmp_path / "stage")) for word in words]
-    environ = helpers.clean_environment(TORCH_HOME=str(tmp_path))
-    ended = helpers.run_fork([*LOCAL, f"run_dir={tmp_path}/run", *given], environ=environ)
-    assert ended.status == status, ended.out
-    assert expected in ended.lines[-1]
-    assert "Traceback" not in ended.out
-
-
-def test_images_grow_by_32_and_the_last_quarter_is_whole() -> None:
-    cfg = Config(small_px=128, px=192)
-    sides = [imagenet.side(cfg, 16, epoch) for epoch in range(16)]
-    assert sides == sorted(sides)
-    assert (sides[0], sides[12:], set(sides)) == (128, [192] * 4, {128, 160, 192})
-    assert imagenet.side(Config(), 90, 0) == 224
-
-
-def test_the_step_schedule_is_a_tenth_at_each_third() -> None:
-    cfg = Config(schedule=imagenet.Schedule.step, warmup_epochs=0)
-    factors = [imagenet.lr_factor(cfg, 10, 90, step) for step in range(90)]
-    assert factors == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
-
-
-def test_warm_up_and_cosine() -> None:
-    factors = [imagenet.lr_factor(Config(warmup_epochs=2), 10, 100, step) for step in range(100)]
-    assert factors[:21] == sorted(factors[:21])
-    assert factors[20] == 1
-    assert factors[20:] == sorted(factors[20:], reverse=True)
-    assert 0 < factors[99] < 0.001
-
-
-def test_mixup_blends_pairs_alike_on_every_rank() -> None:
-    labels = torch.arange(6)
-    shard = LoadedShard(3, 5, labels, 12, labels, labels, labels > 2)
-    x = torch.randn(6, 3, 4, 4)
-    blended, others, share = imagenet.mixed(Config(mixup=0.4), shard, x)
-    assert 0 < share < 1
-    assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
-    assert others.tolist() == [5, 4, 3, 2, 1, 0]
-    assert imagenet.mixed(Config(mixup=0.4), shard, x)[2] == share
-    plain, same, whole = imagenet.mixed(Config(), shard, x)
-    assert (plain is x, same is labels, whole) == (True, True, 1.0)
-
-
-def test_decay_norms_puts_weight_decay_on_all() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for decay_norms, expected in ((False, [1e-4, 0.0]), (True, [1e-4, 1e-4])):
-        groups = imagenet.make_optimizer(Config(decay_norms=decay_norms), net, 0.1).param_groups
-        assert [group["weight_decay"] for group in groups] == expected
-        assert [len(group["params"]) for group in groups] == [1, 3]
+def test_real_images_are_learnt_by_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred photos, each a class of its own, from a packed copy of their JPEGs."""
+    archive = helpers.real_data("imagenet-sample.tar")
+    (tmp_path / "all").mkdir()
+    subprocess.run(["tar", "xf", archive, "-C", tmp_path / "all"], check=True)
+    photos = sorted((tmp_path / "all").rglob("*.JPEG"))[::2][:100]
+    assert len(photos) == 100
+    for split in ("train", "val"):
+        for path in photos:
+            place = tmp_path / "photos" / split / path.stem
+            place.mkdir(parents=True)
+            (place / path.name).symlink_to(path)
+    packing.pack(
+        tmp_path / "photos", tmp_path / "packed", packing.PackOptions(size=36, workers=1), say=lambda text: None
+    )
+    words = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "min_crop=0.7", "flip=false", "num_workers=0")
+    words += (
+        "global_batch_size=20",
+        "lr_batch_size=20",
+        "lr=0.15",
+        "warmup_epochs=2",
+        "label_smoothing=0",
+        "epochs=18",
+    )
+    words += ("keep_best=false", "checkpoint_every_s=0", f"data_dir={tmp_path}/packed")
+    trained = alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
+    assert (trained.results["val_samples"], trained.results["skipped_samples"]) == (100, 0)
+    assert trained.results["val_top1"] >= 0.95

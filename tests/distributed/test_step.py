@@ -84,17 +84,14 @@ def found(folder: Path, rank: int = 0) -> dict[str, list[float]]:
 
 
 def test_a_batch_in_pieces_gives_the_same_weights(tmp_path: Path) -> None:
-    for name, keys, ranks in (("whole", [], 1), ("pieces", ["accumulate=3"], 1), ("ranks", ["accumulate=2"], 2)):
+    for name, keys, ranks in (("whole", [], 1), ("ranks", ["accumulate=2"], 2)):
         ended = run_ranks(tmp_path / name, FIT, *keys, ranks=ranks)
         assert ended.status == 0, ended.out
-    whole, pieces, ranks_ = (found(tmp_path / name) for name in ("whole", "pieces", "ranks"))
-    assert [whole["calls"], pieces["calls"]] == [[8] * 6, [3, 3, 2] * 6]
-    assert ranks_["calls"] == [2] * 12
-    assert pieces["weights"] == pytest.approx(whole["weights"], rel=1e-5)
+    whole, ranks_ = (found(tmp_path / name) for name in ("whole", "ranks"))
+    assert [whole["calls"], ranks_["calls"]] == [[8] * 6, [2] * 12]
     assert ranks_["weights"] == pytest.approx(whole["weights"], rel=1e-5)
-    losses = [[row["loss"] for row in helpers.rows(tmp_path / name)] for name in ("whole", "pieces", "ranks")]
+    losses = [[row["loss"] for row in helpers.rows(tmp_path / name)] for name in ("whole", "ranks")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_what_is_evaluated_is_the_same_on_all_ranks(tmp_path: Path) -> None:
@@ -106,19 +103,6 @@ def test_what_is_evaluated_is_the_same_on_all_ranks(tmp_path: Path) -> None:
         content = torch.load(folder / "checkpoints" / "step-00000006.pt", weights_only=True)
         prefix, kept = ("module.", content["ema"]) if ema else ("", content["model"])
         assert found(folder)["mean"][:3] == pytest.approx(kept[f"{prefix}0.running_mean"].tolist())
-
-
-def test_averaged_weights_are_the_average(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, FIT, "checkpoint_every_steps=1", "keep_checkpoints=0", ranks=1, ema=0.75)
-    assert ended.status == 0, ended.out
-    average = None
-    for step in range(1, 7):
-        content = torch.load(tmp_path / "checkpoints" / f"step-{step:08d}.pt", weights_only=True)
-        weights = content["model"]["0.weight"]
-        average = weights if average is None else 0.75 * average + 0.25 * weights
-        assert torch.allclose(content["ema"]["module.0.weight"], average, rtol=1e-5)
-    assert not torch.allclose(average, weights, rtol=1e-3)
-    assert found(tmp_path)["weights"][:3] == pytest.approx(average.flatten().tolist(), rel=1e-5)
 
 
 def test_all_wait_for_slow_work_that_gets_on(tmp_path: Path) -> None:

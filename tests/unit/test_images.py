@@ -114,17 +114,21 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
 # ---------------------------------------------------------------- pixels
 
 
-def test_a_random_crop_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path) -> None:
-    source = open_images(folder, "train")
+@pytest.mark.parametrize("kind", ["files", "raw"])
+def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
+    folder: Path, packed: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_box, boxes = images.random_box, []
+    monkeypatch.setattr(images, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
+    source = open_images(packed.get(kind, folder), "train")
     (shard,) = loader(source, batch=100).epoch(2)
-    random = images.generator(3, 2, images.AUGMENTATION, 0)
-    uniform = torch.rand(len(source), 2 * images.TRIES + 3, dtype=torch.float64, generator=random).tolist()
-    for i, index in enumerate(shard.indices.tolist()):
-        whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
-        y, x, h, w = images.random_box(uniform[i], whole.height, whole.width, 0.08)
+    for i, (index, (y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
+        if source.raw:
+            whole = Image.fromarray(source.rows(index, 0, source.shape(index)[0]).copy())
+        else:
+            whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
         wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
-        assert worst(shard.images[i], wanted) <= 1
-        assert bool(shard.flip[i]) == (uniform[i][-1] < 0.5)
+        assert worst(shard.images[i], wanted) <= (2 if source.raw else 1)  # of pixels that are enlarged
     assert shard.images.is_contiguous(memory_format=torch.channels_last)
     assert (shard.images.dtype, shard.labels.dtype, shard.flip.dtype) == (torch.uint8, torch.int64, torch.bool)
 
@@ -190,6 +194,8 @@ def test_a_random_box_is_torchvisions_in_kind() -> None:
     for ours, others in zip(zip(*boxes, strict=True), zip(*theirs, strict=True), strict=True):
         assert abs(np.mean(ours) - np.mean(others)) < 0.05 * np.mean(others)
         assert abs(np.std(ours) - np.std(others)) < 0.05 * np.std(others)
+    ratios = [np.mean([np.log(w / h) for _, _, h, w in some]) for some in (boxes, theirs)]
+    assert abs(ratios[0] - ratios[1]) < 0.013  # as many high ones as wide ones
     for height, width in ((10, 1000), (1000, 10)):
         none = [0.999] * (2 * images.TRIES + 2)
         assert images.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
@@ -327,23 +333,28 @@ def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: py
 
 
 def test_the_decoders_leave_the_interpreters_lock(decoder: str) -> None:
-    data = jpeg(picture(0, 5000, 4000))
-    gaps, stop = [0.0], threading.Event()
+    data, decode = jpeg(picture(0, 5000, 4000)), make_decoder(decoder).decode
 
-    def tick() -> None:
-        last = time.perf_counter()
-        while not stop.wait(0.0005):
-            last, before = time.perf_counter(), last
-            gaps.append(last - before)
+    def lets_others_run() -> bool:
+        """Whether another thread went on meanwhile. Other processes may keep it from that, but not each time."""
+        gaps, stop = [0.0], threading.Event()
 
-    other = threading.Thread(target=tick)
-    other.start()
-    start = time.perf_counter()
-    make_decoder(decoder).decode(data)
-    took = time.perf_counter() - start
-    stop.set()
-    other.join()
-    assert max(gaps) < 0.7 * took
+        def tick() -> None:
+            last = time.perf_counter()
+            while not stop.wait(0.0005):
+                last, before = time.perf_counter(), last
+                gaps.append(last - before)
+
+        other = threading.Thread(target=tick)
+        other.start()
+        start = time.perf_counter()
+        decode(data)
+        took = time.perf_counter() - start
+        stop.set()
+        other.join()
+        return max(gaps) < 0.7 * took
+
+    assert any(lets_others_run() for _ in range(10))
 
 
 def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> None:

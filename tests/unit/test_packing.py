@@ -142,6 +142,14 @@ def test_raw_is_the_pixels_themselves(source: Path, tmp_path: Path) -> None:
         assert payload == original.resize((width, height), Image.LANCZOS).tobytes()
 
 
+def test_quality_is_that_of_the_stored_jpegs(tmp_path: Path) -> None:
+    image = picture(1, 90, 60)
+    [(payload, *_)] = pack_one(tmp_path, encoded(image, quality=100), quality=30)[1]
+    assert (
+        Image.open(io.BytesIO(payload)).quantization == Image.open(io.BytesIO(encoded(image, quality=30))).quantization
+    )  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("width", "height"), [(24, 60), (20, 20), (60, 24)])
 def test_a_jpeg_that_is_not_larger_stays_byte_for_byte(tmp_path: Path, width: int, height: int) -> None:
     content = encoded(picture(1, width, height), quality=50, comment=b"kept", progressive=width == 60)

@@ -79,7 +79,10 @@ def test_a_copy_that_has_lost_or_cut_a_file_gets_that_again(packed: Path, tmp_pa
     (staged / "train-00001.bin").unlink()
     (staged / "train-00002.bin").write_bytes(b"short")
     kept = (staged / "train-00003.bin").stat().st_ino
-    assert same(packed, stage(packed, tmp_path / "node", ignore))
+    told: list[tuple[int, int]] = []
+    assert same(packed, stage(packed, tmp_path / "node", lambda *now: told.append(now)))
+    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
+    assert (told[0], told[-1]) == ((total - 2 * SHARD_BYTES, total), (total, total))
     assert (staged / "train-00003.bin").stat().st_ino == kept
 
 

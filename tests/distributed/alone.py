@@ -1,0 +1,140 @@
+"""A recipe's main in this process: what its network is given and answers, its rows, and the run that is left.
+
+In a world of one; or as one rank of several, of which there are no others: collectives leave its own values as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.core import config, dist, metrics, preempt, ranks
+from recipes.core.entry import Start
+from recipes.core.session import Run
+from tests import helpers
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass. modes: whether its modules are in training mode. weights: the network's last parameter then."""
+
+    net: nn.Module
+    modes: set[bool]
+    inputs: Tensor
+    outputs: Tensor
+    weights: Tensor
+    seed: int
+
+
+@dataclass
+class Trained:
+    """forwards: in their order, of training and of evaluation. rows: metrics.jsonl's. run: what is left of it."""
+
+    run: Run
+    results: Mapping[str, Any] = field(default_factory=dict)
+    forwards: list[Forward] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def training(self) -> list[Forward]:
+        return [forward for forward in self.forwards if forward.modes == {True}]
+
+    @property
+    def evaluation(self) -> list[Forward]:
+        return [forward for forward in self.forwards if forward.modes == {False}]
+
+    @property
+    def lrs(self) -> list[float]:
+        return [row["lr"] for row in self.rows]
+
+
+def train(
+    recipe: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, rank: int = 0, size: int = 1
+) -> Trained:
+    """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
+    name = recipe.__name__.rpartition(".")[2]
+    settings = config.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
+    start = Start(settings, ranks.detect({}), {}, None)
+    for part in ("logs", "checkpoints", "failures"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
+    with dist.process_group(start, CPU) as world, monkeypatch.context() as patched:
+        rows = metrics.Rows(folder / "metrics.jsonl")
+        place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
+        world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
+        patched.setattr(dist.World, "broadcast_text", lambda self, name, text="": text)
+        patched.setattr(dist.World, "together", lambda self, name, work: work(lambda progress: None))
+        run = Run(settings, world, folder, 0, "", preempt.StopFlag(), None, rows)
+        trained, parallel = Trained(run), dist.World.parallel
+
+        def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
+            *_, last = net.parameters()
+            modes = {module.training for module in net.modules()}
+            kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
+            trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))
+
+        def watched(self: dist.World, net: nn.Module, compile: bool = False) -> nn.Module:
+            net.register_forward_hook(seen)  # a copy of the network, such as the averaged one, has it too
+            return parallel(self, net, compile)
+
+        patched.setattr(dist.World, "parallel", watched)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more of them wait for each other where other tests run beside this one
+        try:
+            trained.results = recipe.main(settings.config, run)
+        finally:
+            torch.set_num_threads(threads)
+            rows.close()
+            if run.saver:
+                run.saver.wait()
+    trained.rows = helpers.rows(folder)
+    return trained
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
+    """The mean loss by its definition: a share ``smoothing`` of the target is spread over all classes."""
+    logarithms = logits.double().log_softmax(1)
+    own = -logarithms[torch.arange(len(labels)), labels]
+    return float(((1 - smoothing) * own - smoothing * logarithms.mean(1)).mean())
+
+
+def top(logits: Tensor, labels: Tensor, k: int) -> float:
+    """The share of samples whose label is among their k largest logits."""
+    ranked = logits.argsort(dim=1, descending=True)[:, :k]
+    return sum(int(label) in row for row, label in zip(ranked.tolist(), labels, strict=True)) / len(labels)
+
+
+def unnormalised(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """The pixels, 0 to 255, whose normalised values are ``inputs``; mean and std as torchvision gives them, of 0 to 1."""
+    pixels = (inputs * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)) * 255
+    assert (pixels - pixels.round()).abs().max() < 0.2, "these are no normalised pixels"
+    return pixels.round().to(torch.uint8)
+
+
+def decayed(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The weight decay of each parameter, by its name."""
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def shifts(images: Tensor, reach: int, mode: str) -> dict[bytes, tuple[int, int, int]]:
+    """Every way to shift each image by up to ``reach``: the pixels, and which image, how far down and right."""
+    height, width = images.shape[2:]
+    padded = F.pad(images.float(), (reach,) * 4, mode=mode).to(torch.uint8)
+    return {
+        padded[i, :, y : y + height, x : x + width].contiguous().numpy().tobytes(): (i, y, x)
+        for i in range(len(images))
+        for y in range(2 * reach + 1)
+        for x in range(2 * reach + 1)
+    }
