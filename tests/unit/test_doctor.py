@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +21,9 @@ from typing import Any
 import pytest
 
 from recipes.conf.doctor import Config
-from recipes.core import envfile, examine, ranks, reach
-from recipes.doctor import Meeting, _ask_peers, _go, _judge, _measure, _members, _stand_by
+from recipes.core import config, envfile, examine, ranks, reach
+from recipes.core.findings import Finding
+from recipes.doctor import Meeting, _ask_peers, _go, _judge, _listen, _measure, _members, _stand_by, examine_all
 from tests import helpers
 
 
@@ -206,6 +209,84 @@ def test_a_node_that_gave_no_last_report_is_judged_by_its_first_or_named_as_sile
         ([2], "answered at first, "), ([3], "did not answer: it "),
     ]  # fmt: skip
     assert found["exclude"] == ["node2"]  # of the other one not even the name is known
+
+
+@pytest.mark.parametrize("broken", [None, 1])
+def test_two_nodes_meet_measure_and_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: int | None
+) -> None:
+    """Two nodes as threads; the processes that would import torch answer at once."""
+    ask = examine.ask
+    measured: list[dict[str, str]] = []
+
+    def quick(
+        command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, *more: Any
+    ) -> tuple[str, str]:
+        if "recipes.core.linkcheck" in command:
+            assert environ
+            measured.append(dict(environ))
+            pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
+            words = [{"at": "an all_reduce", "busbw": 7.0, "right": True}, *pair, {"at": "the end"}]
+            return "\n".join(map(json.dumps, words)), ""
+        return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
+
+    def gpus(here: examine.Surroundings) -> tuple[dict[str, Any], list[Finding]]:
+        few = Finding("Slurm granted 8 GPUs and torch sees 7", "nvidia-smi -L")
+        return {"ranks": 1}, [few] if here.info.rank == broken else []
+
+    checks = [check for check in examine.CHECKS if check.__name__ in ("system", "torch", "cpus", "disks")]
+    monkeypatch.setattr(examine, "CHECKS", (*checks, gpus))
+    monkeypatch.setattr(examine, "ask", quick)
+    monkeypatch.setattr(examine, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    settings = config.parse(["device=cpu", f"run_dir={tmp_path}", "seconds=60"], recipe="doctor")
+    codes: dict[int, int] = {}
+    port = helpers.free_port()
+
+    def examined(rank: int) -> None:
+        codes[rank] = examine_all(settings, replace(place(rank), master_port=port), [])
+
+    threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    lines = capsys.readouterr().out.splitlines()
+    found = helpers.read(tmp_path, "doctor")
+    assert found["hosts"] == ["node0", "node1"]
+    assert [row["torch"] for row in found["table"]] == ["2.15.0"] * 2
+    assert all(row["trip"].endswith(" us") for row in found["table"])  # each has asked the other
+    assert list((tmp_path / "reports").iterdir()) == []
+    if broken is None:
+        assert codes == {0: 0, 1: 0}
+        assert lines[-2:] == ["all_reduce busbw 7 GB/s; pairs of nodes, median 5 GB/s", "healthy: 2 nodes"]
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODES")
+        there = [tuple(one[name] for name in names) for one in measured]
+        assert sorted(there) == [("0", "2", "0", "[0, 1]"), ("1", "2", "0", "[0, 1]")]
+        assert len({one["MASTER_PORT"] for one in measured}) == 1
+    else:
+        assert codes == {0: 3, 1: 0}  # one of them gives the status
+        assert "BAD   node1: Slurm granted 8 GPUs and torch sees 7: nvidia-smi -L" in lines
+        assert lines[-1] == "1 of 2 nodes bad: sbatch --exclude=node1 keeps off them"
+        assert (found["exclude"], measured) == (["node1"], [])
+
+
+def test_a_master_port_that_is_taken_is_the_first_nodes_fault(tmp_path: Path) -> None:
+    server = reach.Server(0, "nonce")
+    try:
+        with reach.listener(0) as taken:
+            port = taken.getsockname()[1]
+            word, (found,) = _listen(server, replace(place(0), master_port=port))
+            assert (word["master"], found.bad, found.leave_out) == (False, True, True)
+            what = f"port {port}, at which the ranks meet, cannot be listened on (Address already in use: process {os.getpid()} "
+            assert found.what.startswith(what)
+            assert _listen(server, replace(place(1), master_port=port))[1] == []  # the first one alone listens there
+        word, found_now = _listen(server, replace(place(0), master_port=port))
+        assert (word["master"], found_now) == (True, [])
+        link = reach.probe(0, "127.0.0.1", word["port"], "nonce", 5, port)
+        assert link.fault == ""
+    finally:
+        server.close()
 
 
 def test_where_the_first_rank_hangs_the_next_that_lives_gives_the_verdict(
