@@ -23,7 +23,18 @@ import pytest
 from recipes.conf.doctor import Config
 from recipes.core import config, envfile, examine, ranks, reach
 from recipes.core.findings import Finding
-from recipes.doctor import Meeting, _ask_peers, _go, _judge, _listen, _measure, _members, _stand_by, examine_all
+from recipes.doctor import (
+    Meeting,
+    _ask_peers,
+    _go,
+    _judge,
+    _listen,
+    _measure,
+    _members,
+    _stand_by,
+    check_env_files,
+    examine_all,
+)
 from tests import helpers
 
 
@@ -320,6 +331,12 @@ def test_each_node_asks_some_others_where_they_said_that_they_listen(
     links = _ask_peers(meeting, info, "nonce", 0, 0.1)
     assert sorted(asked) == [(0, "127.0.0.1", 100, "nonce", 29), (3, "d", 103, "nonce", 0)]
     assert [(link["peer"], link["fault"]) for link in links] == [(0, ""), (3, ""), (5, "silent")]
+    asked.clear()
+    _ask_peers(meeting, replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), "nonce", 0, 0.1)
+    assert sorted(asked) == [
+        (0, "127.0.0.1", 100, "nonce", 29),
+        (3, "n3", 103, "nonce", 0),
+    ]  # Slurm's names, where it has given some
 
 
 def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,14 +458,16 @@ def test_who_is_told_to_end_does_so_at_once_and_leaves_no_process(tmp_path: Path
     assert not state.exists() or not state.read_bytes()
 
 
-def test_an_env_file(tmp_path: Path) -> None:
-    file = tmp_path / "my.env"
+def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "my.env", tmp_path / "other.env"
     file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0\n")
-    ended = doctor("env", str(file))
-    assert "NCCL_SOCKET_IFNAM: " in ended.out
-    assert "NCCL_SOCKET_IFNAME" in ended.out
-    assert "NCCL_IB_HCA" in ended.out
-    assert all(line.startswith(f"{file}: ") for line in ended.lines)
+    other.write_text("NCCL_ALGO=Rings\n")
+    assert check_env_files([str(file)]) == 0  # nothing that cannot work
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_IB_HCA"], [str(file), "NCCL_SOCKET_IFNAM"]]
+    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[1]
+    assert check_env_files([str(other), str(file)]) == 2
+    assert f"{other}: NCCL_ALGO: Rings is none of" in capsys.readouterr().out
     ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
     assert ended.status == 0, ended.out
     assert len(ended.lines) == 8

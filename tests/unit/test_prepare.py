@@ -261,12 +261,13 @@ def test_a_gz_that_was_unpacked_on_its_way_and_kept_its_name(run: Run, tmp_path:
     assert_complete(tmp_path / "data")
 
 
-def test_a_copy_carried_into_data_dir_needs_no_mirror(run: Run, tmp_path: Path) -> None:
+def test_a_copy_carried_into_data_dir_needs_no_mirror(run: Run, server: Server, tmp_path: Path) -> None:
     raw(tmp_path / "data").mkdir(parents=True)
     for name in PLAIN:
         (raw(tmp_path / "data") / f"{name}.gz").write_bytes(PACKED[name])
-    assert run()[0] == 0
+    assert run(server.url)[0] == 0
     assert (raw(tmp_path / "data") / IMAGES).read_bytes() == PLAIN[IMAGES]
+    assert server.requests == []
 
 
 def test_the_files_have_the_rights_that_the_umask_leaves(run: Run, server: Server, tmp_path: Path) -> None:
@@ -281,6 +282,9 @@ def test_the_files_have_the_rights_that_the_umask_leaves(run: Run, server: Serve
 def test_source_as_a_url(run: Run, server: Server, tmp_path: Path) -> None:
     assert run("https://no-such.invalid/", source=server.url.rstrip("/"))[0] == 0
     assert_complete(tmp_path / "data")
+    code, _, err = run(server.url, source="http://127.0.0.1:1/", data_dir=tmp_path / "other")
+    assert (code, "Connection refused" in err) == (3, True)  # no mistake in the keys
+    assert len(server.requests) == 2  # and the mirrors are not asked
 
 
 @pytest.mark.parametrize(
@@ -666,10 +670,11 @@ def test_ctrl_c(server: Server, tmp_path: Path) -> None:
 
 
 def test_too_little_room_is_found_before_fetching(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    free = len(PLAIN[IMAGES])  # room for one of the two files
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, free))
     code, _, err = run(server.url)
     assert code == 3
-    assert "is full: 0.3 MB needed, 1.0 kB free" in err
+    assert "is full: 0.3 MB needed, 0.3 MB free" in err
     assert "the disk at /" in err
     assert server.requests == []
 
