@@ -294,6 +294,15 @@ def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(monkeypatch: pytest.
     assert not linkcheck.all_reduce(torch.device("cpu"), 0, 2)[1]
 
 
+def test_sizes_that_do_not_fit_on_the_smallest_node_are_left_out(tmp_path: Path) -> None:
+    def work(run: Run) -> Any:
+        bandwidth.free_memory = lambda: (8 - 4 * run.world.rank) << 20  # of which two ranks take a half
+        return bandwidth.that_fit([1 << 18, 1 << 19, 1 << 20], run.world, run.say), said(run)
+
+    told = "1 sizes from 1,048,576 bytes on are left out: a rank has 0.0 GB for two arrays"
+    assert on_ranks(tmp_path, 2, work) == [([1 << 18, 1 << 19], [told])] * 2
+
+
 def test_plots_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     canvas = pytest.importorskip("matplotlib.figure").Figure
     shown: list[Any] = []

@@ -162,7 +162,7 @@ MUTATIONS = [
         "limit = file.size + file.size // 100 + (1 << 16)",
         "limit = 1 << 62",
         "an endless body fills the disk",
-        "tests/unit/test_prepare.py::test_an_endless_body_is_bounded tests/unit/test_prepare.py::test_an_announced_size_that_is_too_large_is_not_read",
+        f"{PREPARE}::test_an_announced_size_that_is_too_large_is_not_read",
     ),
     Mutation(
         FILES,
@@ -225,7 +225,7 @@ MUTATIONS = [
         "if source_given and all_damaged:",
         "if source_given:",
         "a network error of a given source is reported as a mistake in the keys",
-        "tests/unit/test_prepare.py::test_tls_is_verified tests/unit/test_prepare.py::test_source_as_a_url",
+        f"{PREPARE}::test_tls_is_verified {PREPARE}::test_source_as_a_url",
     ),
     Mutation(
         RECIPE,
