@@ -365,7 +365,7 @@ MUTATIONS = [
         "options = PackOptions(\n        keys.encoding.value, keys.size, keys.quality,",
         "options = PackOptions(\n        keys.encoding.value, keys.quality, keys.size,",
         "size= and quality= change places in a packed copy",
-        PACKING,
+        f"{PACKING}::test_prepare_packs_and_says_what_is_next",
     ),
     # the index of a packed copy
     Mutation(
