@@ -235,7 +235,8 @@ def who_listens(port: int) -> str:
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
-                if os.readlink(f"/proc/{pid}/fd/{name}") in inodes:
-                    with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-                        return f"process {pid} ({file.read().strip()})"
+                with contextlib.suppress(FileNotFoundError):  # closed since, as the listing's own is
+                    if os.readlink(f"/proc/{pid}/fd/{name}") in inodes:
+                        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+                            return f"process {pid} ({file.read().strip()})"
     return ""

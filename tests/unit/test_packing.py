@@ -730,10 +730,14 @@ def test_prepare_packs_and_says_what_is_next(
         put(tmp_path, f"in/{place}/good.jpg", GOOD)
         for i in range(6):
             put(tmp_path, f"in/{place}/bad\n{i}.jpg", b"")
-    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", "size=24"]
+    keys = ["size=24", "quality=80", "samples_per_shard=5", "max_skipped=6", "workers=1"]
+    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", *keys]
     assert prepare.main(argv) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    index = json.loads((tmp_path / "a b/index.json").read_bytes())
+    assert (index["encoding"], index["size"], index["quality"]) == ("jpeg", 24, 80)
+    assert [len(index["splits"][split]["shards"]) for split in ("train", "val")] == [2, 2]  # of 7 images
     lines = out.splitlines()
     assert lines[0].startswith("14 images, about ")
     assert [line for line in lines if line.startswith("skipped ")] == [

@@ -261,12 +261,13 @@ def test_a_gz_that_was_unpacked_on_its_way_and_kept_its_name(run: Run, tmp_path:
     assert_complete(tmp_path / "data")
 
 
-def test_a_copy_carried_into_data_dir_needs_no_mirror(run: Run, tmp_path: Path) -> None:
+def test_a_copy_carried_into_data_dir_needs_no_mirror(run: Run, server: Server, tmp_path: Path) -> None:
     raw(tmp_path / "data").mkdir(parents=True)
     for name in PLAIN:
         (raw(tmp_path / "data") / f"{name}.gz").write_bytes(PACKED[name])
-    assert run()[0] == 0
+    assert run(server.url)[0] == 0
     assert (raw(tmp_path / "data") / IMAGES).read_bytes() == PLAIN[IMAGES]
+    assert server.requests == []
 
 
 def test_the_files_have_the_rights_that_the_umask_leaves(run: Run, server: Server, tmp_path: Path) -> None:
@@ -281,6 +282,9 @@ def test_the_files_have_the_rights_that_the_umask_leaves(run: Run, server: Serve
 def test_source_as_a_url(run: Run, server: Server, tmp_path: Path) -> None:
     assert run("https://no-such.invalid/", source=server.url.rstrip("/"))[0] == 0
     assert_complete(tmp_path / "data")
+    code, _, err = run(server.url, source="http://127.0.0.1:1/", data_dir=tmp_path / "other")
+    assert (code, "Connection refused" in err) == (3, True)  # no mistake in the keys
+    assert len(server.requests) == 2  # and the mirrors are not asked
 
 
 @pytest.mark.parametrize(
@@ -372,17 +376,70 @@ def test_a_server_without_ranges_starts_again(run: Run, server: Server, tmp_path
     assert_complete(tmp_path / "data")
 
 
+@pytest.mark.parametrize("shift", [-100, 100])
+def test_a_server_that_resumes_at_another_byte_than_was_asked_for(
+    run: Run, server: Server, tmp_path: Path, shift: int
+) -> None:
+    def answer(handler: Handler) -> None:
+        size, start = len(handler.body), handler.offset
+        if len(handler.server.requests) > 20:
+            return whole(handler)  # whoever asks without an end
+        if not start:
+            handler.head(200, Content_Length=size)
+            handler.wfile.write(handler.body[: size // 2])
+            return
+        start += shift
+        handler.head(206, Content_Length=size - start, Content_Range=f"bytes {start}-{size - 1}/{size}")
+        handler.wfile.write(handler.body[start:])
+
+    server.answers[f"{IMAGES}.gz"] = answer
+    code, _, err = run(server.url)
+    middle = len(PACKED[IMAGES]) // 2
+    if shift < 0:
+        assert code == 0
+        assert_complete(tmp_path / "data")
+    else:
+        assert code == 3
+        assert f"sent bytes from {middle + 100} on, {middle} were asked for" in err
+        assert len(server.requests) == 1 + datafiles.RETRIES
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, ...]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("sync", "part" if path.suffix == ".part" else path.name))
+        assert path.is_dir() or path.stat().st_size == len(PLAIN[IMAGES if IMAGES in path.name else LABELS])
+        sync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        done.append(("rename", target.name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    assert run(server.url)[0] == 0
+    assert done == [
+        step for name in (IMAGES, LABELS) for step in (("sync", "part"), ("rename", name), ("sync", "raw"))
+    ]  # fmt: skip
+
+
 def test_a_server_that_always_drops_is_given_up(run: Run, server: Server) -> None:
-    server.answers[f"{IMAGES}.gz"] = dropping(parts=1000)
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=50)
     code, _, err = run(server.url)
     assert code == 3
     assert "closed after" in err
     assert len(server.requests) == 1 + datafiles.RETRIES
 
 
-def test_a_busy_server_is_asked_again(run: Run, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_busy_server_is_asked_again(run: Run, server: Server, tmp_path: Path, code: int) -> None:
     def busy_once(handler: Handler) -> None:
-        (whole if len(handler.server.requests) > 1 else status(503))(handler)
+        (whole if len(handler.server.requests) > 1 else status(code))(handler)
 
     server.answers[f"{IMAGES}.gz"] = busy_once
     assert run(server.url)[0] == 0
@@ -596,7 +653,10 @@ def test_another_hosts_part_is_removed_only_when_old(run: Run, server: Server, t
 def test_ctrl_c(server: Server, tmp_path: Path) -> None:
     half_sent, go_on = threading.Event(), threading.Event()
     server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
-    with process(tmp_path, [server.url]) as child:
+    usual = functools.partial(
+        signal.signal, signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it
+    with process(tmp_path, [server.url], preexec_fn=usual) as child:
         assert half_sent.wait(20)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=20)
@@ -610,10 +670,11 @@ def test_ctrl_c(server: Server, tmp_path: Path) -> None:
 
 
 def test_too_little_room_is_found_before_fetching(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    free = len(PLAIN[IMAGES])  # room for one of the two files
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, free))
     code, _, err = run(server.url)
     assert code == 3
-    assert "is full: 0.3 MB needed, 1.0 kB free" in err
+    assert "is full: 0.3 MB needed, 0.3 MB free" in err
     assert "the disk at /" in err
     assert server.requests == []
 

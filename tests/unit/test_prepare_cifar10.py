@@ -514,9 +514,25 @@ def test_a_damaged_copy_below_data_dir_is_told_and_another_fetched(
     assert_complete(tmp_path)
 
 
-def test_the_real_hashes_are_torchvisions() -> None:
-    cifar = pytest.importorskip("torchvision.datasets").CIFAR10
-    assert dict(cifar.train_list + cifar.test_list) == REAL_MD5
+def test_the_real_hashes_sizes_and_mirrors_are_the_published_ones() -> None:
+    theirs = pytest.importorskip("torchvision.datasets")
+    assert dict(theirs.CIFAR10.train_list + theirs.CIFAR10.test_list) == REAL_MD5
+    (archive,) = CIFAR10.files  # of https://www.cs.toronto.edu/~kriz/cifar.html, the binary version
+    assert (archive.served_name, archive.size, archive.sha256[:8]) == ("cifar-10-binary.tar.gz", 170052171, "c4a38c50")
+    names = "airplane automobile bird cat deer dog frog horse ship truck"  # of its batches.meta.txt
+    assert names.split() == list(CIFAR10_CLASSES)
+    assert CIFAR10.mirrors == ("https://www.cs.toronto.edu/~kriz/",)
+    sizes = {
+        "train-images": 16 + 60_000 * 784,
+        "train-labels": 8 + 60_000,
+        "t10k-images": 16 + 10_000 * 784,
+        "t10k-labels": 8 + 10_000,
+    }
+    mnist = datafiles.MNIST
+    assert {file.name.partition("-idx")[0]: file.size for file in mnist.files} == sizes
+    assert [f"{file.name}.gz" for file in mnist.files] == [name for name, _ in theirs.MNIST.resources]
+    assert mnist.mirrors[0] in theirs.MNIST.mirrors
+    assert [datafiles.check_url(mirror) for mirror in mnist.mirrors] == [None, None]
 
 
 REAL_MD5 = dict(prepare.PICKLE_MD5)

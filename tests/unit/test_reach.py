@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,8 +114,54 @@ def test_somebody_who_speaks_otherwise_is_found_in_bounded_time(
     answer: Callable[[socket.socket], None], fault: str
 ) -> None:
     begin = time.monotonic()
-    assert reach.probe(3, "127.0.0.1", served(answer), "this run", 1).fault == fault
-    assert time.monotonic() - begin < reach.STEPS + 1.5  # a step is a second
+    assert reach.probe(3, "127.0.0.1", served(answer), "this run", 0.5).fault == fault
+    assert time.monotonic() - begin < reach.STEPS * 0.5 + 1.5
+
+
+def test_large_packets_that_are_lost_are_told_from_a_firewall() -> None:
+    def answer(connection: socket.socket) -> None:
+        for _ in range(1 + reach.ECHOES):
+            (length,) = reach.LENGTH.unpack(connection.recv(4, socket.MSG_WAITALL))
+            data = connection.recv(length, socket.MSG_WAITALL)
+            if data == b"who":
+                data = json.dumps({"node_rank": 3, "nonce": "this run", "time": 0.0}).encode()
+            connection.sendall(reach.LENGTH.pack(len(data)) + data)
+        connection.recv(4 + reach.LARGE, socket.MSG_WAITALL)  # and no answer
+
+    link = reach.probe(3, "127.0.0.1", served(answer), "this run", 1)
+    assert (link.fault, link.why) == ("large", "the connection was closed")
+    assert link.round_trip_s
+
+
+def test_the_round_trip_is_the_median_and_the_clock_is_asked_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    trips = iter(
+        [4.0, 1.0, 1.0, 3.0, 1.0, 90.0, 1.0, 1.0, 1.0, 1.0]
+    )  # the first one asks who it is, the last one is large
+    now, sizes = [1000.0], []
+
+    def echo(connection: object, left: object, data: bytes) -> bytes:
+        sizes.append(len(data))
+        middle = now[0] + (trip := next(trips)) / 2
+        now[0] += trip
+        return json.dumps({"node_rank": 3, "nonce": "this run", "time": middle + 7.5}).encode()
+
+    monkeypatch.setattr(reach, "_echo", echo)
+    monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    link = reach._talk(None, lambda: 1.0, reach.Link(3, "node3"), "this run")  # type: ignore[arg-type]
+    assert (link.fault, link.round_trip_s, link.clock_s) == ("", 1.0, 7.5)
+    assert sizes == [3, *[reach.SMALL] * reach.ECHOES, reach.LARGE]
+    assert reach.LARGE > 65_536  # more than any MTU
+
+
+def test_of_several_addresses_the_one_that_answers_counts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = server.listen(0, listener.fileno())
+        monkeypatch.setattr(reach, "resolve", lambda host, timeout_s: ["127.0.0.2", "127.0.0.1"])
+        link = reach.probe(3, "node3", port, "this run", 5)
+        assert (link.fault, link.address, link.host) == ("", "127.0.0.1", "node3")
+        monkeypatch.setattr(reach, "resolve", lambda host, timeout_s: ["127.0.0.2", "127.0.0.3"])
+        link = reach.probe(3, "node3", port, "this run", 5)
+        assert (link.fault, link.why, link.address) == ("connect", "Connection refused", "127.0.0.2")
 
 
 def test_garbage_does_no_harm_to_the_server(server: Server) -> None:
@@ -131,5 +180,8 @@ def test_a_port_that_is_taken_in_one_family_is_taken(server: Server) -> None:
 
 
 def test_who_listens(server: Server) -> None:
-    assert "(py" in reach.who_listens(server.listen())
+    gap = os.open("/dev/null", os.O_RDONLY)
+    port = server.listen()
+    os.close(gap)  # a listing of this process's descriptors takes its number, and is closed before it is looked at
+    assert "(py" in reach.who_listens(port)
     assert reach.who_listens(1) == ""

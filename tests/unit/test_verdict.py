@@ -169,6 +169,142 @@ def test_of_a_pair_the_one_that_has_a_fault_of_its_own_is_accused() -> None:
     assert judged(reports, 2).exclude == ["node0"]
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "usual", "other", "called", "is_bad"),
+    [
+        ("torch", "torch", "2.15.0", "2.10.0", "torch", True),
+        ("torch", "cuda", "13.2", "12.8", "CUDA", True),
+        ("torch", "nccl", "2.30.1", "2.18.3", "NCCL", True),
+        ("system", "python", "3.11.7", "3.12.1", "Python", True),
+        ("system", "project", "abc", "abc-dirty", "these recipes' commit", True),
+        ("system", "driver", "580.1", "550.54", "the NVIDIA driver", False),
+        ("system", "kernel", "6.1", "5.14", "the kernel", False),
+    ],
+)
+def test_the_one_node_that_differs_is_named(
+    part: str, name: str, usual: str, other: str, called: str, is_bad: bool
+) -> None:
+    reports = healthy(4)
+    reports[2]["facts"][part][name] = other
+    found = judged(reports, 4)
+    (entry,) = found.entries
+    assert (entry.nodes, entry.what, entry.bad) == ([2], f"{called} is {other}, {usual} on 3 others", is_bad)
+    assert found.exclude == (["node2"] if is_bad else [])
+
+
+def test_another_mtu_or_kind_of_gpu_is_named() -> None:
+    reports = healthy(4)
+    reports[1]["facts"]["interfaces"]["interfaces"]["ib0"]["mtu"] = 1500
+    (entry,) = judged(reports, 4).entries
+    assert (entry.nodes, entry.what, entry.bad) == ([1], "the MTU of the interface is 1500, 4092 on 3 others", False)
+    reports = healthy(4)
+    for gpu in reports[3]["facts"]["gpus"]["gpus"]:
+        gpu["name"] = "H100"
+    assert bad(judged(reports, 4)) == {"node3": "the kind of GPU is H100, H200 on 3 others"}
+
+
+def test_a_gpu_that_is_missing_excludes_its_node_and_no_other() -> None:
+    reports = healthy(4)
+    reports[1]["facts"]["gpus"]["gpus"].pop(2)
+    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "mend": "nvidia-smi -L", "bad": True}]
+    found = judged(reports, 4)
+    assert [(entry.nodes, entry.what) for entry in found.entries] == [
+        ([1], "Slurm granted 8 GPUs and torch sees 7"), ([1], "the number of GPUs is 7, 8 on 3 others"),
+    ]  # fmt: skip
+    assert (found.healthy, found.exclude) == (False, ["node1"])
+    assert [row["gpus"] for row in found.table] == ["8/8", "7/7", "8/8", "8/8"]
+
+
+def test_the_first_nodes_clock_may_be_the_wrong_one() -> None:
+    reports = healthy(4)
+    for report in reports[1:]:
+        for link in report["links"]:
+            if link["peer"] == 0:
+                link["clock_s"] = -600.0
+    found = judged(reports, 4)
+    (entry,) = found.entries
+    assert (entry.nodes, entry.what, entry.bad) == ([0], "its clock is -600.0 s off the others'", False)
+
+
+def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
+    reports = healthy(3)
+    for report in reports:
+        report["findings"] = [{"what": "data_dir=/data cannot be used", "mend": "mount it", "bad": True}]
+    found = judged(reports, 3)
+    assert (found.healthy, found.exclude) == (False, [])
+    reports[1]["findings"] = []
+    assert judged(reports, 3).exclude == ["node0", "node2"]
+    for report in reports:
+        report["findings"] = [{"what": "NCCL_NET: is empty", "mend": "unset it", "bad": True, "leave_out": False}]
+    reports[1]["findings"] = []
+    found = judged(reports, 3)
+    assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
+
+
+def test_the_node_that_is_behind_in_an_all_reduce_that_hangs_is_accused() -> None:
+    reports = healthy(4)
+    for report in reports:
+        report["bandwidth"] = {"at": "pairs, 1 apart", "pairs": []}
+    reports[2]["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
+    found = judged(reports, 4)
+    assert bad(found)["node2"].startswith("an all_reduce and pairs over all nodes came no further than meeting the")
+    assert found.exclude == ["node2"]
+
+
+def all_pairs(count: int) -> list[Report]:
+    reports = healthy(count)
+    for node, report in enumerate(reports):
+        report["bandwidth"]["pairs"] = [[node, peer, 45.0] for peer in range(node + 1, count)]
+    return reports
+
+
+def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
+    reports = all_pairs(6)
+    reports[1]["bandwidth"]["pairs"][2][2] = 20.0  # nodes 1 and 4
+    found = judged(reports, 6)
+    (entry,) = found.entries
+    assert (entry.nodes, entry.bad, found.exclude) == ([1, 4], False, [])
+    assert entry.what == "the way between them is slow: 20 GB/s, where the median is 45"
+    reports = all_pairs(6)
+    for report in reports:
+        for pair in report["bandwidth"]["pairs"]:
+            pair[2] = 26.0 if pair[1] == 5 else 28.0 if pair[0] == 3 else 45.0  # 0.6 of the median is 27
+    found = judged(reports, 6)
+    assert bad(found) == {"node5": "its network is slow: 26 GB/s with others, where the median is 45"}
+    assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
+
+
+def test_the_table_shows_what_each_node_has() -> None:
+    reports = healthy(2)
+    reports[1]["facts"]["gpus"]["gpus"][3]["right"] = False
+    reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
+    reports[0]["findings"] = [{"what": "a note", "mend": "nothing", "bad": False}]
+    found = judged(reports, 2)
+    row = {
+        "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "cpus": "64", "driver": "580.1", "torch": "2.15.0",
+        "network": "ib0 400G", "trip": "50 us",
+    }  # fmt: skip
+    assert found.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
+    lines = verdict.lines(found)
+    assert [line.split()[:2] for line in lines[:3]] == [["node", "verdict"], ["node0", "ok"], ["node1", "BAD"]]
+    assert lines[3:] == [
+        "BAD   node1: GPU 3 computes a matrix product wrongly: drain it",
+        "note  node0: a note: nothing",
+        "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
+        "1 of 2 nodes bad: sbatch --exclude=node1 keeps off them",
+    ]
+    as_json = verdict.as_json(found)
+    assert (as_json["healthy"], as_json["exclude"], as_json["hosts"]) == (False, ["node1"], ["node0", "node1"])
+    assert verdict.as_json(judged(healthy(2), 2))["healthy"] is True
+
+
+def test_of_many_nodes_the_table_shows_the_bad_ones() -> None:
+    reports = healthy(20)
+    reports[13]["findings"] = [{"what": "broken", "mend": "drain it", "bad": True}]
+    lines = verdict.lines(judged(reports, 20))
+    assert [line.split()[0] for line in lines[:3]] == ["node", "node13", "BAD"]
+
+
 def test_where_nobody_gets_further_nobody_is_left_out_and_it_is_not_healthy() -> None:
     reports = healthy(4)
     for report in reports:
