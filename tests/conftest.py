@@ -18,6 +18,8 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 def pytest_configure() -> None:
     guardian.begin()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -653,10 +653,7 @@ def test_another_hosts_part_is_removed_only_when_old(run: Run, server: Server, t
 def test_ctrl_c(server: Server, tmp_path: Path) -> None:
     half_sent, go_on = threading.Event(), threading.Event()
     server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
-    usual = functools.partial(
-        signal.signal, signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it
-    with process(tmp_path, [server.url], preexec_fn=usual) as child:
+    with process(tmp_path, [server.url]) as child:
         assert half_sent.wait(20)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=20)
