@@ -18,7 +18,8 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 def pytest_configure() -> None:
     guardian.begin()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore Ctrl-C
+    # A shell starts a background job with SIGINT ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
