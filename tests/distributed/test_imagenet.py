@@ -103,6 +103,8 @@ def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_t
     assert x.std() > 10
     assert y.std() > 6
     assert (x.mean(), y.mean()) == (pytest.approx(60, abs=4), pytest.approx(50, abs=4))
+    for place in (areas, ratios, x, y):  # what is flipped is drawn independently of the crop
+        assert abs(np.corrcoef(flips, place)[0, 1]) < 0.25
 
 
 def test_validation_images_are_those_of_torchvisions_presets(train: Train, slopes: Path) -> None:
