@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recipes.core import checkpoint, data, dist, local, rundir, session
+from recipes.core import checkpoint, config, data, dist, local, rundir, session
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
 from recipes.core.data import GlobalBatches
+from recipes.core.entry import Start
 from recipes.core.metrics import Rows
 from recipes.core.ranks import RankInfo
 from recipes.core.rundir import InputError, MachineError
@@ -32,10 +34,21 @@ HOST = socket.gethostname()
 
 def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
     return RankInfo(
-        rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
+        rank=local_rank + 8, local_rank=local_rank, node_rank=1, world_size=local_world_size + 8, num_nodes=2,
         local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
         in_slurm=in_slurm, run_id=None, restart_count=0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "world_size", "expected"), [(0, 1, []), (0, 2, [1]), (3, 2, [3]), (3, 1, [3])])
+def test_several_ranks_have_one_thread_each(
+    monkeypatch: pytest.MonkeyPatch, typed: int, world_size: int, expected: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    settings = config.parse([f"cpu_threads={typed}"], recipe="toy", environ={})
+    session._set_threads(Start(settings, replace(rank(), world_size=world_size), {}, None))
+    assert found == expected
 
 
 # resolve_device

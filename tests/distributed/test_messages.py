@@ -499,6 +499,8 @@ def test_the_slow_node_and_the_slow_pair_are_named() -> None:
     ]
     assert outliers.slow({("a", "b"): 1.0}) == outliers.Slow(1.0, {}, {})
     assert outliers.slow({}) == outliers.Slow(0.0, {}, {})
+    pairs = {("a", "b"): 1.0, ("c", "d"): 10.0, ("e", "f"): 10.0}
+    assert outliers.slow(pairs) == outliers.Slow(10.0, {}, {("a", "b"): 1.0})  # which of the two is slow nobody knows
 
 
 def test_sizes() -> None:

@@ -36,18 +36,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
-    held, entered = threading.Event(), threading.Event()
+def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, entered, write = threading.Event(), threading.Event(), checkpoint.write
 
     def hold() -> None:
         entered.set()
         assert held.wait(20)
 
+    changed = threading.Event()
+    monkeypatch.setattr(checkpoint, "write", lambda *args, **options: changed.wait(20) and write(*args, **options))
     saver, now = make_saver(tmp_path, still_mine=hold), content(step=4, value=1.0)
     saver.save(now)
-    assert entered.wait(20)
-    now["model"]["weight"].fill_(2.0)  # the next step
+    now["model"]["weight"].fill_(2.0)  # the next step, before a byte is written
     now["meta"]["step"] = 5
+    changed.set()
+    assert entered.wait(20)
     assert names(tmp_path)[0].startswith(".step-00000004.pt.")  # it is being written, and has no name yet
     held.set()
     saver.wait()
