@@ -97,6 +97,7 @@ def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_t
     drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
     assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
     assert areas.max() > 0.93
+    assert abs(areas[flips].mean() - areas[np.logical_not(flips)].mean()) < 0.1  # whatever the crop
     assert 0.72 < ratios.min() < 0.80
     assert 1.26 < ratios.max() < 1.40
     _, _, x, y = np.array(boxes).T
@@ -127,6 +128,7 @@ def test_the_images_of_an_epoch_are_as_large_as_its_side(train: Train) -> None:
     for forward in trained.training:
         assert (forward.inputs[:, 0, :, -1] > forward.inputs[:, 0, :, 0]).all()
     assert imagenet.side(Config(), 90, 0) == 224
+    assert imagenet.side(Config(px=80, small_px=40), 8, 7) == 80
 
 
 def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
@@ -266,6 +268,7 @@ def test_the_classic_variant_is_the_published_recipe() -> None:
     assert found == (90, 256, 0.1, 256, 0.9, 1e-4)
     assert (cfg.px, cfg.val_px, cfg.val_resize, cfg.min_crop, cfg.flip) == (224, 224, 256, 0.08, True)
     assert [imagenet.lr_factor(cfg, 10, 900, step) for step in (0, 299, 300, 600)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert (cfg.nesterov, cfg.decay_norms, cfg.zero_init_residual, cfg.label_smoothing) == (False, True, False, 0)
     assert set(VARIANTS) == {"classic", "fast", "dev"}
 
 
