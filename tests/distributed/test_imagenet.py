@@ -97,7 +97,6 @@ def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_t
     drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
     assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
     assert areas.max() > 0.93
-    assert abs(areas[flips].mean() - areas[np.logical_not(flips)].mean()) < 0.1  # whatever the crop
     assert 0.72 < ratios.min() < 0.80
     assert 1.26 < ratios.max() < 1.40
     _, _, x, y = np.array(boxes).T
