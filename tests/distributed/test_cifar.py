@@ -124,7 +124,7 @@ def test_the_rate_by_hand(train: Train) -> None:
 
 
 def test_images_grow_in_steps_of_4_and_the_last_third_is_whole(train: Train) -> None:
-    trained = train("epochs=9", *PLAIN, "small_px=16")
+    trained = train("epochs=99", "max_steps=36", *PLAIN, "small_px=16")  # nine epochs
     sides = [forward.inputs.shape[-1] for forward in trained.training]
     assert sides == [side for side in (16, 16, 20, 24, 24, 28, 32, 32, 32) for _ in range(4)]
     small = torch.cat([forward.inputs for forward in trained.training[:4]])
@@ -152,7 +152,10 @@ def test_averaged_weights_are_evaluated_and_a_resumed_run_goes_on_with_them(trai
     for trained in (first, again):
         assert all(forward.net is trained.run.state.ema.module for forward in trained.evaluation)
         assert all(forward.net is trained.run.state.model for forward in trained.training)
-    assert torch.equal(again.evaluation[-1].weights, list(ema.parameters())[-1])
+    later = train(*words, "evaluate=true")
+    assert not later.training
+    for trained in (again, later):
+        assert torch.equal(trained.evaluation[-1].weights, list(ema.parameters())[-1])
 
 
 def coloured_patterns(each: int, seed: int, spread: int) -> ImageSet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import os
 import signal
@@ -17,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recipes.core import checkpoint, data, dist, local, rundir, session
+from recipes.core import checkpoint, config, data, dist, local, rundir, session
 from recipes.core.checkpoint import State
 from recipes.core.config import Device
 from recipes.core.data import GlobalBatches
+from recipes.core.entry import Start
 from recipes.core.metrics import Rows
 from recipes.core.ranks import RankInfo
 from recipes.core.rundir import InputError, MachineError
@@ -36,6 +39,29 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
         local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
         in_slurm=in_slurm, run_id=None, restart_count=0,
     )  # fmt: skip
+
+
+def test_ranks_side_by_side_have_one_thread_each_and_collectives_the_runs_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+
+    def init(backend: str, **given: Any) -> None:
+        asked.update(given)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    for words, size in ((), 1), ((), 2), (("cpu_threads=5",), 2):
+        settings = config.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
+        start = Start(settings, dataclasses.replace(rank(), world_size=size), {}, None)
+        session._set_threads(start)
+    assert threads == [1, 5]
+    start = dataclasses.replace(start, ranks=rank())
+    with pytest.raises(MachineError, match="enough"), dist.process_group(start, torch.device("cpu")):
+        pass
+    assert asked["timeout"] == datetime.timedelta(seconds=7)
 
 
 # resolve_device
@@ -75,7 +101,9 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
     ],
 )
 def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
-    assert dist.resolve_device(Device[device], info, environ, seen) == torch.device(expected)
+    """Also on the second of two nodes, whose ranks have other numbers."""
+    for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
+        assert dist.resolve_device(Device[device], there, environ, seen) == torch.device(expected)
 
 
 @pytest.mark.parametrize(

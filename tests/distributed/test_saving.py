@@ -7,9 +7,9 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -36,14 +36,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
-    held, entered = threading.Event(), threading.Event()
+def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, entered, archive = threading.Event(), threading.Event(), checkpoint._write_archive
 
-    def hold() -> None:
+    def hold(file: IO[bytes], content: Mapping[str, Any]) -> None:
         entered.set()
         assert held.wait(20)
+        archive(file, content)
 
-    saver, now = make_saver(tmp_path, still_mine=hold), content(step=4, value=1.0)
+    monkeypatch.setattr(checkpoint, "_write_archive", hold)
+    saver, now = make_saver(tmp_path), content(step=4, value=1.0)
     saver.save(now)
     assert entered.wait(20)
     now["model"]["weight"].fill_(2.0)  # the next step
