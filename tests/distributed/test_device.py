@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,33 @@ HOST = socket.gethostname()
 
 def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
     return RankInfo(
-        rank=local_rank + 8, local_rank=local_rank, node_rank=1, world_size=local_world_size + 8, num_nodes=2,
+        rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
         local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
         in_slurm=in_slurm, run_id=None, restart_count=0,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("typed", "world_size", "expected"), [(0, 1, []), (0, 2, [1]), (3, 2, [3]), (3, 1, [3])])
-def test_several_ranks_have_one_thread_each(
-    monkeypatch: pytest.MonkeyPatch, typed: int, world_size: int, expected: list[int]
+def test_ranks_side_by_side_have_one_thread_each_and_collectives_the_runs_timeout(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
-    settings = config.parse([f"cpu_threads={typed}"], recipe="toy", environ={})
-    session._set_threads(Start(settings, replace(rank(), world_size=world_size), {}, None))
-    assert found == expected
+    threads: list[int] = []
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+
+    def init(backend: str, **given: Any) -> None:
+        asked.update(given)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    for words, size in ((), 1), ((), 2), (("cpu_threads=5",), 2):
+        settings = config.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
+        start = Start(settings, dataclasses.replace(rank(), world_size=size), {}, None)
+        session._set_threads(start)
+    assert threads == [1, 5]
+    start = dataclasses.replace(start, ranks=rank())
+    with pytest.raises(MachineError, match="enough"), dist.process_group(start, torch.device("cpu")):
+        pass
+    assert asked["timeout"] == datetime.timedelta(seconds=7)
 
 
 # resolve_device
@@ -88,7 +101,9 @@ def test_several_ranks_have_one_thread_each(
     ],
 )
 def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
-    assert dist.resolve_device(Device[device], info, environ, seen) == torch.device(expected)
+    """Also on the second of two nodes, whose ranks have other numbers."""
+    for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
+        assert dist.resolve_device(Device[device], there, environ, seen) == torch.device(expected)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_an_attempt_whose_run_directory_is_taken_over_ends_while_it_waits(
 OTHER_KEYS = """
 import os, sys
 if os.environ["RANK"] == "1":
-    sys.argv += ["lr=0.5", "checkpoint_every_steps=7"]
+    sys.argv += ["lr=0.5", "checkpoint_every_steps=7", "keep_every_steps=7", "keep_best=false"]
 """
 
 
@@ -92,7 +92,9 @@ def test_ranks_that_were_given_other_keys_are_refused(tmp_path: Path) -> None:
     )
     assert ended.status == 2, ended.out
     host = socket.gethostname()
-    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; checkpoint_every_steps=7 here, checkpoint_every_steps=0 there): give the same on each"
+    every = [f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")]
+    saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
+    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; {saves}): give the same on each"
     assert f"broken: {words}" in ended.lines
 
 

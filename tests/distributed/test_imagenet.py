@@ -120,8 +120,14 @@ def test_validation_images_are_those_of_torchvisions_presets(train: Train, slope
     assert trained.results == expected | {"skipped_samples": 0}
 
 
+def test_weights_of_torchvisions_are_evaluated_without_a_checkpoint(train: Train) -> None:
+    trained = train("evaluate=true", "pretrained=true")
+    assert not trained.training
+    assert trained.results["val_samples"] == 13
+
+
 def test_the_images_of_an_epoch_are_as_large_as_its_side(train: Train) -> None:
-    trained = train("epochs=8", "px=96", "small_px=32", "flip=false")
+    trained = train("epochs=99", "max_steps=16", "px=96", "small_px=32", "flip=false")  # eight epochs
     sides = [forward.inputs.shape[2:] for forward in trained.training]
     assert sides == [(side, side) for side in (32, 32, 32, 64, 64, 64, 96, 96) for _ in range(2)]
     for forward in trained.training:

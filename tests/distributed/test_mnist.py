@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core import data
+from recipes.core import data, datafiles
 from recipes.core.data import ImageSet
 from recipes.core.datafiles import DataFileError
 from tests import helpers
@@ -128,6 +129,19 @@ def test_a_set_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> 
         (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(header + labels)
         with pytest.raises(DataFileError, match=expected):
             data.mnist(str(tmp_path))
+
+
+def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {}
+    for part, value in (("train", 1), ("test", 2)):
+        for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
+            paths[f"{part}_{name}"] = path = tmp_path / f"{part}-{name}"
+            header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
+            path.write_bytes(header + bytes([value]) * math.prod(shape))
+    for find, load in (("find_mnist", data.mnist), ("find_cifar10", data.cifar10)):
+        monkeypatch.setattr(datafiles, find, lambda folder: paths)
+        found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
+        assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 
 
 def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -37,20 +37,19 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, entered, write = threading.Event(), threading.Event(), checkpoint.write
+    held, entered, archive = threading.Event(), threading.Event(), checkpoint._write_archive
 
-    def hold() -> None:
+    def hold(file: IO[bytes], content: Mapping[str, Any]) -> None:
         entered.set()
         assert held.wait(20)
+        archive(file, content)
 
-    changed = threading.Event()
-    monkeypatch.setattr(checkpoint, "write", lambda *args, **options: changed.wait(20) and write(*args, **options))
-    saver, now = make_saver(tmp_path, still_mine=hold), content(step=4, value=1.0)
+    monkeypatch.setattr(checkpoint, "_write_archive", hold)
+    saver, now = make_saver(tmp_path), content(step=4, value=1.0)
     saver.save(now)
-    now["model"]["weight"].fill_(2.0)  # the next step, before a byte is written
-    now["meta"]["step"] = 5
-    changed.set()
     assert entered.wait(20)
+    now["model"]["weight"].fill_(2.0)  # the next step
+    now["meta"]["step"] = 5
     assert names(tmp_path)[0].startswith(".step-00000004.pt.")  # it is being written, and has no name yet
     held.set()
     saver.wait()

@@ -1046,7 +1046,7 @@ def test_waiting_ends_with_the_jobs_outcome(
 
     monkeypatch.setattr(submit, "job_state", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
-    job = "7" if left else "76"  # its run directory may hold an older run's end
+    job = "7" if left else "71"  # its run directory may hold an older run's end
     rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
     (tmp_path / "log").write_text("rank 0's words\n")
     assert submit.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == expected
@@ -1289,9 +1289,8 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     ]  # fmt: skip
     asked = calls(tmp_path, "srun")[0]
     assert asked[-4:] == [f"run_dir={run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "--mem=0", "recipes.doctor"} <= set(
-        asked
-    )
+    wanted = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "--mem=0", "--export=ALL"}
+    assert {*wanted, "recipes.doctor"} <= set(asked)
     assert "SLURM_GPUS_PER_TASK" not in (tmp_path / "srun.env").read_text()  # the doctor sees all GPUs of a node
     # Refused for good: the job's status says so.
     assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": "0"}) == rundir.EXIT_MACHINE
