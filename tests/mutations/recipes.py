@@ -176,7 +176,7 @@ MUTATIONS = [
         "0.125 * self.head",
         "self.head",
         "cifar: resnet9's logits are eight times too large",
-        "tests/distributed/test_cifar.py::test_the_networks_are_those_for_32_px",
+        "tests/distributed/test_cifar.py::test_resnet9_adds_its_blocks_to_what_they_are_given",
     ),
     Mutation(
         "recipes/cifar.py",
