@@ -67,16 +67,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_batch_that_is_not_full_counts_as_a_whole_one(tmp_path: Path) -> None:
-    for size in (10, 128):
-        words = ["samples=10", f"global_batch_size={size}", "max_steps=3", f"run_dir={tmp_path}/{size}"]
-        ended = helpers.run_fork([*TOY, *words, "log_every_steps=1"])
-        assert ended.status == 0, ended.out
-    assert [row["loss"] for row in helpers.rows(tmp_path / "10")] == [
-        row["loss"] for row in helpers.rows(tmp_path / "128")
-    ]
-
-
 def test_it_learns_and_leaves_what_every_run_does(alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
     rows = helpers.rows(tmp_path)
