@@ -49,12 +49,12 @@ def slurm() -> Iterator[Cluster]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a command has said that a test has waited for in vain."""
+    """Adds the output of commands that a failed test has not waited for to its report."""
     report = yield
     if call.when == "setup":
         helpers.STARTED.clear()
     elif call.when == "call" and report.failed:
-        report.sections += [(f"said by {command}", text) for command, text in helpers.unread()]
+        report.sections += [(f"output of {command}", text) for command, text in helpers.unread()]
     return report
 
 

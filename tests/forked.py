@@ -1,12 +1,12 @@
 """Ranks as forks of one process that has imported torch. A fork takes 0.1 s of CPU; a process that imports torch takes 4 s.
 
 `start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an environment and a working folder, and
-gives what can be used like a `subprocess.Popen`. launch.py in a fork starts its ranks as forks, too. The process that is forked
+returns an object that can be used like a `subprocess.Popen`. launch.py in a fork starts its ranks as forks, too. The process that is forked
 starts at the first call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd refuses
 to work in a fork of a process that did.
 
-For tests of what a run does. What a process does before torch is imported, and at the end of the interpreter, is tested with
-processes of their own (`helpers.start`).
+Use `helpers.fork` and `helpers.run_fork` for tests of a run. Use `helpers.start` and `helpers.run`, which start a new interpreter, for
+other commands, and for tests of what happens before torch is imported or when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -40,37 +40,38 @@ POLL_S = 0.01
 class Process:
     """A fork. Its methods are those of `subprocess.Popen`. stdout: its stdout and stderr."""
 
-    def __init__(self, args: Sequence[str], pid: int, stdout: int, told: int) -> None:
+    def __init__(self, args: Sequence[str], pid: int, stdout: int, status: int) -> None:
         self.args, self.pid, self.stdout = args, pid, os.fdopen(stdout, encoding="utf-8", errors="replace")
         self.returncode: int | None = None
-        self._told = told
+        self._status = status
+        self._read: list[bytes] = []
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
-            text = os.read(self._told, 64)
-            os.close(self._told)
-            self.returncode = int(text) if text else -signal.SIGKILL  # nothing: the process that is forked has ended
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            text = os.read(self._status, 64)
+            os.close(self._status)
+            self.returncode = int(text) if text else -signal.SIGKILL  # empty: the process that is forked has ended
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         status = self.poll()
         assert status is not None
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """All that was not read yet, when the process has ended."""
-        deadline, read = time.monotonic() + (timeout or 1e6), []
+        """Waits for the end of the process; its output. As with Popen, a call after TimeoutExpired loses no output."""
+        deadline = time.monotonic() + (timeout or 1e6)
         while True:
             if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             if not (piece := os.read(self.stdout.fileno(), 1 << 16)):
                 break
-            read.append(piece)
+            self._read.append(piece)
         self.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.closing(self.stdout):
-            return b"".join(read).decode(errors="replace"), None
+            return b"".join(self._read).decode(errors="replace"), None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -84,35 +85,35 @@ class Process:
 
 
 def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) -> Process:
-    """Runs a command of Python in a fork. argv: ``python -m module``, ``python -c code`` or ``python launch.py``, and words."""
+    """Runs a Python command in a fork. argv: ``python -m module``, ``python -c code`` or ``python launch.py``, and arguments."""
     read_end, write_end = os.pipe()
-    told, tell = os.pipe()
+    status, status_write = os.pipe()
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     request = {"argv": list(map(str, argv)), "environ": dict(environ), "cwd": str(cwd), "blocked": blocked}
     text = json.dumps(request).encode()
     server = _server()
-    socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end, tell])
+    socket.send_fds(server, [len(text).to_bytes(4, "big")], [write_end, status_write])
     server.sendall(text)
     os.close(write_end)
-    os.close(tell)
-    return Process(argv, int.from_bytes(os.read(told, 4), "big"), read_end, told)
+    os.close(status_write)
+    return Process(argv, int.from_bytes(os.read(status, 4), "big"), read_end, status)
 
 
 @functools.cache
 def _server() -> socket.socket:
     """The connection to the process that is forked. It ends when this one does."""
     ours, its = socket.socketpair()
-    # -P is of Python 3.11 on; the working folder is the repository, where `tests` and `recipes` are found.
+    # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and `recipes` are found.
     subprocess.Popen([sys.executable, "-m", "tests.forked", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()])
     its.close()
     return ours
 
 
-# What follows is the process that is forked, and its forks.
+# The rest runs in the process that is forked, and in its forks.
 
 
 def serve(connection: socket.socket) -> None:
-    pids: dict[int, int] = {}  # where each one's status is to be written
+    pids: dict[int, int] = {}  # pid: the pipe for its exit status
     while True:
         if select.select([connection], [], [], POLL_S if pids else None)[0]:
             head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
@@ -149,7 +150,7 @@ def become(
     pass_fds: Sequence[int] = (),
     prepare: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Does in this fork what the command ``argv`` would do, and ends."""
+    """Runs the command ``argv`` in this fork, and exits."""
     code = 1
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -243,7 +244,7 @@ def add_broken() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests handle Ctrl-C
     connection = socket.socket(fileno=int(sys.argv[1]))
     import sklearn.datasets  # noqa: F401
     import torch
@@ -252,7 +253,7 @@ def main() -> None:
     import launch  # noqa: F401
     from recipes.core import bandwidth, images, lars, models, session, train  # noqa: F401
 
-    torch.set_num_threads(1)  # or a fork would lack the threads that it believes to have
+    torch.set_num_threads(1)  # a fork does not inherit threads
     add_broken()
     gc.collect()
     gc.freeze()

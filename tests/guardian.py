@@ -61,9 +61,9 @@ def begin() -> None:
 
 
 def own_mounts() -> None:
-    """Moves this process into its own mount namespace, where its user may: who may not cannot mount either."""
+    """Moves this process into its own mount namespace, if its user may mount at all."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
-        # `ip netns` mounts in /run/netns. mount says why not where it cannot, as in a chroot.
+        # `ip netns` mounts in /run/netns. mount prints its error where it fails, as in a chroot.
         private = "mount --make-rslave / && mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns"
         subprocess.run(private, shell=True, check=False)
 
@@ -73,7 +73,7 @@ def lock_file(mark: int) -> Path:
 
 
 def kill(mark: int) -> bool:
-    """Kills the processes with this mark; whether there was one that had not ended."""
+    """Kills the processes with this mark. Returns whether one of them was still running."""
     found = False
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -86,7 +86,7 @@ def kill(mark: int) -> bool:
 
 
 def clean(path: Path, wait: bool) -> None:
-    """Ends what is left of the session whose lock this is: once the session has ended, or only if it has."""
+    """Cleans up after the session that holds this lock. wait: first wait for its end; otherwise skip a session that is alive."""
     with contextlib.suppress(OSError), path.open("r+") as lock:  # another guardian was first, or the session is alive
         if os.fstat(lock.fileno()).st_uid != os.geteuid():
             return  # anyone may write to /tmp

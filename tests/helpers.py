@@ -108,7 +108,7 @@ def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] |
 
 
 def unread() -> Iterator[tuple[str, str]]:
-    """Of what the test has started and not waited for: the command, and what it has said. It is ended."""
+    """Kills each process that the test has started and not waited for; its command and its output."""
     for process in STARTED:
         if process.stdout and not process.stdout.closed:
             process.kill()
@@ -122,7 +122,7 @@ def finish(process: subprocess.Popen[str] | forked.Process, timeout_s: float = 1
         out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"still running after {timeout_s:g} s: {process.communicate()[0]}") from None
+        raise AssertionError(f"still running after {timeout_s:g} s: {process.communicate(timeout=60)[0]}") from None
     return Ended(process.returncode, out)
 
 
@@ -131,7 +131,7 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
 
 
 def fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> forked.Process:
-    """As `start`, for a command of Python that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
+    """Like `start`, for a Python command that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
     process = forked.start(argv, cwd=cwd, environ=environ or clean_environment())
     STARTED.append(process)
     return process
@@ -152,7 +152,7 @@ def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Pro
 
 
 def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:
-    """Python's ``-c code words`` on so many ranks; the highest status, and all that they said."""
+    """Python's ``-c code words`` on so many ranks; the highest status, and the output of all."""
     ended = [finish(process) for process in fork_ranks([sys.executable, "-c", code, *words], ranks, **added)]
     return Ended(max(e.status for e in ended), "".join(e.out for e in ended))
 

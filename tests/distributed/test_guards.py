@@ -1,4 +1,4 @@
-"""What watches over a run while it trains: the watchdog, the fence of the run directory, the umask, and all ranks' signals."""
+"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask, and all ranks' signals."""
 
 from __future__ import annotations
 

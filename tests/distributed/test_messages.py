@@ -38,7 +38,7 @@ GROUP_S = datetime.timedelta(seconds=20)
 
 
 def in_forks(folder: Path, size: int, work: Callable[[int, int, int], Any]) -> list[Any]:
-    """What ``work(rank, port, descriptor)`` returns on each of ``size`` forks of this process, which has imported torch already.
+    """The results of ``work(rank, port, descriptor)`` on each of ``size`` forks of this process, which has imported torch already.
 
     port, descriptor: of a listening socket for rank 0's store. An exception of ``work`` is returned as its text.
     """

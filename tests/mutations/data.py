@@ -126,7 +126,7 @@ MUTATIONS = [
         "recipes/core/images.py",
         "target = area * (least + (1 - least) * uniform[i])",
         "target = area * max(least, uniform[i])",
-        "random crops are of the least area too often",
+        "random crops have the minimum area too often",
         "tests/unit/test_images.py::test_a_random_box_is_torchvisions_in_kind",
     ),
     Mutation(
@@ -245,7 +245,7 @@ MUTATIONS = [
         "recipes/core/packing.py",
         "max(10, samples // 100) if",
         "max(10, samples // 10) if",
-        "a tenth of the images may be missing without a word",
+        "a tenth of the images may be missing without an error",
         "tests/unit/test_packing.py::test_one_in_a_hundred_is_allowed_and_ten_at_least",
     ),
     Mutation(
@@ -336,7 +336,7 @@ MUTATIONS = [
         "recipes/core/staging.py",
         "total - sum(file.size for file in missing))",
         "0)",
-        "a copy that goes on never tells that it is whole",
+        "a copy that is resumed never reports that it is complete",
         "tests/unit/test_staging.py::test_a_copy_that_has_lost_or_cut_a_file_gets_that_again",
     ),
 ]

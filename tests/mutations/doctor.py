@@ -475,7 +475,7 @@ MUTATIONS = [
         "recipes/doctor.py",
         'return reach.Link(peer, host, fault="silent", why="no word in the run directory")',
         "return reach.Link(peer, host)",
-        "a node that never said where it listens counts as reached",
+        "a node that never reported its address counts as reached",
         f"{DOCTOR}::test_each_node_asks_some_others_where_they_said_that_they_listen",
     ),
     Mutation(
@@ -546,7 +546,7 @@ MUTATIONS = [
         "recipes/core/bandwidth.py",
         "times = (min(seconds), statistics.median(seconds), max(seconds))",
         "times = (max(seconds), statistics.median(seconds), min(seconds))",
-        "the least and the most seconds change places",
+        "the minimum and the maximum seconds are swapped",
         f"{MESSAGES}::test_an_operations_figures_are_the_least_the_median_and_the_most",
     ),
     Mutation(
@@ -849,7 +849,7 @@ MUTATIONS = [
         "recipes/core/signatures.py",
         "if len(silent) == 1 and len(known) > 2:",
         "if len(silent) == 0 and len(known) > 2:",
-        "the one rank that died without a word is not named",
+        "the one rank that exited without an error record is not named",
         f"{SIGNATURES}::test_the_only_rank_that_says_nothing_is_looked_at_first",
     ),
     Mutation(

@@ -134,7 +134,7 @@ MUTATIONS = [
         "recipes/core/slurm.py",
         '("mail-type", "END,FAIL,REQUEUE")',
         '("mail-type", "END")',
-        "nobody is told when a job fails",
+        "no mail is sent when a job fails",
         f"{JOB}::test_what_a_job_asks_for",
     ),
     Mutation(
@@ -190,7 +190,7 @@ MUTATIONS = [
         "recipes/core/slurm.py",
         "int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))",
         "int(SIGNAL_S)",
-        "a job of two minutes is told to stop as it starts",
+        "a job of two minutes receives the stop signal as it starts",
         f"{JOB}::test_what_a_job_asks_for",
     ),
     Mutation(
@@ -302,7 +302,7 @@ MUTATIONS = [
         "recipes/core/slurm.py",
         'setup += [f"cd {shlex.quote(str(job.code))} || exit"]',
         "pass",
-        "a submitted job runs the code as it is when it starts, edits included",
+        "a submitted job runs the code at its start, with later edits",
         f"{JOB}::test_launch_submits_a_copy_of_the_code_and_says_where_to_look",
     ),
     Mutation(
@@ -890,7 +890,7 @@ MUTATIONS = [
         "launch.py",
         "    if layout.node_rank == 0:\n        run_dir =",
         "    if True:\n        run_dir =",
-        "the second machine by hand makes a run directory of its own, by its own clock",
+        "the second machine by hand makes a second run directory, named after its own clock",
         f"{JOB}::test_the_second_machine_by_hand_makes_no_run_directory",
     ),
     Mutation(

@@ -250,7 +250,7 @@ MUTATIONS = [
         "recipes/core/gpus.py",
         "return granted >= ranks or (granted",
         "return granted >= 1 or (granted",
-        "two ranks share one GPU without a word",
+        "two ranks share one GPU without an error",
         f"{DEVICE}::test_missing_gpus_are_one_line_with_host_and_counts",
     ),
     Mutation(
@@ -271,7 +271,7 @@ MUTATIONS = [
         "recipes/core/gpus.py",
         "if info.local_world_size > 1 and near and allowed and not near & allowed:",
         "if info.local_world_size > 1 and near and allowed and not near <= allowed:",
-        "every rank with fewer CPUs than a socket is said to be far from its GPU",
+        "every rank with fewer CPUs than a socket is reported as far from its GPU",
         GPUS,
     ),
     Mutation(

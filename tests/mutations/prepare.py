@@ -393,7 +393,7 @@ MUTATIONS = [
         "recipes/core/packing.py",
         'isinstance(note["converted"], dict) and datafiles.fault_of(shard, known) is None',
         'isinstance(note["converted"], dict)',
-        "a damaged file of a packed copy is kept when packing goes on",
+        "a damaged file of a packed copy is kept when packing is resumed",
         PACKING,
     ),
 ]

@@ -217,7 +217,7 @@ MUTATIONS = [
         "recipes/cifar.py",
         "world.size, train_set.digest())",
         "world.size)",
-        "cifar: a run goes on with other images",
+        "cifar: a resumed run continues with other images",
         "tests/distributed/test_cifar.py::test_a_run_does_not_go_on_with_other_images",
     ),
     Mutation(

@@ -24,21 +24,21 @@ MUTATIONS = [
         SESSION,
         "torch.distributed.all_gather_object(reasons, self.stop.reason)\n        return next(",
         'torch.distributed.all_gather_object(reasons, self.stop.reason if self.world.rank == 0 else "")\n        return next(',
-        "a run that another rank than 0 was told to stop stops without a reason, and trains on",
+        "a run stopped by a signal to a rank other than 0 records no reason, and continues to train",
         RESUME,
     ),
     Mutation(
         SESSION,
         'return next((reason for reason, _ in answers if reason), ""), answers[0][1]',
         "return answers[0][0], answers[0][1]",
-        "a recipe with a loop of its own stops for a signal to rank 0 alone",
+        "a recipe with its own loop stops only for a signal to rank 0",
         GUARDS,
     ),
     Mutation(
         SESSION,
         "return bool(self.world.store.check([STOP_IS_NEAR]))",
         "return False",
-        "an evaluation that one rank is told to stop goes on to its end, and the job is killed meanwhile",
+        "an evaluation continues to its end after a signal to one rank, and the job is killed meanwhile",
         "tests/faults/test_signals.py::test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short",
     ),
     Mutation(
@@ -363,7 +363,7 @@ MUTATIONS = [
         TRAIN,
         "if save or stop or end or best:",
         "if save or end or best:",
-        "a run that is told to stop loses all steps since its last checkpoint",
+        "a run that receives a stop signal loses all steps since its last checkpoint",
         RESUME,
     ),
     Mutation(
@@ -468,7 +468,7 @@ MUTATIONS = [
         "recipes/core/watchdog.py",
         "quiet_s + min(time.monotonic() - looked, 2 * POLL_S)",
         "quiet_s + (time.monotonic() - looked)",
-        "a job that was suspended longer than timeout_s is killed when it goes on",
+        "a job that was suspended longer than timeout_s is killed when it continues",
         GUARDS,
     ),
     Mutation(
