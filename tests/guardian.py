@@ -106,7 +106,8 @@ def main(argv: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     own = [lock_file(int(mark)) for mark in argv]
     for path in set(BASE.glob(f"{LOCK}*.lock")).difference(own):
-        clean(path, wait=False)
+        if path.stem.removeprefix(LOCK).isdecimal():  # anyone may write to /tmp
+            clean(path, wait=False)
     for path in own:
         clean(path, wait=True)
 

@@ -24,12 +24,12 @@ from tests.slurm import cluster
 def test_daemon(tmp_path):
     here, root = Path(__file__).parent, cluster.make_root()
     (here / "cluster").symlink_to(root)
-    subprocess.run("env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 60' &", shell=True, cwd=here, check=True)
+    subprocess.run("env -i setsid sh -c 'echo $$ > new; mv new daemon; exec sleep 600' &", shell=True, cwd=here, check=True)
     if os.geteuid() == 0:
         subprocess.run(["ip", "netns", "add", root.name], check=True)
     with helpers.small_disk(tmp_path / "disk", "64k") if os.geteuid() == 0 else open(os.devnull):
         (here / "ready").touch()
-        time.sleep(60)
+        time.sleep(600)
 """
 
 
@@ -40,7 +40,9 @@ def test_nothing_is_left_of_a_killed_session(tmp_path: Path) -> None:
     argv = ["prlimit", "--rss=unlimited", sys.executable, "-m", "pytest", *options, str(tmp_path)]
     session = helpers.start(argv, environ=helpers.clean_environment(PYTHONPATH=str(helpers.ROOT)))
     begun = [tmp_path / "ready", tmp_path / "daemon"]
-    helpers.wait_until(lambda: all(map(Path.exists, begun)) or session.poll() is not None, 60, "the session's test")
+    helpers.wait_until(
+        lambda: all(map(Path.exists, begun)) or session.poll() is not None, helpers.START_S, "the session's test"
+    )
     assert session.poll() is None, helpers.finish(session).out
     daemon, root = int((tmp_path / "daemon").read_text()), (tmp_path / "cluster").resolve()
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
@@ -51,18 +53,20 @@ def test_nothing_is_left_of_a_killed_session(tmp_path: Path) -> None:
 
     started = helpers.children(session.pid)
     session.kill()
-    helpers.wait_for_the_end_of([*started, daemon], 30)
-    assert not root.exists()
+    helpers.wait_for_the_end_of([*started, daemon], helpers.START_S)
+    helpers.wait_until(lambda: not root.exists(), helpers.START_S, "the cluster's folder removed")
 
 
 def test_the_next_guardian_ends_what_a_killed_one_has_left() -> None:
     mark = secrets.randbelow(1 << 48)
     folder = guardian.BASE / f"{guardian.CLUSTER}{mark}_left"
     folder.mkdir()
-    with subprocess.Popen(["prlimit", f"--rss={mark}", "sleep", "60"]) as left:
-        helpers.wait_until(lambda: b"sleep" in Path(f"/proc/{left.pid}/cmdline").read_bytes()[:5], 10, "sleep")
+    with subprocess.Popen(["prlimit", f"--rss={mark}", "sleep", "600"]) as left:
+        helpers.wait_until(
+            lambda: b"sleep" in Path(f"/proc/{left.pid}/cmdline").read_bytes()[:5], helpers.START_S, "sleep"
+        )
         guardian.lock_file(mark).touch()
         subprocess.run(SWEEP, check=True)
-        assert left.wait(10) == -9
+        assert left.wait(helpers.START_S) == -9
     assert not folder.exists()
     assert not guardian.lock_file(mark).exists()
