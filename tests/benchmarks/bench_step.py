@@ -199,7 +199,7 @@ def sides(world: World, steps: int) -> dict[str, Callable[[], float]]:
 
 
 def rank_main(out: Path, rounds: int, steps: int) -> None:
-    """One of two ranks, in a run of its own with all its services; rank 0 writes all rates to ``out``."""
+    """One of two ranks of a run with all services; rank 0 writes all rates to ``out``."""
 
     def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         turns = services(run, cfg, STRETCHES * rounds + 1)

@@ -120,7 +120,7 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
         again.values = [0.1, 0.2]
         _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
         assert (run.resumed_from_step, run.state.step) == (step, 6)
-        # The file of the first run's best is not here: this run has a best of its own.
+        # The first run's best checkpoint is in another folder, so this run starts without a best result.
         best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
         assert run.state.meta["best"] == best
         for name in ("best", "latest"):

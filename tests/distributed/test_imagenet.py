@@ -387,7 +387,7 @@ def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) ->
 
 
 def test_real_images_are_learnt_by_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred photos, each a class of its own, from a packed copy of their JPEGs."""
+    """100 photos, one class each, from a packed copy of their JPEGs."""
     archive = helpers.real_data("imagenet-sample.tar")
     (tmp_path / "all").mkdir()
     subprocess.run(["tar", "xf", archive, "-C", tmp_path / "all"], check=True)

@@ -56,7 +56,7 @@ def ended(pid: int) -> int:
 
 
 def watched(call: Callable[[str], None], every_write: int = EVERY_WRITE) -> None:
-    """From now on ``call`` is told of all that is done to files in checkpoints/: before each write and in its middle, and around the rest.
+    """Calls ``call`` at each operation on files in checkpoints/: before and within each write, before and after the others.
 
     every_write: which writes of a file: 1 for all; 100 for the first, the 101st and so on.
     """

@@ -440,7 +440,7 @@ def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_pa
 
 
 def in_halves(go_on: threading.Event) -> tiny.Answer:
-    """Sends the first half, closes the connection when it is told to go on, and sends the rest to those who ask for it."""
+    """Sends the first half, closes the connection when the event is set, and sends the rest to clients that resume."""
 
     def answer(handler: tiny.Handler) -> None:
         if handler.offset:
