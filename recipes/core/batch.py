@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, container, preempt, rundir, slurm, snapshot
+from recipes.core import config, container, jobs, preempt, rundir, slurm, snapshot
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
@@ -272,18 +272,13 @@ def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, s
     return logs
 
 
-def _said_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm says of this job, by scontrol's names; nothing where it is none, or scontrol is not to be had."""
-    job, said = rundir.job_id(environ), dict[str, str]()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if job:
-            asked = subprocess.run(
-                ["scontrol", "show", "job", job], capture_output=True, text=True, timeout=60, check=True
-            )
-            for line in asked.stdout.partition("\n\n")[0].splitlines():  # of a heterogeneous job the first part
-                of_path = re.match(r"\s*(StdOut|StdErr)=(.*)", line)  # which has a line of its own, and may have blanks
-                said |= {of_path[1]: of_path[2]} if of_path else dict(w.split("=", 1) for w in line.split() if "=" in w)
-    return said
+def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """This job's fields, by scontrol's names; empty outside a job, or where the controller cannot be asked."""
+    job = rundir.job_id(environ)
+    with contextlib.suppress(rundir.MachineError):
+        if job and (found := jobs.find(job)):
+            return found.fields
+    return {}
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
@@ -330,17 +325,13 @@ def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
     if restarts >= max_requeues:
         return f"not queued again, since max_requeues={max_requeues} is reached"
     try:
-        show = subprocess.run(
-            ["scontrol", "show", "job", "-o", str(job)], capture_output=True, text=True, timeout=60, check=True
-        )
-        if "JobState=RUNNING" not in show.stdout.split():
+        found = jobs.find(str(job))
+        if not found or found.state != "RUNNING":
             return "Slurm is ending the job itself, so it is not queued again from here"
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
-    except FileNotFoundError:
-        return "not queued again, since there is no scontrol here: sbatch the same script with run_dir= to go on"
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except (OSError, rundir.MachineError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
-        return f"not queued again, since scontrol failed ({why[:200]}): sbatch the same script with run_dir= to go on"
+        return f"not queued again ({why[:200]}): to resume, sbatch the same script with run_dir="
     return f"queued again (restart {restarts + 1} of at most {max_requeues})"
 
 

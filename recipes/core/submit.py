@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from recipes.core import rundir, slurm
+from recipes.core import jobs, rundir, slurm
 from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
 
@@ -35,18 +35,6 @@ KEPT = {
 LEFT = re.compile(
     r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
     r"|RECIPES_(BATCH|BY_CLOCK|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT)"
-)
-# Without REVOKED: of a federation another cluster runs it.
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
 )
 
 
@@ -183,27 +171,6 @@ def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str])
     return where
 
 
-def job_state(job_id: str) -> tuple[str, int]:
-    """The job's state in Slurm's words and its exit status; ``("", 0)`` where Slurm has forgotten the job.
-
-    Asks the controller, since accounting may not be there. Raises MachineError when the controller does not answer.
-    """
-    try:
-        show = subprocess.run(
-            ["scontrol", "show", "job", "-o", job_id], env=_of_its_cluster(os.environ), capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise MachineError("there is no scontrol on the PATH to ask for the job") from None
-    if show.returncode != 0:
-        if "Invalid job id" in show.stderr:
-            return "", 0
-        raise MachineError(f"Slurm's controller does not answer: {' '.join(show.stderr.split())[:200]}")
-    fields = dict(word.split("=", 1) for word in show.stdout.split() if "=" in word)
-    status, _, signal = fields.get("ExitCode", "0:0").partition(":")
-    return fields.get("JobState", ""), int(status) or (128 + int(signal) if int(signal or 0) else 0)
-
-
 def _of_its_cluster(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` for a command that asks after a job: sbatch goes by a variable that scontrol does not read."""
     cluster = environ.get("SBATCH_CLUSTERS", "")
@@ -225,16 +192,17 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
     shown, interval_s, silent_since = 0, 0.5, 0.0
     while True:
         try:
-            state, code = job_state(submitted.job_id)
+            job = jobs.find(submitted.job_id, _of_its_cluster(os.environ))
+            state, code = (job.state, job.exit_status) if job else ("", 0)
             silent_since = 0.0
-        except (MachineError, subprocess.TimeoutExpired) as error:
+        except MachineError as error:
             if not silent_since:
                 print(f"{error}; the job goes on, and is asked after for {patience_s:g} s more", file=sys.stderr)
             state, code, silent_since = "UNKNOWN", 0, silent_since or time.monotonic()
             if time.monotonic() - silent_since > patience_s:
                 raise MachineError(f"job {submitted.job_id} goes on, but {error}") from None
         shown = _follow(submitted.log, shown) if show else 0
-        if state in ENDED or state == "":
+        if state in jobs.ENDED or state == "":
             break
         time.sleep(interval_s)
         interval_s = min(5.0, interval_s * 1.1)  # kind to a controller that many people ask

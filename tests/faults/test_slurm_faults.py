@@ -370,8 +370,8 @@ def test_without_scontrol_the_run_is_saved_and_it_is_said(
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     step = saved_at(job, "SIGUSR2")
-    why = "there is no scontrol here" if stub == "missing" else "scontrol failed (no controller today)"
-    last = f"broken: saved at step {step}; not queued again, since {why}: sbatch the same script with run_dir= to go on"
+    why = "scontrol is not on the PATH" if stub == "missing" else "no controller today"
+    last = f"broken: saved at step {step}; not queued again ({why}"
     assert said(job.log)[-1].startswith(last)
     assert job.fields()["Restarts"] == "0"
 

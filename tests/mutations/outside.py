@@ -348,13 +348,6 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/batch.py",
-        'if "JobState=RUNNING" not in show.stdout.split():',
-        'if "JobState=COMPLETED" in show.stdout.split():',
-        "a cancelled job is queued again",
-        "tests/unit/test_job.py::test_a_job_that_slurm_is_ending_is_not_queued_again",
-    ),
-    Mutation(
-        "recipes/core/batch.py",
         "status = rundir.close(run_dir, launch, all_ended_well",
         "status = rundir.close(run_dir, all_ended_well",
         "the job goes by an earlier attempt's status",

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
-from recipes.core import batch, config, local, ready, rehearsal, rundir, slurm, snapshot, submit
+from recipes.core import batch, config, jobs, local, ready, rehearsal, rundir, slurm, snapshot, submit
 from recipes.core.config import ConfigError
 from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
@@ -404,7 +404,7 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         tmp_path,
         monkeypatch,
         "scontrol",
-        "printf 'StdErr=/x/err\nStdOut=/x/7_3.out\nOverSubscribe=USER MemPerTres=gres:gpu:100 TresPerJob=gres:gpu:4 TresPerNode=gres:gpu:2,gres:nvme:1\n\nStdOut=/y\n'",
+        "printf 'JobId=9\nStdErr=/x/err\nStdOut=/x/7_3.out\nOverSubscribe=USER MemPerTres=gres:gpu:100 TresPerJob=gres:gpu:4 TresPerNode=gres:gpu:2,gres:nvme:1\n\nStdOut=/y\n'",
     )
     array = {
         "SLURM_JOB_ID": "9",
@@ -421,7 +421,7 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         tmp_path,
         monkeypatch,
         "scontrol",
-        "echo Features=a100 MinMemoryNode=1G MinMemoryCPU=2G ExcNodeList=n1 Nice=7 OverSubscribe=NO",
+        "echo JobId=9 Features=a100 MinMemoryNode=1G MinMemoryCPU=2G ExcNodeList=n1 Nice=7 OverSubscribe=NO",
     )
     size = {"NUM_NODES": "2", "PARTITION": "gpu", "ACCOUNT": "a", "QOS": "q", "RESERVATION": "r", "NAME": "x"}
     environ = {f"SLURM_JOB_{name}": value for name, value in {**size, "ID": "9"}.items()}
@@ -452,10 +452,10 @@ def test_a_job_of_another_cluster_is_asked_after_there(tmp_path: Path, monkeypat
         tmp_path,
         monkeypatch,
         "scontrol",
-        'echo "JobState=PENDING ExitCode=0:0 $SLURM_CLUSTERS" > "$NOTES/asked"; cat "$NOTES/asked"',
+        'echo "JobId=7 JobState=COMPLETED ExitCode=0:0 $SLURM_CLUSTERS" > "$NOTES/asked"; cat "$NOTES/asked"',
     )
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
-    assert submit.job_state("7") == ("PENDING", 0)
+    submit.wait(submit.Submitted("7", tmp_path, tmp_path / "log"))
     assert (tmp_path / "asked").read_text().split()[-1] == "far"
 
 
@@ -823,12 +823,6 @@ def test_a_run_directory_that_cannot_be_written_after_submission_is_said_beside_
     assert len(err.splitlines()) == 1
 
 
-def test_no_scontrol_is_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="no scontrol"):
-        submit.job_state("7")
-
-
 def test_a_refusal_that_comes_at_submission_alone_is_one_line_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -922,7 +916,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
     monkeypatch.chdir(tmp_path / "here")
     asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
     stub(tmp_path, monkeypatch, "sbatch", f"{asked}\ncp $1 $NOTES/job.sh; echo Submitted batch job 7")
-    stub(tmp_path, monkeypatch, "scontrol", "echo JobState=FAILED ExitCode=3:0")
+    stub(tmp_path, monkeypatch, "scontrol", "echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # typed in another allocation
     words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
     assert launch.main(words) == 0
@@ -1039,12 +1033,12 @@ def test_waiting_ends_with_the_jobs_outcome(
 ) -> None:  # fmt: skip
     states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str) -> tuple[str, int]:
+    def ask(job: str, environ: Mapping[str, str]) -> jobs.Job | None:
         if (answer := next(states)) is None:
             raise MachineError("a controller that is started again does not answer")
-        return answer
+        return jobs.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
 
-    monkeypatch.setattr(submit, "job_state", ask)
+    monkeypatch.setattr(jobs, "find", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
     rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
@@ -1061,23 +1055,9 @@ def test_a_sweep_ends_with_the_first_status_that_is_not_good(monkeypatch: pytest
         assert submit.wait_for_all(dataclasses.replace(one, elements=(one,) * len(codes))) == expected
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [("echo JobState=FAILED ExitCode=0:9", ("FAILED", 137)), ("echo Invalid job id specified >&2; exit 1", ("", 0))],
-)
-def test_the_controllers_word_on_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: tuple[str, int]
-) -> None:
-    stub(tmp_path, monkeypatch, "scontrol", said)
-    assert submit.job_state("7") == expected
-    stub(tmp_path, monkeypatch, "scontrol", "echo Unable to contact >&2; exit 1")
-    with pytest.raises(MachineError, match="does not answer: Unable to contact"):
-        submit.job_state("7")
-
-
 # --- after the step: finish and requeue
 
-RUNNING = "JobId=7 JobName=mnist JobState=RUNNING Reason=None"
+RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
 
 
 def stub(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> None:
@@ -1122,7 +1102,7 @@ def test_a_preempted_run_is_queued_again(
 ) -> None:
     scontrol(tmp_path, monkeypatch)
     assert finish(preempted, srun_status=143) == rundir.EXIT_REQUEUE
-    assert calls(tmp_path, "scontrol") == [["show", "job", "-o", "7"], ["requeue", "7"]]
+    assert calls(tmp_path, "scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     said = capsys.readouterr().out
     assert "saved at step 12" in said
     assert "queued again (restart 1 of at most 20)" in said
@@ -1133,7 +1113,7 @@ def test_an_array_task_queues_itself_alone(
 ) -> None:
     scontrol(tmp_path, monkeypatch)
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
-    assert calls(tmp_path, "scontrol") == [["show", "job", "-o", "5_3"], ["requeue", "5_3"]]
+    assert calls(tmp_path, "scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
     assert "restart 5 of at most 20" in capsys.readouterr().out
 
 
@@ -1192,7 +1172,7 @@ def test_no_scontrol_is_said_and_the_status_still_asks_for_a_requeue(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert finish(preempted) == rundir.EXIT_REQUEUE
-    assert "no scontrol here" in capsys.readouterr().out
+    assert "not queued again (scontrol is not on the PATH" in capsys.readouterr().out
 
 
 def test_a_failing_scontrol_is_said_in_one_line(
@@ -1201,7 +1181,7 @@ def test_a_failing_scontrol_is_said_in_one_line(
     scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
     assert finish(preempted) == rundir.EXIT_REQUEUE
     said = capsys.readouterr().out
-    assert "scontrol failed (slurm_update error: Access denied)" in said
+    assert "not queued again (slurm_update error: Access denied)" in said
     assert len(said.splitlines()) == 1
 
 

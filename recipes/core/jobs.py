@@ -1,0 +1,93 @@
+"""What Slurm's controller knows about a job: the one caller and parser of ``scontrol show job``. Standard library only."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recipes.core.rundir import MachineError
+
+# States from which a job does not come back by itself. Not REVOKED: in a federation another cluster runs that job.
+ENDED = frozenset(
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
+)
+ANSWER_S = 60.0
+# Fields whose value may contain spaces and "=": each stands on a line by itself, or at the end of its line.
+_LINE = re.compile(
+    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|Comment|AdminComment)=(.*)"
+)
+_WORD = re.compile(r"(\S+?)=(\S*)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, one array task, or one component of a heterogeneous job.
+
+    id: ``<job>``, or ``<array>_<task>``. state: Slurm's word (PENDING, RUNNING, …). reason: why it is pending or has
+    ended, "" for none. exit_status: 0 while it runs; 128 + N for a job ended by signal N. restarts: times requeued.
+    fields: all that ``scontrol`` printed, by its names.
+    """
+
+    id: str
+    state: str
+    reason: str
+    exit_status: int
+    restarts: int
+    fields: Mapping[str, str] = field(repr=False, default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
+    """The job as the controller describes it, one entry per array task or component; [] where Slurm does not know it.
+
+    Asks the controller and not accounting, which a site need not have. ``environ`` is scontrol's environment.
+    Raises MachineError where the controller cannot be asked.
+    """
+    try:
+        asked = subprocess.run(
+            ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True, timeout=timeout_s
+        )
+    except FileNotFoundError:
+        raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
+    if asked.returncode:
+        if "Invalid job id" in asked.stderr:
+            return []
+        raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
+    return parse(asked.stdout)
+
+
+def find(job_id: str, environ: Mapping[str, str] = os.environ) -> Job | None:
+    """The job, of an array or a heterogeneous job its first part; None where Slurm does not know it. Raises MachineError."""
+    return next(iter(show(job_id, environ)), None)
+
+
+def parse(text: str) -> list[Job]:
+    """The jobs in the output of ``scontrol show job`` (not ``-o``). Seen with Slurm 22.05."""
+    return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
+
+
+def _job(block: str) -> Job:
+    fields: dict[str, str] = {}
+    for line in block.splitlines():
+        whole = _LINE.match(line.strip())
+        words = line[: line.index(f"{whole[1]}=")] if whole else line
+        fields |= dict(_WORD.findall(words))
+        if whole:
+            fields[whole[1]] = whole[2]
+    array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
+    status, _, number = fields.get("ExitCode", "0:0").partition(":")
+    reason = fields.get("Reason", "")
+    return Job(
+        id=f"{array}_{task}" if array and task else fields.get("JobId", ""),
+        state=fields.get("JobState", ""),
+        reason="" if reason in ("None", "(null)") else reason,
+        exit_status=int(status) or (128 + int(number) if int(number or 0) else 0),
+        restarts=int(fields.get("Restarts", "0")),
+        fields=fields,
+    )

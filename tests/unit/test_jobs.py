@@ -1,0 +1,57 @@
+"""recipes/core/jobs.py: what scontrol prints, read as jobs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.core import jobs
+from recipes.core.rundir import MachineError
+
+# Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
+PRINTED = """\
+JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DONE
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=CANCELLED Reason=BeginTime Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9
+   NodeList=node[1-2]
+   Command=/work/my jobs/x=1.sh
+   StdErr=
+   StdOut=/work/my jobs/log
+
+JobId=13 JobName=b
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=3:0
+"""
+
+
+def test_every_job_that_scontrol_prints_is_read() -> None:
+    task, plain = jobs.parse(PRINTED)
+    assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
+    assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
+    assert task.fields["JobName"] == "a b JobState=DONE"
+    assert task.fields["Command"] == "/work/my jobs/x=1.sh"
+    assert task.fields["StdErr"] == ""
+    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
+        ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
+        ("", "not on the PATH"),
+    ],
+)
+def test_an_unknown_job_is_none_and_a_silent_controller_an_error(
+    tmp_path: Path, script: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if expected is None:
+        assert jobs.find("7", os.environ) is None
+    else:
+        with pytest.raises(MachineError, match=expected):
+            jobs.show("7", os.environ)
