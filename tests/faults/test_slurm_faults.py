@@ -370,7 +370,11 @@ def test_without_scontrol_the_run_is_saved_and_it_is_said(
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     step = saved_at(job, "SIGUSR2")
-    why = "scontrol is not on the PATH" if stub == "missing" else "no controller today"
+    why = (
+        "scontrol is not on the PATH"
+        if stub == "missing"
+        else "Slurm's controller does not answer: no controller today"
+    )
     last = f"broken: saved at step {step}; not queued again ({why}"
     assert said(job.log)[-1].startswith(last)
     assert job.fields()["Restarts"] == "0"
