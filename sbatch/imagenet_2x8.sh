@@ -18,7 +18,21 @@ stop() {
     echo "$1" >&2
     exit "${2:-2}"
 }
-trap : TERM USR2 # the ranks save; this shell stays, to read how they ended
+srun() { # a signal to this shell alone (--signal=B:USR1@60, scancel --batch) reaches the ranks, which save
+    command srun "$@" &
+    ranks=$!
+    while
+        signalled=''
+        wait "$ranks"
+        status=$?
+        [ -n "$signalled" ]
+    do :; done
+    ranks=''
+    return "$status"
+}
+ranks='' signalled=''
+trap signalled=1 TERM
+trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
 unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/imagenet.py ] ||

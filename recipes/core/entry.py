@@ -82,7 +82,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if argv is None:
         atexit.register(_leave)  # the first that is registered is called last
     # Slurm may signal a short job while it starts; held back until there is a handler (preempt.stop_flag), it is not lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
     if "RANK" in os.environ:  # python -m torch.distributed.launch says in a word what is in the environment too
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]

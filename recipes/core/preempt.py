@@ -20,7 +20,9 @@ from types import FrameType
 
 from recipes.core import rundir
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)  # the last: its terminal is gone
+# SIGUSR1 and SIGUSR2: a site's or the scripts' --signal. NCCL 2.12 and 2.13 caught SIGUSR1; since 2.14 NCCL does so only where
+# NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal is gone.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 0.3  # signals so close are one: timeout(1) sends its own to the command, and then to its whole group
 INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
 SAID_S = 1.0  # for a line on stderr
@@ -59,7 +61,7 @@ def heeded() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGUSR2 (ahead of the time limit), SIGINT and SIGHUP set. A second SIGINT, TOGETHER_S later, interrupts once.
+    """A flag that each of SIGNALS sets. A second SIGINT, TOGETHER_S later, interrupts once.
 
     tell: called once, from a thread of its own, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
     """
@@ -126,7 +128,9 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that is held back is forgotten, too
     listener.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # SIGUSR2 is blocked by entry.begin, others perhaps by a parent
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, SIGNALS
+    )  # entry.begin blocks SIGUSR1 and SIGUSR2; a parent may have blocked others
     try:
         yield flag
     finally:

@@ -277,7 +277,7 @@ def _setup(job: Job) -> list[str]:
         '    echo "$1" >&2',
         '    exit "${2:-2}"',
         "}",
-        "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",
+        *_SRUN.splitlines(),
         'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
     ]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
@@ -289,6 +289,27 @@ def _setup(job: Job) -> list[str]:
     if not job.snapshot:
         lines += ["export RECIPES_SNAPSHOT=false # this job runs the repository as it is"]
     return lines + ([*_MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
+
+
+# bash runs a trap only when the command in the foreground has ended, so srun runs in the background. srun passes SIGUSR1 on to
+# the ranks. SIGTERM is not passed on: Slurm sends it to the ranks itself, and srun would end before they have saved.
+_SRUN = """\
+srun() { # a signal to this shell alone (--signal=B:USR1@60, scancel --batch) reaches the ranks, which save
+    command srun "$@" &
+    ranks=$!
+    while
+        signalled=''
+        wait "$ranks"
+        status=$?
+        [ -n "$signalled" ]
+    do :; done
+    ranks=''
+    return "$status"
+}
+ranks='' signalled=''
+trap signalled=1 TERM
+trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
+"""
 
 
 _MODULES = """\

@@ -39,4 +39,5 @@ ROWS = {
     36: "a download that is raced or broken off",
     37: "a wrong key or file of keys",
     38: "a bad env file, variables that contradict each other",
+    39: "SIGUSR1, and a signal that only the batch shell gets",
 }

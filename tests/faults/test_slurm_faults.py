@@ -191,6 +191,20 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
     with_more_time(other)
 
 
+@pytest.mark.fault(39)
+def test_sigusr1_saves_and_requeues_also_where_only_the_batch_shell_gets_it(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
+    """Both are conventions of sites: `--signal=USR1@60` and `--signal=B:USR1@60`."""
+    job = submit(slurm, clone, tmp_path)
+    for attempt, options in enumerate((["--batch", "--signal=USR1"], ["--signal=USR1"])):
+        trains(job, attempt)
+        slurm.run("scancel", *options, job.id, check=True)
+        wait_requeued(job, 20, restarts=attempt + 1)
+        step = saved_at(job, "SIGUSR1", attempt)
+        goes_on(job, step, attempt + 1)
+
+
 @pytest.mark.fault(18)
 @pytest.mark.parametrize("grace_s", [0, 8])
 def test_a_preempted_job_saves_at_once_and_goes_on(slurm: Cluster, clone: Path, tmp_path: Path, grace_s: int) -> None:

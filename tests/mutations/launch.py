@@ -118,6 +118,13 @@ MUTATIONS = [
     # the job and its script
     Mutation(
         "recipes/core/slurm.py",
+        '    command srun "$@" &\n    ranks=$!',
+        '    command srun "$@"\n    return\n    ranks=$!',
+        "a signal that the batch shell alone gets does not reach the ranks",
+        "tests/faults/test_slurm_faults.py::test_sigusr1_saves_and_requeues_also_where_only_the_batch_shell_gets_it",
+    ),
+    Mutation(
+        "recipes/core/slurm.py",
         '"constraint", "exclude", "reservation", "dependency")',
         '"constraint", "reservation", "dependency")',
         "exclude= is forgotten: the job runs on the bad node",
@@ -251,9 +258,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/slurm.py",
-        '        "trap : TERM USR2 # the ranks save; this shell stays, to read how they ended",\n',
+        "trap signalled=1 TERM\n",
         "",
-        "scancel --signal ends the batch shell: a saved job is not queued again",
+        "scancel ends the batch shell, which then does not read how the run ended",
         f"{JOB}::test_the_batch_jobs_status_is_the_runs_not_sruns",
     ),
     Mutation(

@@ -544,7 +544,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/entry.py",
-        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})\n",
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})\n",
         "",
         "a signal during the start kills the rank",
         "tests/unit/test_preempt.py::test_a_signal_is_held_back_until_there_is_a_handler_for_it",

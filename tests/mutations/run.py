@@ -339,7 +339,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/entry.py",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})",
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})",
         "a warning of the time limit that comes while a rank starts ends it",
         FIT,
@@ -375,8 +375,8 @@ MUTATIONS = [
     ),
     Mutation(
         PREEMPT,
-        "SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT",
-        "SIGNALS = (signal.SIGTERM, signal.SIGINT",
+        "SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT",
+        "SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT",
         "the signal ahead of the time limit ends a run without a checkpoint",
         "tests/faults/test_signals.py::test_a_checkpoint_is_on_the_disk_soon_after_the_signal",
     ),

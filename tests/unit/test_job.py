@@ -279,7 +279,7 @@ class Bench:
         (root / "sbatch").mkdir()
         for path, text in ready.scripts().items():
             (root / path).write_text(text)
-        self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; for s in ${SIGNALS:-}; do kill -$s $PPID; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
+        self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
 
     def stub(self, name: str, body: str) -> None:
