@@ -12,7 +12,8 @@ import secrets
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +162,30 @@ def git_commit(code: Path) -> str | None:
 
 
 def difference(code: Path) -> bytes:
-    """How the code differs from its commit, as ``git diff`` gives it; files that git does not know are not in it."""
+    """How the code differs from its commit, as ``git diff`` prints it. New files that git does not track, and does not ignore,
+    are in it where a copy of the code has them."""
     if rundir.stamp(code):
         with contextlib.suppress(OSError):
             return (code / DIFF).read_bytes()
         return b""
-    diff = _git(code, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".")
+    new = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
+    new &= {os.fsencode(path.relative_to(code)) for path in _files(code)}
+    environ = dict(os.environ)
+    with contextlib.ExitStack() as stack:
+        if new:
+            with contextlib.suppress(OSError):  # a full disk: the tracked files' differences at least
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                index = code / os.fsdecode(_git(code, "rev-parse", "--git-path", "index")).strip()
+                environ["GIT_INDEX_FILE"] = str(shutil.copy(index, folder))  # git's own index stays unchanged
+                _git(code, "--literal-pathspecs", "add", "--intent-to-add", "--", *sorted(new), environ=environ)
+        words = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".")
+        diff = _git(code, *words, environ=environ)
     return diff if len(diff) <= MOST_DIFF else b"# more than can be kept here\n"
 
 
-def _git(root: Path, *words: str) -> bytes:
-    """What git says; nothing where there is no git, or no repository."""
+def _git(root: Path, *words: str | bytes, environ: Mapping[str, str] | None = None) -> bytes:
+    """What git prints; nothing where there is no git, or no repository."""
+    command = ["git", "-C", str(root), *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S, check=True).stdout
+        return subprocess.run(command, env=environ, capture_output=True, timeout=GIT_S, check=True).stdout
     return b""

@@ -901,6 +901,13 @@ MUTATIONS = [
         SNAPSHOT,
     ),
     Mutation(
+        "recipes/core/snapshot.py",
+        '"add", "--intent-to-add", "--", *sorted(new)',
+        '"add", "--intent-to-add", "--"',
+        "code.diff lacks new files: the run cannot be reproduced",
+        SNAPSHOT,
+    ),
+    Mutation(
         "launch.py",
         "    if layout.node_rank == 0:\n        run_dir =",
         "    if True:\n        run_dir =",

@@ -81,6 +81,21 @@ def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
     assert b"+later" in snapshot.difference(root)
 
 
+def test_new_files_of_the_code_are_in_the_difference(root: Path) -> None:
+    (root / ".gitignore").write_text("runs/\nignored.py\n")
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message=all")
+    (root / "recipes/new *.py").write_text("new recipe\n")
+    (root / "recipes/ignored.py").write_text("ignored\n")
+    (root / "notes.txt").write_text("no code\n")
+    diff = snapshot.difference(root)
+    assert b"+new recipe" in diff
+    assert b"ignored" not in diff
+    assert b"no code" not in diff
+    assert git(root, "status", "--porcelain", "--untracked-files=no") == ""  # nothing was added to git's index
+
+
 def test_one_that_was_changed_or_thinned_out_is_not_taken(root: Path) -> None:
     first = snapshot.take(root)
     (first / "recipes/toy.py").write_text("changed")
