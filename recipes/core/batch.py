@@ -302,7 +302,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return srun_status or rundir.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":
-        print(f"{recipe}: done; run directory {run_dir}")
+        print(f"{recipe}: done{rundir.accuracy(rundir.of_launch(run_dir, launch))}; run directory {run_dir}")
     elif status["state"] == "preempted":
         again = (
             "not queued again, since no step was gained since it was queued the last time"

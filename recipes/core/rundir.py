@@ -441,6 +441,13 @@ def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]
     return jobs[0] != jobs[1]
 
 
+def accuracy(run_dir: Path) -> str:
+    """What a finished run's summary.json says of its accuracy, for a line: ``; val_top1 0.9944``; "" without an evaluation."""
+    summary = read_json(run_dir / "summary.json") or {}
+    found = {name: summary.get(name) for name in ("val_top1", "val_top5")}
+    return "".join(f"; {name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
+
+
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
     """The exit status that ``status.json`` stands for; ``fallback`` (never 0) where it says nothing better."""
     state = status["state"] if status else ""

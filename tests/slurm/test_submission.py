@@ -93,7 +93,8 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     assert "cpu binding" not in text  # what srun says of HOSTILE's
     assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
     assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
-    assert said(log)[-1] == f"mnist: done; run directory {run_dir}"
+    top1, top5 = summary["val_top1"], summary["val_top5"]
+    assert said(log)[-1] == f"mnist: done; val_top1 {top1:.4f}; val_top5 {top5:.4f}; run directory {run_dir}"
 
 
 def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
