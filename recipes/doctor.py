@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from recipes.conf.doctor import Config
 from recipes.core import config, envfile, examine, network, ranks, reach, rundir, signatures, variables, verdict
 from recipes.core.config import ConfigError, Device, Settings
+from recipes.core.errors import Kind
 from recipes.core.findings import Finding
 from recipes.core.ranks import RankInfo
 
@@ -352,7 +353,8 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
     if rundir.job_id(os.environ):
         attempt = rundir.open_attempt(run_dir, found.hosts, rundir.launch_id(os.environ))
         first = {"host": found.exclude[0] if found.exclude else None, "exit_status": code} if code else None
-        rundir.write_status(run_dir, "failed" if code else "done", attempt=attempt, step=0, reason=worst, first=first)
+        state, kind = ("failed", Kind.machine) if code else ("done", None)
+        rundir.write_status(run_dir, state, attempt=attempt, step=0, reason=worst, kind=kind, first=first)
     print(json.dumps(verdict.as_json(found)) if cfg.json else "\n".join(verdict.lines(found)), flush=True)
     # srun --kill-on-bad-exit would end the others, and its status be theirs, where this rank left before them.
     gone = meeting.wait(

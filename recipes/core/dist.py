@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core.config import Backend, Device
 from recipes.core.entry import Start
+from recipes.core.errors import Kind
 from recipes.core.ranks import RankInfo
 from recipes.core import gpus, local, rundir, watchdog
 from recipes.core.rundir import InputError, MachineError, NodeError, Stopped
@@ -361,9 +362,24 @@ def sooner(timeout_s: float) -> float:
     return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
 
 
+class PeerTimeout(RuntimeError):
+    """This rank has waited for the other ranks for most of timeout_s."""
+
+
+def peer_kind(error: BaseException) -> Kind | None:
+    """Whether this rank lost the connection to another one, or timed out waiting for it; None for an error of its own.
+
+    torch's errors differ in their words alone.
+    """
+    if not is_peer_error(error):
+        return None
+    timed_out = any(sign in peer_words(error).lower() for sign in ("timed out", "timeout"))
+    return Kind.timeout if timed_out or isinstance(error, PeerTimeout) else Kind.peer_lost
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Whether ``error`` tells of another rank's end rather than of this rank's own fault."""
-    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError):
+    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout):
         return True
     signs = (
         "Connection closed by peer",

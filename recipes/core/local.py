@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from recipes.core import preempt, rundir
+from recipes.core.errors import Kind
 from recipes.core.rundir import MachineError
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
@@ -312,20 +313,21 @@ def _outcome(
             rundir.close(run_dir, launch)  # where that rank could not, its disk being full
         return code  # the rank has said why
     killed = ranks[first].returncode < 0
+    kind = Kind.killed if killed else Kind.error
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
     done = run_dir and (rundir.read_status(run_dir) or {}).get("state") == "done"
     if early is not None and not killed and not done:  # what the others then lost
-        first, ended = early, "ended with status 0 before the run's end"
+        first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
     number = sum(layout.ranks[: layout.node_rank]) + first
     who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
     reason = f"rank {who['rank']} on {who['host']} {ended}"
     if run_dir:
-        status = rundir.close(run_dir, launch, reason=reason, first=who)
+        status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=who)
         if status and status["state"] in ("done", "preempted"):
             return rundir.exit_code(status, code)  # it was through, and a library crashed at its exit
         if status and killed:  # the other ranks know only that it is gone
             where = {"attempt": status["attempt"], "step": status["step"]}
-            rundir.write_status(run_dir, "failed", **where, reason=reason, first=who)
+            rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=who)
         elif status and status["reason"]:
             reason = status["reason"]
     _say(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))

@@ -17,7 +17,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
+
+from recipes.core.errors import Kind, Next, kind_of
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -191,9 +193,17 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_status(
-    run_dir: Path, state: str, *, attempt: int, step: int, reason: str = "", first: Mapping[str, Any] | None = None
+    run_dir: Path,
+    state: str,
+    *,
+    attempt: int,
+    step: int,
+    reason: str = "",
+    kind: Kind | None = None,
+    first: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces ``status.json``. first: the first failing rank's record, as `verdict` gives it."""
+    """Replaces ``status.json``. kind: why the attempt ended; None while it runs and where it is done. first: the first failing
+    rank's record, as `verdict` gives it. What comes next is added later, by `note_next`."""
     assert state in STATES
     first = first or {}
     content = {
@@ -201,12 +211,21 @@ def write_status(
         "attempt": attempt,
         "step": step,
         "reason": reason,
+        "kind": kind,
+        "next": None,
         "first_failing_rank": first.get("rank"),
         "first_failing_host": first.get("host"),
         "exit_status": first.get("exit_status"),
         "updated": round(time.time(), 3),
     }
     write_json(run_dir / "status.json", content)
+
+
+def note_next(run_dir: Path, word: Next) -> None:
+    """Adds to ``status.json`` what happened to the job after the run was saved; nothing where it cannot be written."""
+    with contextlib.suppress(OSError):
+        if status := read_status(run_dir):
+            write_json(run_dir / "status.json", {**status, "next": word})
 
 
 def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None) -> int:
@@ -315,14 +334,14 @@ def record_failure(
     attempt: int,
     rank: int,
     host: str,
-    kind: str,
+    kind: Kind,
     error: str,
     exit_status: int = EXIT_CRASH,
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
 ) -> None:
-    """Leaves this rank's record. kind: ``error``, its own; ``peer``, it lost another rank. behind: the rank that did not come,
-    with its host and how far it was (``at``), as this one sees it. moment: when it failed, as time.time(); None: now."""
+    """Leaves this rank's record. behind: the rank that did not arrive, with its host and how far it was (``at``), as this one
+    sees it. moment: when it failed, as time.time(); None: now."""
     content = {
         "rank": rank,
         "host": host,
@@ -345,53 +364,55 @@ def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
     return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
 
 
-def is_timeout(words: str) -> bool:
-    """Whether a peer error's words are those of a wait in vain: the other rank may live."""
-    return any(sign in words.lower() for sign in ("timed out", "timeout"))
+class Verdict(NamedTuple):
+    """Why an attempt failed: reason, in one line; the first failing rank's record, with at least its rank and host; and the kind."""
+
+    reason: str
+    first: dict[str, Any] | None
+    kind: Kind
 
 
-def waited_in_vain(record: Mapping[str, Any]) -> bool:
-    """Whether a rank's record says that another one did not come in time."""
-    return record["kind"] == "peer" and is_timeout(record["error"])
-
-
-def verdict(run_dir: Path, number: int | None = None) -> tuple[str, dict[str, Any] | None]:
-    """Why an attempt (``number``; None: the newest) failed, in one line, and the first failing rank with its host, as far as the records tell.
+def verdict(run_dir: Path, number: int | None = None) -> Verdict:
+    """Why an attempt (``number``; None: the newest) failed, as far as the ranks' records show.
 
     A rank's own error counts before anything else, the earliest first. Without one, a rank that left no record while others
     lost a peer was killed from outside (SIGKILL, out of memory, its node).
     """
     attempt = read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
     if not attempt:
-        return "it failed before its first step; the log above says why", None
+        return Verdict("it failed before its first step; the log above says why", None, Kind.error)
     found = (read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
-    records = sorted((r for r in found if r), key=lambda r: r["time"])
-    for record in records:
-        if record["kind"] != "peer":
-            alike = [r for r in records if r["kind"] != "peer" and r["error"] == record["error"]]
-            record = min(alike, key=lambda r: r["rank"])  # what all ranks say alike is rank 0's to say
-            return f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record
+    records = [
+        (kind_of(record) or Kind.error, record) for record in sorted(filter(None, found), key=lambda r: r["time"])
+    ]
+    for kind, record in records:
+        if not kind.is_consequence:
+            alike = [r for k, r in records if not k.is_consequence and r["error"] == record["error"]]
+            record = min(alike, key=lambda r: r["rank"])  # rank 0 speaks for all ranks with the same error
+            return Verdict(f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record, kind)
     own_word: set[int] = set()
-    for record in records:
+    for _, record in records:
         # A stopped rank that is woken to be ended says afterwards that it has lost its peers.
         if (late := record.get("behind")) and late["rank"] not in own_word:
-            return (
-                f"rank {late['rank']} on {late['host']} got no further than {late['at']}, and the others waited in vain",
+            who = f"rank {late['rank']} on {late['host']}"
+            return Verdict(
+                f"{who} got no further than {late['at']}, and the other ranks timed out waiting for it",
                 late,
+                Kind.timeout,
             )
         own_word.add(record["rank"])
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(attempt["hosts"]) if rank not in own_word]
     if records and silent:
         named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-        return f"{named}{more} ended without a word (killed, out of memory, or its node is gone)", silent[0]
-    if records:  # who waited in vain before who lost the connection to that one
-        named_first = next((record for record in records if waited_in_vain(record)), records[0])
-        return (
-            f"rank {named_first['rank']} on {named_first['host']} lost its peers: {named_first['error']}",
-            named_first,
-        )
-    return "all ranks ended without a word (killed from outside, or by NCCL: see their logs)", None
+        reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
+        return Verdict(reason, silent[0], Kind.killed)
+    if records:  # a rank that timed out before one that lost its connection to that rank
+        kind, record = next((one for one in records if one[0] is Kind.timeout), records[0])
+        return Verdict(f"rank {record['rank']} on {record['host']} lost its peers: {record['error']}", record, kind)
+    return Verdict(
+        "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)", None, Kind.killed
+    )
 
 
 def close(
@@ -400,11 +421,12 @@ def close(
     *,
     all_ended_well: bool = False,
     reason: str = "",
+    kind: Kind = Kind.killed,
     first: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Called when no rank is left: a status that still says running becomes failed, or incomplete where no rank failed.
 
-    reason, first: what the caller has seen itself, for where the ranks left no record. Gives the status of this launch;
+    reason, kind, first: what the caller has seen itself, for where the ranks left no record. Gives the status of this launch;
     None where it never began, and left things as they were.
     """
     run_dir = of_launch(run_dir, launch)
@@ -414,20 +436,28 @@ def close(
     begun = status is not None and status["attempt"] == attempt["attempt"]
     if not begun and (refusal(run_dir, launch) or _runs_elsewhere(status, attempt)):
         return None
-    # A rank that was not yet heard of when the others spoke may have left its record since.
-    unsure = begun and status is not None and status["state"] == "failed" and "without a word" in status["reason"]
+    # A rank whose record was missing when the others wrote theirs may have left it since.
+    unsure = begun and status is not None and status["state"] == "failed" and kind_of(status) is Kind.killed
     if not status or not begun or status["state"] == "running" or unsure:
-        why, who = verdict(run_dir, attempt["attempt"])
+        found = verdict(run_dir, attempt["attempt"])
         if all_ended_well and not unsure:
-            why, who = "every rank ended with status 0 before the run's end", None
-        elif first and (who is None or "without a word" in why):
-            why, who = reason, dict(first)
+            found = Verdict("every rank ended with status 0 before the run's end", None, Kind.exited)
+        elif first and (found.first is None or found.kind is Kind.killed):
+            found = Verdict(reason, dict(first), kind)
         state = "incomplete" if all_ended_well and not unsure else "failed"
         step = status["step"] if status else 0
-        told = {"state": state, "attempt": attempt["attempt"], "step": step, "reason": why}
-        status = {**told, "exit_status": who["exit_status"] if who and "exit_status" in who else None}
-        with contextlib.suppress(OSError):  # a full disk: what it came to is said all the same
-            write_status(run_dir, state, attempt=attempt["attempt"], step=step, reason=why, first=who)
+        told = {"state": state, "attempt": attempt["attempt"], "step": step, "reason": found.reason, "kind": found.kind}
+        status = {**told, "exit_status": (found.first or {}).get("exit_status")}
+        with contextlib.suppress(OSError):  # a full disk: the caller is given the outcome all the same
+            write_status(
+                run_dir,
+                state,
+                attempt=attempt["attempt"],
+                step=step,
+                reason=found.reason,
+                kind=found.kind,
+                first=found.first,
+            )
             status = read_status(run_dir)
     return status
 

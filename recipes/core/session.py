@@ -26,6 +26,7 @@ from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
 from recipes.core.entry import Start
+from recipes.core.errors import Kind, kind_of
 from recipes.core.rehearsal import Asked, Over
 from recipes.core.rundir import InputError, MachineError, NodeError, RunError, Stopped
 
@@ -399,7 +400,9 @@ class Run:
         self.check_mine()
         step = self.step
         if self.stopping:
-            rundir.write_status(self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping)
+            rundir.write_status(
+                self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping, kind=Kind.stopped
+            )
             where = (
                 "before the evaluation's end"
                 if self.settings.config.evaluate
@@ -584,7 +587,7 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
                 words = f"Timed out waiting for the other ranks, for most of {run.keys.timeout_s:g} s (timeout_s)"
                 code = rundir.EXIT_CRASH
                 try:
-                    code = _fail(run, RuntimeError(words), behind)
+                    code = _fail(run, dist.PeerTimeout(words), behind)
                     entry.remove_own_folder(start)
                 finally:
                     _leave(code)
@@ -595,7 +598,7 @@ def _stopped_early(run: Run, reason: str) -> int:
     if run.world.rank == 0 and run.is_mine():
         before = rundir.read_status(run.dir)
         step = before["step"] if before else 0
-        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason)
+        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason, kind=Kind.stopped)
         run.say(f"stopped by {reason} before its first step")
     return rundir.EXIT_REQUEUE
 
@@ -608,29 +611,32 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
     world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and disk_full:
         error = MachineError(
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; started again, the run goes on from its "
             "last checkpoint"
         )
-    code, kind, line = rundir.EXIT_CRASH, "error", rundir.one_line(error)
-    if isinstance(error, (InputError, MachineError)):
-        code, line = (rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG), str(error)
+    code, kind, line = rundir.EXIT_CRASH, Kind.error, rundir.one_line(error)
+    if isinstance(error, MachineError):
+        code, kind, line = rundir.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
+    elif isinstance(error, InputError):
+        code, kind, line = rundir.EXIT_CONFIG, Kind.input, str(error)
     elif isinstance(error, RunError):
         line = str(error)
     elif words := _known_words(error):
-        line = words
-    elif dist.is_peer_error(error):
-        kind, line = "peer", dist.peer_words(error)
+        kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
+    elif lost := dist.peer_kind(error):
+        kind, line = lost, dist.peer_words(error)
         with contextlib.suppress(OSError):  # nobody reads it
             print(
                 f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
             )
     # At once, since the others lose their connections to this rank now, and would call it silent.
     recorded = _record(run, kind, line, code, moment, behind)
-    if kind == "peer" and rundir.is_timeout(line):
+    if kind is Kind.timeout:
         behind = behind or world.behind()
-    elif kind == "peer":
+    elif kind is Kind.peer_lost:
         world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
         with contextlib.suppress(Exception):  # why it could not be written is not why this rank ends
@@ -641,24 +647,33 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         if code != rundir.EXIT_CRASH:
             if world.rank == 0 or not _rank0_says(run, line):
                 print(f"{recipe}: {line}", file=sys.stderr)
-        elif kind == "peer":
+        elif kind.is_consequence:
             if not behind:
                 _await_peers_words(run)
         elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
             traceback.print_exc()
     with contextlib.suppress(OSError):
-        reason, first = rundir.verdict(run.dir, run.attempt)
+        found = rundir.verdict(run.dir, run.attempt)
         if not run.is_mine():  # the status is a later attempt's
             return code
         if run.begun or rundir.read_status(run.dir) is None:
-            rundir.write_status(run.dir, "failed", attempt=run.attempt, step=step, reason=reason, first=first)
+            rundir.write_status(
+                run.dir,
+                "failed",
+                attempt=run.attempt,
+                step=step,
+                reason=found.reason,
+                kind=found.kind,
+                first=found.first,
+            )
         elif code != rundir.EXIT_CRASH:
-            rundir.refuse(run.dir, run.launch, code, reason)
-        speaks = kind == "error" or world.rank == min(rundir.failed_ranks(run.dir, run.attempt), default=world.rank)
+            rundir.refuse(run.dir, run.launch, code, found.reason)
+        speaks = not kind.is_consequence or world.rank == min(
+            rundir.failed_ranks(run.dir, run.attempt), default=world.rank
+        )
         if code == rundir.EXIT_CRASH and speaks:
-            print(f"{recipe}: failed: {reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
-            in_vain = rundir.is_timeout(reason) or "waited in vain" in reason
-            if kind == "peer" and world.ranks.num_nodes > 1 and in_vain:
+            print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+            if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
                 print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
     return code
 
@@ -667,11 +682,11 @@ def _await_peers_words(run: Run) -> None:
     """Until the other ranks have told what they know; longer where one is still asking the store, which is rank 0's, who is behind."""
     time.sleep(PEERS_TELL_S)
     others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
-    if any(other and rundir.waited_in_vain(other) and not other["behind"] for other in others):
+    if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
         time.sleep(ASKING_S - PEERS_TELL_S)
 
 
-def _record(run: Run, kind: str, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
+def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
     """Leaves this rank's record; False where there is no room for it."""
     try:
         rundir.record_failure(
@@ -686,11 +701,16 @@ def _record(run: Run, kind: str, line: str, code: int, moment: float, behind: Ma
 def _known_words(error: BaseException) -> str:
     """What is wrong and the mend, in a line, for torch's errors that are the user's to mend; "" for any other."""
     text = rundir.one_line(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+    if _is_out_of_memory(error):
         return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
     if "InvalidCxxCompiler" in text or "C++ compiler" in text:
         return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
     return ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate memory; torch's CPU allocator raises a bare RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in rundir.one_line(error)
 
 
 def _rank0_says(run: Run, line: str) -> bool:

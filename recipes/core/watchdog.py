@@ -113,6 +113,7 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Says which rank is ended and why, and leaves its record."""
     from recipes.core import rundir
+    from recipes.core.errors import Kind
 
     _, step, phase = PULSE.unpack_from(memory)
     note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
@@ -122,7 +123,7 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     if "run_dir" in note:
         with contextlib.suppress(OSError):
             rundir.record_failure(
-                Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind="error", error=line
+                Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind=Kind.hang, error=line
             )
 
 

@@ -149,7 +149,10 @@ def test_where_the_backend_does_not_tell_of_a_wait_its_end_comes_a_little_earlie
     assert LONGER_S / 2 < record["time"] - reached < LONGER_S
     status = helpers.read(tmp_path / "run", "status")
     assert status["first_failing_rank"] == rank, status
-    assert status["reason"] == f"rank {rank} on {HOST} got no further than {place}, and the others waited in vain"
+    assert (
+        status["reason"]
+        == f"rank {rank} on {HOST} got no further than {place}, and the other ranks timed out waiting for it"
+    )
     assert ended.lines[-1].endswith(f"{status['reason']}; logs in {tmp_path}/run/logs"), ended.out
     assert "Traceback" not in ended.out
 

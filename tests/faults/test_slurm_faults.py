@@ -244,7 +244,7 @@ def test_where_a_step_outlasts_kill_wait_one_interval_is_lost(slurm: Cluster, cl
     status = job.status()
     if status["state"] != "running":  # the batch shell was left, and knows no more
         assert (status["state"], status["step"]) == ("failed", 20)
-        assert status["reason"].startswith("all ranks ended without a word (killed from outside")
+        assert status["reason"].startswith("all ranks exited without an error record (killed from outside")
     assert newest(job.run_dir) == 20
     goes_on(job, 20)
 

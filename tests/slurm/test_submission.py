@@ -211,7 +211,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp
     assert (state, exit_code != "0:0") == ("FAILED", True)
     status = read(run_dir / "status.json")
     assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 2, "node2")
-    assert "rank 2 on node2 ended without a word" in status["reason"]
+    assert "rank 2 on node2 exited without an error record" in status["reason"]
     assert said(log)[-1] == f"mnist: failed: {status['reason']}; logs in {run_dir}/logs"
     assert not slurm.processes(job_id=job)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.core import rundir
+from recipes.core.errors import Kind, Next
 
 HOSTS = ["a", "a", "b", "b"]
 LAUNCH = "12.0"
@@ -21,7 +22,7 @@ def opened(run_dir: Path, hosts: list[str] = HOSTS, launch: str = LAUNCH) -> int
     return rundir.open_attempt(run_dir, hosts, launch)
 
 
-def fail(run_dir: Path, rank: int, kind: str, *, error: str = "ValueError: x", at: float | None = None) -> None:
+def fail(run_dir: Path, rank: int, kind: Kind, *, error: str = "ValueError: x", at: float | None = None) -> None:
     """Leaves a record of attempt 0, at a time of the caller's choice."""
     rundir.record_failure(run_dir, attempt=0, rank=rank, host=HOSTS[rank], kind=kind, error=error, moment=at)
 
@@ -151,9 +152,9 @@ def test_attempts_are_numbered_from_zero_and_know_their_hosts(tmp_path: Path) ->
 
 def test_failed_ranks_are_those_of_the_attempt_asked_for(tmp_path: Path) -> None:
     begun(tmp_path)
-    fail(tmp_path, 3, "peer")
-    rundir.record_failure(tmp_path, attempt=1, rank=2, host="b", kind="error", error="x")
-    rundir.record_failure(tmp_path, attempt=10, rank=1, host="a", kind="error", error="x")
+    fail(tmp_path, 3, Kind.peer_lost)
+    rundir.record_failure(tmp_path, attempt=1, rank=2, host="b", kind=Kind.error, error="x")
+    rundir.record_failure(tmp_path, attempt=10, rank=1, host="a", kind=Kind.error, error="x")
     assert rundir.failed_ranks(tmp_path, 0) == [3]
     assert rundir.failed_ranks(tmp_path, 1) == [2]
 
@@ -162,17 +163,17 @@ def test_failed_ranks_are_those_of_the_attempt_asked_for(tmp_path: Path) -> None
 
 
 def test_verdict_without_an_attempt(tmp_path: Path) -> None:
-    why, who = rundir.verdict(tmp_path)
+    why, who, _ = rundir.verdict(tmp_path)
     assert "before its first step" in why
     assert who is None
 
 
 def test_verdict_a_ranks_own_error_counts_before_an_earlier_lost_peer(tmp_path: Path) -> None:
     begun(tmp_path)
-    fail(tmp_path, 0, "peer", error="RuntimeError: connection closed", at=1.0)
-    fail(tmp_path, 3, "error", error="ValueError: late", at=3.0)
-    fail(tmp_path, 2, "error", error="ValueError: boom", at=2.0)
-    why, who = rundir.verdict(tmp_path)
+    fail(tmp_path, 0, Kind.peer_lost, error="RuntimeError: connection closed", at=1.0)
+    fail(tmp_path, 3, Kind.error, error="ValueError: late", at=3.0)
+    fail(tmp_path, 2, Kind.error, error="ValueError: boom", at=2.0)
+    why, who, _ = rundir.verdict(tmp_path)
     assert why == "rank 2 on b failed first: ValueError: boom"
     assert who
     assert (who["rank"], who["host"]) == (2, "b")
@@ -180,50 +181,99 @@ def test_verdict_a_ranks_own_error_counts_before_an_earlier_lost_peer(tmp_path: 
 
 def test_verdict_an_early_exit_is_a_ranks_own_failure(tmp_path: Path) -> None:
     begun(tmp_path)
-    fail(tmp_path, 0, "peer", at=1.0)
-    fail(tmp_path, 1, "exit", error="left", at=2.0)
+    fail(tmp_path, 0, Kind.peer_lost, at=1.0)
+    fail(tmp_path, 1, Kind.exited, error="left", at=2.0)
     assert rundir.verdict(tmp_path)[0] == "rank 1 on a failed first: left"
 
 
 def test_verdict_a_rank_without_a_word_among_peers_was_killed(tmp_path: Path) -> None:
     begun(tmp_path)
     for rank in (0, 1, 3):
-        fail(tmp_path, rank, "peer")
-    why, who = rundir.verdict(tmp_path)
-    assert why.startswith("rank 2 on b ended without a word")
+        fail(tmp_path, rank, Kind.peer_lost)
+    why, who, _ = rundir.verdict(tmp_path)
+    assert why.startswith("rank 2 on b exited without an error record")
     assert who == {"rank": 2, "host": "b"}
 
 
 def test_verdict_names_four_silent_ranks_and_counts_the_others(tmp_path: Path) -> None:
     opened(tmp_path, [f"h{i}" for i in range(8)])
-    rundir.record_failure(tmp_path, attempt=0, rank=1, host="h1", kind="peer", error="x")
-    why, who = rundir.verdict(tmp_path)
-    assert why.startswith("rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more ended without a word")
+    rundir.record_failure(tmp_path, attempt=0, rank=1, host="h1", kind=Kind.peer_lost, error="x")
+    why, who, _ = rundir.verdict(tmp_path)
+    assert why.startswith(
+        "rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited without an error record"
+    )
     assert who == {"rank": 0, "host": "h0"}
 
 
 def test_verdict_where_all_only_lost_peers_names_the_earliest(tmp_path: Path) -> None:
     begun(tmp_path)
     for rank in range(4):
-        fail(tmp_path, rank, "peer", error="DistError: timed out", at=10.0 - rank)
+        fail(tmp_path, rank, Kind.timeout, error="DistError: timed out", at=10.0 - rank)
     assert rundir.verdict(tmp_path)[0] == "rank 3 on b lost its peers: DistError: timed out"
 
 
 def test_verdict_without_any_record(tmp_path: Path) -> None:
     begun(tmp_path)
-    why, who = rundir.verdict(tmp_path)
-    assert why.startswith("all ranks ended without a word")
+    why, who, _ = rundir.verdict(tmp_path)
+    assert why.startswith("all ranks exited without an error record")
     assert who is None
 
 
 def test_verdict_looks_at_the_newest_attempt_alone_and_past_torn_records(tmp_path: Path) -> None:
     begun(tmp_path)
-    fail(tmp_path, 2, "error", error="old")
+    fail(tmp_path, 2, Kind.error, error="old")
     opened(tmp_path)
     (tmp_path / "failures" / "attempt-1-rank-0.json").write_text('{"rank": 0, "ho')
-    assert rundir.verdict(tmp_path)[0].startswith("all ranks ended without a word")
-    rundir.record_failure(tmp_path, attempt=1, rank=1, host="a", kind="error", error="new")
+    assert rundir.verdict(tmp_path)[0].startswith("all ranks exited without an error record")
+    rundir.record_failure(tmp_path, attempt=1, rank=1, host="a", kind=Kind.error, error="new")
     assert rundir.verdict(tmp_path)[0] == "rank 1 on a failed first: new"
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([(0, Kind.peer_lost), (3, Kind.disk_full), (2, Kind.error)], Kind.disk_full),
+        ([(1, Kind.hang), (0, Kind.timeout)], Kind.hang),
+        ([(0, Kind.peer_lost), (1, Kind.peer_lost), (3, Kind.timeout)], Kind.killed),
+        ([(0, Kind.peer_lost), (1, Kind.timeout), (2, Kind.peer_lost), (3, Kind.peer_lost)], Kind.timeout),
+        ([], Kind.killed),
+    ],
+)
+def test_the_status_has_the_kind_of_the_first_failure(
+    tmp_path: Path, records: list[tuple[int, Kind]], expected: Kind
+) -> None:
+    begun(tmp_path)
+    for at, (rank, kind) in enumerate(records):
+        fail(tmp_path, rank, kind, at=float(at))
+    assert rundir.verdict(tmp_path).kind is expected
+    rundir.close(tmp_path, LAUNCH)
+    assert (rundir.read_status(tmp_path) or {})["kind"] == expected.value
+
+
+def test_a_rank_that_another_one_timed_out_waiting_for_is_of_that_kind(tmp_path: Path) -> None:
+    begun(tmp_path)
+    behind = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
+    rundir.record_failure(tmp_path, attempt=0, rank=0, host="a", kind=Kind.timeout, error="x", behind=behind)
+    expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
+    assert rundir.verdict(tmp_path) == (expected, behind, Kind.timeout)
+
+
+def test_the_records_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    begun(tmp_path)
+    for rank in (0, 1, 3):
+        fail(tmp_path, rank, "peer")  # type: ignore[arg-type]
+    assert rundir.verdict(tmp_path).kind is Kind.killed
+    fail(tmp_path, 2, "exit", error="left")  # type: ignore[arg-type]
+    assert rundir.verdict(tmp_path).reason == "rank 2 on b failed first: left"
+
+
+def test_what_happened_to_the_job_is_added_to_the_status(tmp_path: Path) -> None:
+    rundir.note_next(tmp_path, Next.requeued)
+    assert not (tmp_path / "status.json").exists()
+    begun(tmp_path, "preempted")
+    before = rundir.read_status(tmp_path)
+    rundir.note_next(tmp_path, Next.requeued)
+    assert rundir.read_status(tmp_path) == {**(before or {}), "next": "requeued"}
 
 
 # --- the end
@@ -231,7 +281,7 @@ def test_verdict_looks_at_the_newest_attempt_alone_and_past_torn_records(tmp_pat
 
 def test_close_turns_running_into_failed_with_the_verdict(tmp_path: Path) -> None:
     begun(tmp_path)
-    fail(tmp_path, 2, "error", error="ValueError: boom")
+    fail(tmp_path, 2, Kind.error, error="ValueError: boom")
     status = rundir.close(tmp_path, LAUNCH, reason="rank 1 was killed", first={"rank": 1, "host": "a"})
     assert status == rundir.read_status(tmp_path)
     assert status
@@ -259,7 +309,7 @@ def test_close_ranks_that_all_ended_well_before_the_end_are_incomplete(tmp_path:
 @pytest.mark.parametrize("state", ["done", "preempted", "failed", "incomplete"])
 def test_close_leaves_an_outcome_that_is_there(tmp_path: Path, state: str) -> None:
     begun(tmp_path, state)
-    fail(tmp_path, 2, "error")
+    fail(tmp_path, 2, Kind.error)
     before = (tmp_path / "status.json").read_bytes()
     status = rundir.close(tmp_path, LAUNCH, reason="x", first={"rank": 1, "host": "a"})
     assert status

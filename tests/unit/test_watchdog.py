@@ -72,7 +72,7 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
     assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
     record = json.loads((folder / "failures" / "attempt-1-rank-3.json").read_text())
-    assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "error")
+    assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
     if way == "stuck":
         assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
