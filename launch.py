@@ -28,6 +28,7 @@ OF_LOCAL = (
     "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
     "container", "container_runtime", "container_mounts",
 )  # fmt: skip
+JOB_FILES_BYTES = 1 << 20  # of free space that `check` requires for the files of a submission
 sys.path.insert(0, str(ROOT))
 
 
@@ -109,7 +110,7 @@ def _ask(job: "Job", settings: "Settings") -> str:
         folder = ROOT / "runs" / name
         if folder.exists():
             rundir.private_folder(ROOT, name)
-        rehearsal.want_writable(folder, f"runs/{name}", "what jobs run has to be written there")
+        rehearsal.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
 

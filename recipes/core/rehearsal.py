@@ -164,10 +164,10 @@ def room(run_dir: Path, keep: int, found: Found | None) -> str:
     return f"{count} checkpoints of {each}, {free}" if keep else f"all checkpoints stay, of {each} each, {free}"
 
 
-def want_writable(folder: Path, what: str, mend: str) -> Path:
-    """``folder``, or the nearest one above it that is there. Raises MachineError where this user could make nothing in it.
+def want_writable(folder: Path, what: str, mend: str, size: int = 0) -> Path:
+    """``folder``, or its nearest parent that exists. Raises MachineError where this user cannot create files in it.
 
-    what, mend: how the line begins and ends.
+    what, mend: how the line begins and ends. size: number of bytes to write there, to a file that is removed at once.
     """
     there = Path(os.path.realpath(folder))  # Path.resolve() raises where links lead in a circle
     while not os.path.lexists(there):
@@ -176,6 +176,12 @@ def want_writable(folder: Path, what: str, mend: str) -> Path:
         raise MachineError(f"{what}: {there} is no folder: {mend}")
     if not os.access(there, os.W_OK | os.X_OK):
         raise MachineError(f"{what}: {there} cannot be written: {mend}")
+    try:
+        if size:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(bytes(size))
+    except OSError as error:
+        raise MachineError(f"{what}: {there} cannot be written ({error.strerror}): {mend}") from None
     return there
 
 

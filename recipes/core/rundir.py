@@ -29,6 +29,7 @@ EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
+FIX_JOB_FILES = "the files of submitted jobs go there: free space on its disk, or make it writable"
 STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
 
 

@@ -130,9 +130,9 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         if job.ranks:
             # It would count nodes, of which Slurm finds the number; and for an array it makes an executor of its own.
             stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
-        executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
-        executor.update_parameters(**slurm.submitit_parameters(job, python))
         try:
+            executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
+            executor.update_parameters(**slurm.submitit_parameters(job, python))
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what it raises
                 if job.elements:
                     taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
@@ -140,6 +140,8 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
                     taken = [executor.submit(os.execvp, inside[0], commands[0])]
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
             raise MachineError(_refusal(str(error), "sbatch")) from None
+        except OSError as error:
+            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {rundir.FIX_JOB_FILES}") from None
     script, found = Path(taken[0].paths.submission_file), []
     for number, (one, command) in enumerate(zip(taken, commands, strict=True)):
         each = job
