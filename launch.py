@@ -198,6 +198,8 @@ def run_here(settings: "Settings") -> int:
         words["run_dir"] = str(run_dir)
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
+    environ["RECIPES_SOURCE"] = str(ROOT)
+    environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     return local.run(command, layout, run_dir, ROOT, environ)
 
 

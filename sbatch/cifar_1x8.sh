@@ -34,6 +34,7 @@ ranks='' signalled=''
 trap signalled=1 TERM
 trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
 unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
+unset PYTHONSAFEPATH # python -m imports from the working directory, the code of this job, before anything else
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/cifar.py ] ||
     stop "sbatch/cifar_1x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/cifar_1x8.sh"
@@ -43,6 +44,7 @@ had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
 unset RECIPES_CODE
+export RECIPES_SOURCE=$PWD # where Python has to import the recipe from
 load() {
     type module >/dev/null 2>&1 || . /etc/profile # not there where the login shell is none of sh's kin
     type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"

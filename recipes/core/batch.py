@@ -51,7 +51,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     by_clock = job and settings.run.stop_before_s and preempt.is_short(environ)
     if by_clock:
         print(f"{recipe}: a job of a few minutes goes by the clock: saved ahead of its end, and not by SIGUSR2")
-    lines = [f"cd {shlex.quote(str(code))} || exit"]
+    lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if by_clock and (left := preempt.seconds_left(environ)):  # in a container there is nobody to ask
@@ -336,6 +336,9 @@ def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    if other := rundir.other_code(config.ROOT, os.environ):
+        print(other, file=sys.stderr)
+        return rundir.EXIT_CONFIG
     rundir.go_home(config.ROOT)
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
-WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME")  # modules of the outside set them, for another Python
+# Modules of the outside set the first two, for another Python; without the third, the working directory comes first on the path.
+WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH")
 # Beginnings of names of variables that count inside whatever the image says.
 HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
 

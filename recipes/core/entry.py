@@ -90,6 +90,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         print(config.help_text(recipe))
         sys.exit(rundir.EXIT_DONE)
     host = socket.gethostname()
+    if other := rundir.other_code(config.ROOT, os.environ):
+        _refuse(recipe, f"{host}: {other}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
     rundir.go_home(config.ROOT)
     try:
         settings = config.parse(argv, recipe=recipe)

@@ -212,6 +212,7 @@ def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
 def _environment(settings: Settings, told: Asked) -> dict[str, str]:
     """This process's, without a rank, a job and GPUs; over loopback, since an interface of the nodes may not be on this machine."""
     kept = {name: value for name, value in os.environ.items() if not PLACE.fullmatch(name)}
+    kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
     alone = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     return {**kept, **site, **alone, VARIABLE: json.dumps(asdict(told))}

@@ -111,6 +111,18 @@ def go_home(code: Path) -> None:
         os.chdir(home(code))
 
 
+def other_code(code: Path, environ: Mapping[str, str]) -> str:
+    """A line that names both folders where Python has imported ``code`` in place of the code that the job runs; else ""."""
+    expected = environ.get("RECIPES_SOURCE", "")
+    with contextlib.suppress(OSError):
+        if not expected or os.path.samefile(code, expected):
+            return ""
+    return (
+        f"Python imports the recipes from {code}, but this job runs {expected}: uninstall the one that is installed (pip uninstall"
+        " slurm-torch-recipes), or remove it from PYTHONPATH and from Python's startup files"
+    )
+
+
 def private_folder(root: Path, name: str) -> Path:
     """The folder ``runs/NAME``, made private: jobs run what lies there.
 

@@ -279,6 +279,7 @@ def _setup(job: Job) -> list[str]:
         "}",
         *_SRUN.splitlines(),
         'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
+        "unset PYTHONSAFEPATH # python -m imports from the working directory, the code of this job, before anything else",
     ]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
@@ -330,6 +331,7 @@ had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
 [ ! -d "$code" ] || cd "$code" || exit
 unset RECIPES_CODE
+export RECIPES_SOURCE=$PWD # where Python has to import the recipe from
 """
 
 # The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
@@ -390,6 +392,7 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         setup += container.exports(job.container, dict(job.variables))
     if job.code:
         setup += [f"cd {shlex.quote(str(job.code))} || exit"]
+    setup += [f"export RECIPES_SOURCE={shlex.quote(str(job.code or job.root))}"]
     if job.elements:
         native["array_parallelism"] = _at_once(job)
         setup, words = [*setup, f"set -- {words}", *_element(job)], '"$@"'

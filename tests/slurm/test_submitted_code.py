@@ -93,6 +93,23 @@ def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
     check_origin(repo, elsewhere / "mine")
 
 
+def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Another clone is installed (PYTHONPATH stands for that), and Python leaves the working directory out of its path."""
+    break_all(jobs.copy_repository(tmp_path / "other"))
+    elsewhere = {**PYTHON, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{tmp_path}/other"}
+    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
+    log, options = tmp_path / "log", ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
+    job = jobs.sbatch(slurm, repo, log, *options, *KEYS, "run_dir=ready", env=elsewhere)
+    argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *KEYS)
+    done = slurm.run(*argv, "wait=true", "run_dir=launched", cwd=repo, env=elsewhere, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+    done = slurm.run(*argv, "launcher=local", "run_dir=here", cwd=repo, env=elsewhere, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("ready", "launched", "here"):
+        assert jobs.read(repo / name / "status.json")["state"] == "done"
+
+
 @pytest.mark.long
 def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """The source is broken while it trains; it is queued again, and goes on with the code that it began with."""

@@ -119,7 +119,7 @@ def test_what_a_rank_is_started_with_inside() -> None:
     options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
-    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME"]  # which modules set for another Python
+    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the outside's Python
     assert inside == [*clean, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
     options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"

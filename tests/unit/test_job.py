@@ -587,6 +587,30 @@ def test_what_a_site_has_python_print_is_not_run(bench: Bench) -> None:
     assert not list(bench.folder.rglob("canary"))
 
 
+def test_a_job_that_imports_other_code_is_refused(bench: Bench) -> None:
+    """Python's own startup puts another clone ahead of the job's code: the batch script finds it, and so does each rank."""
+    other = bench.folder / "other"
+    shutil.copytree(bench.root / "recipes", other / "recipes")
+    finder = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(name, *rest):
+        return PathFinder.find_spec(name, ["{other}"]) if name == "recipes" else None
+
+sys.meta_path.insert(0, Finder)
+"""
+    (bench.folder / "sitecustomize.py").write_text(finder)
+    environ = {"PYTHONPATH": str(bench.folder)}
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", **environ), f"recipes from {other}, ", f"runs {bench.root}: ")
+    variables = {**os.environ, **environ, "RECIPES_SOURCE": str(bench.root)}
+    argv = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=1", f"run_dir={bench.folder}/run"]
+    done = subprocess.run(argv, cwd=bench.root, env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"recipes from {other}, but this job runs {bench.root}: " in done.stderr
+
+
 def test_queued_again_words_are_relative_to_the_repository_still(bench: Bench) -> None:
     (bench.root / "mine.yaml").write_text("epochs: 7\n")
     (bench.root / "mine.env").write_text("NCCL_DEBUG=INFO\n")
