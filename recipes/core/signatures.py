@@ -557,7 +557,7 @@ def _own_words(folder: Path) -> tuple[str, str, int | None, str | None] | None:
     with contextlib.suppress(KeyError, TypeError, ValueError, OSError, AttributeError, RecursionError):
         records = list((folder / "failures").glob("attempt-*.json"))
         if state == "running" and records and all(_json(path) for path in [*records, folder / "attempt.json"]):
-            reason, first = rundir.verdict(folder)
+            reason, first, _ = rundir.verdict(folder)
             rank, host = (first["rank"], first["host"]) if first else (None, None)
     if not reason:
         return None
