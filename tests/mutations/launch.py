@@ -554,7 +554,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/submit.py",
-        "LISTEN_FD|RESUBMITS|SCRIPT)",
+        "LISTEN_FD|RESUBMITS|SCRIPT|SOURCE)",
         "LISTEN_FD|SCRIPT)",
         "a job that is submitted from within another one is never submitted again",
         f"{JOB}::test_clean_environment_keeps_what_sites_prescribe",
