@@ -267,6 +267,15 @@ class JobKeys:
             raise ConfigError(f"container={shown(self.container)}: {problem}")
 
 
+# Keys of a site's profile alone: how its jobs ask Slurm for GPUs and nodes. A pattern for each, and that pattern in words.
+ASKS = {
+    "gpus": ("--gres|--gpus-per-node|--gpus-per-task", "must be --gres, --gpus-per-node or --gpus-per-task"),
+    "exclusive": ("true|false|user|mcs|topo", "must be true, false, or a value of sbatch's --exclusive"),
+    "mem": (r"\d{1,12}[KMGT]?", "must be a value of sbatch's --mem, such as 0 or 64G"),
+    "segment": (r"\d{1,6}", "must be a number of nodes"),
+    "switches": (rf"\d{{1,6}}(@({TIME}))?", "must be NUMBER or NUMBER@TIME"),
+}
+
 # Options of sbatch that extra= may not have, and why, beside those that a key of JobKeys is for.
 OUR_OPTIONS = {
     "array": "sweep.KEY=A,B makes an array",
@@ -299,7 +308,10 @@ def extra_options(text: str) -> dict[str, str]:
         if whole := next((known for known in ours if known.startswith(name)), ""):
             raise ConfigError(f"{given}: --{name} is not for extra=: {ours[whole]}")
         if name == "gres" and "gpu" in value:
-            raise ConfigError(f"{given}: GPUs are not for extra=: give gpus_per_node=, and gpu_type= beside it")
+            raise ConfigError(
+                f"{given}: GPUs are not for extra=: give gpus_per_node=, and gpu_type= beside it; where the site requires --gres,"
+                " its profile says `gpus: --gres`"
+            )
         if name in found:
             raise ConfigError(f"{given}: --{name} stands there twice")
         found[name] = value
@@ -531,7 +543,7 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
         raise ConfigError(f"variant={shown(variant)}: recipe {recipe} has {there}{nearest(variant, variants)}")
     cluster = words.get("cluster") or environ.get("RECIPES_CLUSTER", "")
     profile = cluster_profile(cluster) if cluster else {}
-    defaults = {k: v for k, v in profile.items() if k in job_names | run_names}
+    defaults = {k: v for k, v in profile.items() if k in (job_names | run_names) - ASKS.keys()}
     defaults |= in_image(environ)
     given = {**(variants[variant] if variant else {}), **words}
     chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
@@ -597,7 +609,8 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
 
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
-    """The site's profile env/clusters/NAME.yaml: defaults of job keys, ``network``, and the lists ``modules``, ``env_files``.
+    """The site's profile env/clusters/NAME.yaml: defaults of job keys, ``network``, the keys of `ASKS`, and the lists ``modules``,
+    ``env_files``.
 
     Raises ConfigError when there is none of that name or it holds something else.
     """
@@ -634,9 +647,13 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
                 raise ConfigError(
                     f"{path}: 'environment' wants a line 'environment: /FOLDER', of a venv or a conda environment"
                 )
+        elif name in ASKS:
+            pattern, form = ASKS[name]
+            if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
+                raise ConfigError(f"{path}: '{name}: {shown(value)}' {form}")
         elif name not in keys:
             raise ConfigError(
-                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, 'modules', 'env_files', 'environment'))}"
+                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, *ASKS, 'modules', 'env_files', 'environment'))}"
             )
         elif not isinstance(value, str):
             raise ConfigError(f"{path}: '{name}' wants one plain value")

@@ -37,7 +37,7 @@ class Job:
     elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
     it runs, None for the repository itself. environment: the folder of the Python environment, where none is active. image, runtime,
     mounts: of the container that the ranks run in; variables: what the env files set, which its inside is to have; bound: the folders
-    that it is to have. gpu_type: of the GPUs, in Slurm's words. snapshot: whether a script makes a copy of the code when it starts.
+    that it is to have. gpu_type: of the GPUs, in Slurm's words. gpus_by: sbatch's option for GPUs that the site requires, "" for any. snapshot: whether a script makes a copy of the code when it starts.
     """
 
     recipe: str
@@ -65,6 +65,12 @@ class Job:
     bound: tuple[str, ...] = ()
     gpu_type: str = ""
     snapshot: bool = True
+    gpus_by: str = ""
+
+    @property
+    def gpu_for_each_task(self) -> bool:
+        """Whether Slurm is asked for one GPU per task."""
+        return self.gpus_per_node > 0 and (self.ranks > 0 or self.gpus_by == "--gpus-per-task")
 
     @property
     def container(self) -> container.Container | None:
@@ -125,6 +131,11 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     profile = config.cluster_profile(job.cluster) if job.cluster else {}
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
+    extra, gpus_by = config.extra_options(job.extra), profile.get("gpus", "")
+    if job.gpus and gpus_by not in ("", "--gpus-per-task") and not on_cpu:
+        raise ConfigError(
+            f"gpus={job.gpus}: needs --gpus-per-task, and cluster={job.cluster} asks for GPUs by {gpus_by}: give nodes= and gpus_per_node="
+        )
     if job.mail:
         asked += [("mail-user", job.mail), ("mail-type", "END,FAIL,REQUEUE")]
     return Job(
@@ -139,7 +150,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         root=root,
         cluster=job.cluster,
         modules=tuple(profile.get("modules", ())),
-        directives=tuple({**dict(asked), **config.extra_options(job.extra)}.items()),
+        directives=tuple({**site_options(profile, extra), **dict(asked), **extra}.items()),
         resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
@@ -152,7 +163,17 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         bound=tuple(bound),
         gpu_type=job.gpu_type,
         snapshot=job.snapshot,
+        gpus_by=gpus_by,
     )
+
+
+def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """sbatch's options for nodes by a site's profile, where ``extra`` does not have an option in their place."""
+    options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
+    if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses them beside --mem
+        options.pop("mem", None)
+    exclusive = profile.get("exclusive", "false")
+    return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
 
 
 def want_printable(*folders: Path) -> None:
@@ -183,11 +204,12 @@ def directives(job: Job) -> dict[str, str]:
     """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
     size = {"nodes": str(job.nodes)} if job.nodes else {}
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
-    if job.ranks:
-        size |= {"ntasks": str(job.ranks)} | ({"gpus-per-task": f"{kind}1"} if job.gpus_per_node else {})
-    else:
-        size["ntasks-per-node"] = str(job.ranks_per_node)
-        size |= {"gpus-per-node": f"{kind}{job.gpus_per_node}"} if job.gpus_per_node else {}
+    size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}
+    if job.gpu_for_each_task:
+        size["gpus-per-task"] = f"{kind}1"
+    elif job.gpus_per_node:
+        of_node = f"{kind}{job.gpus_per_node}"
+        size |= {"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else {"gpus-per-node": of_node}
     return {
         "job-name": job.name,
         **size,
@@ -218,7 +240,7 @@ def _element(job: Job) -> list[str]:
 
 def srun_options(job: Job) -> tuple[str, ...]:
     """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
-    return (*SRUN_OPTIONS, "--gpu-bind=none") if job.ranks and job.gpus_per_node else SRUN_OPTIONS
+    return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
 
 
 def enter(job: Job, python: str) -> tuple[list[str], list[str]]:

@@ -880,6 +880,20 @@ MUTATIONS = [
         "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
     Mutation(
+        "recipes/core/slurm.py",
+        '{"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else',
+        '{"gres": f"gpu:{of_node}"} if False else',
+        "a profile with gpus: --gres has no effect",
+        f"{JOB}::test_the_profile_says_how_gpus_and_nodes_are_asked_for",
+    ),
+    Mutation(
+        "recipes/core/slurm.py",
+        '        options.pop("mem", None)\n',
+        "        pass\n",
+        "extra=--mem-per-cpu beside the profile's mem is refused by sbatch",
+        f"{JOB}::test_what_is_typed_wins_over_the_profiles_options",
+    ),
+    Mutation(
         "recipes/core/batch.py",
         "    if other := rundir.other_code(config.ROOT, os.environ):\n",
         "    if other := '':\n",

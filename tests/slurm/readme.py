@@ -187,6 +187,9 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-raw encoding=raw":
         tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
+    # Your site
+    "python launch.py recipe=mnist nodes=2 cluster=example launcher=print > mnist_2.sh && sbatch mnist_2.sh epochs=5":
+        slurm(FEW, {"cluster=example ": ""}),  # whose modules no node has
     # Is the allocation healthy?
     "srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor":
         slurm("device=cpu", within="salloc -N2 --gpus-per-node=8", runs=0, says="^healthy: 2 nodes"),

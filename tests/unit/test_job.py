@@ -92,6 +92,51 @@ def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: 
     assert ours["--chdir"] == str(root)
 
 
+@pytest.fixture
+def site(bench: "Bench", monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A profile, cluster=here, to be written."""
+    monkeypatch.setattr(config, "ROOT", bench.root)
+    return bench.root / "env/clusters/here.yaml"
+
+
+@pytest.mark.parametrize(
+    ("way", "words", "expected"),
+    [
+        ("--gres", ("nodes=2", "gpu_type=a100"), {"--gres": "gpu:a100:4"}),
+        ("--gpus-per-task", ("nodes=2", "gpu_type=a100"), {"--gpus-per-task": "a100:1"}),
+        ("--gpus-per-task", ("gpus=10",), {"--gpus-per-task": "1"}),
+        ("--gpus-per-node", ("nodes=2",), {"--gpus-per-node": "4"}),
+        ("--gres", ("device=cpu",), {}),
+        ("--gres", ("gpus=10", "device=cpu"), {}),
+    ],
+)
+def test_the_profile_says_how_gpus_and_nodes_are_asked_for(
+    site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    nodes = {"--exclusive": "", "--mem": "0", "--segment": "4", "--switches": "1@30:00"}
+    count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
+    site.write_text(f"gpus: {way}\n{count}exclusive: true\nmem: 0\nsegment: 4\nswitches: 1@30:00\n")
+    job = describe("cluster=here", *words)
+    for text in (slurm.script(job), submitit_text(job)):
+        asked = directives(text)
+        assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
+        assert {name: asked[name] for name in nodes} == nodes
+        assert ("--gpu-bind=none" in text) == ("--gpus-per-task" in expected)
+
+
+def test_what_is_typed_wins_over_the_profiles_options(site: Path) -> None:
+    site.write_text("exclusive: user\nmem: 64G\nswitches: 2\n")
+    assert dict(describe("cluster=here").directives) == {"exclusive": "user", "mem": "64G", "switches": "2"}
+    typed = describe("cluster=here", "extra=--mem-per-cpu=2G --exclusive --switches=1")
+    assert dict(typed.directives) == {"exclusive": "", "mem-per-cpu": "2G", "switches": "1"}
+    site.write_text("gpus: --gres\nexclusive: false\n")
+    assert describe("cluster=here").directives == ()
+    with pytest.raises(
+        ConfigError, match=r"gpus=10: needs --gpus-per-task, and cluster=here asks for GPUs by --gres: "
+    ):
+        describe("cluster=here", "gpus=10")
+
+
 def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
     job = describe("cluster=example", "device=cpu", "data_dir=/a b")
     ours, theirs = slurm.script(job), submitit_text(job)
