@@ -39,6 +39,15 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
     run_dir = _run_dir(settings, environ)
+    # A job that was submitted inside a heterogeneous one has its variables, but not its job id.
+    if environ.get("SLURM_JOB_ID_HET_GROUP_0", "") == environ.get("SLURM_JOB_ID") and job:
+        line = (
+            f"this heterogeneous job has {environ.get('SLURM_HET_SIZE')} components, and its step would run on the first alone. For nodes"
+            f" with different numbers of GPUs: python launch.py recipe={recipe} gpus=NUMBER, the number over all nodes"
+        )
+        rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_CONFIG, line)
+        print(f"{recipe}: {line}", file=sys.stderr)
+        return rundir.EXIT_CONFIG
     code = _code(environ) if job else config.ROOT
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell

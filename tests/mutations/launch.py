@@ -880,6 +880,13 @@ MUTATIONS = [
         "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
     Mutation(
+        "recipes/core/batch.py",
+        'if environ.get("SLURM_JOB_ID_HET_GROUP_0", "") == environ.get("SLURM_JOB_ID") and job:',
+        "if False:",
+        "a ready script in a heterogeneous job trains on the first component alone",
+        "tests/slurm/test_submission.py::test_a_ready_script_in_a_heterogeneous_job_is_refused",
+    ),
+    Mutation(
         "recipes/core/slurm.py",
         '{"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else',
         '{"gres": f"gpu:{of_node}"} if False else',

@@ -289,6 +289,17 @@ def test_a_recipe_in_the_batch_shell_says_so_at_once(slurm: Cluster, repo: Path,
     assert "put `srun` in front of the command" in said(log)[0]
 
 
+def test_a_ready_script_in_a_heterogeneous_job_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    log, one = tmp_path / "log", ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+    words = (*one, ":", *one, "sbatch/mnist_2x8.sh", *MINI, "max_steps=2", f"run_dir={tmp_path}/run")
+    job = sbatch(slurm, repo, log, *words)
+    assert ended(slurm, job, log) == ("FAILED", "2:0"), log.read_text()
+    [line] = said(log)
+    assert "heterogeneous job has 2 components" in line
+    assert "python launch.py recipe=mnist gpus=NUMBER" in line
+    assert read(tmp_path / "run/refused.json")["line"] in line
+
+
 def test_gpus_that_torch_does_not_see(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     options = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
