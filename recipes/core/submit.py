@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from recipes.core import jobs, rundir, slurm
+from recipes.core import config, jobs, rundir, slurm
 from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
 
@@ -88,7 +88,7 @@ def ask_controller(job: Job) -> str:
             "Slurm's controller has not answered within 120 s: ask for its state with scontrol ping"
         ) from None
     if asked.returncode != 0:
-        raise MachineError(_refusal(asked.stderr, "sbatch --test-only"))
+        raise MachineError(_refusal(asked.stderr, "sbatch --test-only", job))
     return _words(asked.stderr)
 
 
@@ -97,8 +97,78 @@ def _words(said: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", said).split())
 
 
-def _refusal(said: str, by: str) -> str:
-    return f"Slurm refuses this job: {_words(said)[:300] or f'{by} gave no reason'}"
+def _refusal(said: str, by: str, job: Job) -> str:
+    reasons = [_words(said)[:300] or f"{by} gave no reason", *_beyond_limits(job)]
+    return f"Slurm refuses this job: {'; '.join(reasons)}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of a partition that are alike. time_limit, most: of a job there, in sinfo's words. gres: GPUs among them, "gpu:a100:4"."""
+
+    partition: str
+    time_limit: str
+    most: str
+    count: int
+    cpus: int
+    gres: str
+
+    def __str__(self) -> str:
+        gpus = "" if self.gres == "(null)" else f" and {self.gres}"
+        return f"{self.count} node{'s' if self.count > 1 else ''} of {self.cpus} CPUs{gpus}"
+
+    def gpus(self, kind: str) -> int:
+        """GPUs of each node, of one type where ``kind`` is not ""."""
+        pattern = rf"\bgpu:{re.escape(kind)}:(\d+)" if kind else r"\bgpu(?::[^:,()]+)?:(\d+)"
+        return sum(map(int, re.findall(pattern, self.gres)))
+
+    def fits(self, job: Job) -> bool:
+        """Whether each of these nodes has the CPUs and GPUs that ``job`` asks of a node."""
+        return self.gpus(job.gpu_type) >= job.gpus_per_node and self.cpus >= job.ranks_per_node * job.cpus_per_rank
+
+
+def _beyond_limits(job: Job) -> list[str]:
+    """What ``job`` asks for beyond the limits of its partitions, a phrase each; nothing where Slurm does not answer."""
+    environ = {k: v for k, v in _of_its_cluster(os.environ).items() if not k.startswith("SINFO_")}
+
+    def ask(*command: str) -> str:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+        return ""
+
+    rows = [line.split("|") for line in ask("sinfo", "-h", "-e", "-o", "%P|%l|%s|%D|%c|%G").splitlines()]
+    every = [
+        Nodes(name, limit, most, int(count), int(cpus.rstrip("+")), gres)  # "64+" where nodes differ
+        for name, limit, most, count, cpus, gres in (row for row in rows if len(row) == 6)
+    ]
+    default = next((nodes.partition for nodes in every if nodes.partition.endswith("*")), "")
+    every = [dataclasses.replace(nodes, partition=nodes.partition.rstrip("*")) for nodes in every]
+    known = dict.fromkeys(nodes.partition for nodes in every)
+    asked = dict(job.directives).get("partition") or environ.get("SBATCH_PARTITION") or default.rstrip("*")
+    found = []
+    for name in asked.split(",") if known else ():
+        there = [nodes for nodes in every if nodes.partition == name]
+        if not there:
+            found.append(f"there is no partition {name}, only {', '.join(known)}")
+            continue
+        limit, most = there[0].time_limit, there[0].most.rpartition("-")[2]
+        if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):
+            found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
+        if most.isdecimal() and job.nodes > int(most):
+            found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
+        kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"
+        if job.ranks and job.gpus_per_node and job.ranks > sum(nodes.count * nodes.gpus(kind) for nodes in there):
+            found.append(f"gpus={job.ranks}, {has}")
+        elif sum(nodes.count for nodes in there if nodes.fits(job)) < max(1, job.nodes):
+            gpus = f"{kind + ' ' if kind else ''}GPUs: {job.gpus_per_node}, " if job.gpus_per_node else ""
+            cpus = job.ranks_per_node * job.cpus_per_rank
+            found.append(f"nodes={max(1, job.nodes)} (of each: {gpus}CPUs: {cpus}), {has}")
+    largest = re.search(
+        r"^MaxArraySize\s*= (\d+)", ask("scontrol", "show", "config") if job.elements else "", re.MULTILINE
+    )
+    if largest and len(job.elements) > int(largest[1]):
+        found.append(f"the sweep has {len(job.elements)} runs, and an array may have {largest[1]} here")
+    return found
 
 
 def submit(job: Job, python: str, run_dir: str) -> Submitted:
@@ -139,7 +209,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
                 else:
                     taken = [executor.submit(os.execvp, inside[0], commands[0])]
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
-            raise MachineError(_refusal(str(error), "sbatch")) from None
+            raise MachineError(_refusal(str(error), "sbatch", job)) from None
         except OSError as error:
             raise MachineError(f"{folder}: cannot be written ({error.strerror}): {rundir.FIX_JOB_FILES}") from None
     script, found = Path(taken[0].paths.submission_file), []

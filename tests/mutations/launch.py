@@ -887,6 +887,13 @@ MUTATIONS = [
         "tests/slurm/test_submission.py::test_a_ready_script_in_a_heterogeneous_job_is_refused",
     ),
     Mutation(
+        "recipes/core/submit.py",
+        "if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):",
+        "if False:",
+        "a time beyond the partition's limit is refused without that limit",
+        "tests/slurm/test_submission.py::test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is",
+    ),
+    Mutation(
         "recipes/core/slurm.py",
         '{"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else',
         '{"gres": f"gpu:{of_node}"} if False else',

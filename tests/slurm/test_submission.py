@@ -260,16 +260,18 @@ def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reason", "known"),
     [
-        (("partition=nowhere",), "invalid partition"),
-        (("partition=short", "time=11"), "time limit"),
-        (("nodes=99",), "more processors requested than permitted"),
-        (("gpus_per_node=64", "cpus_per_rank=1"), "node configuration is not available"),
+        (("partition=nowhere",), "invalid partition", "there is no partition nowhere, only main, short, high"),
+        (("partition=short", "time=11"), "time limit", "time= is 11 minutes, partition short allows 10:00"),
+        (("nodes=99",), "more processors requested than permitted", "nodes=99 (of each: GPUs: 1, CPUs: 8), partition main has 2 nodes of 64 CPUs and gpu:8"),
+        (("gpus_per_node=64", "cpus_per_rank=1"), "node configuration is not available", "partition main has 2 nodes of 64 CPUs and gpu:8"),
+        (("gpu_type=a100",), "node configuration is not available", "nodes=1 (of each: a100 GPUs: 1, CPUs: 8), partition main has 2 nodes"),
+        (("reservation=none",), "reservation is invalid", ""),
     ],
-)
-def test_an_impossible_job_is_refused_in_slurms_words(
-    slurm: Cluster, repo: Path, words: tuple[str, ...], reason: str
+)  # fmt: skip
+def test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is(
+    slurm: Cluster, repo: Path, words: tuple[str, ...], reason: str, known: str
 ) -> None:
     before = queue(slurm)
     done = launch(slurm, repo, *words)
@@ -277,6 +279,8 @@ def test_an_impossible_job_is_refused_in_slurms_words(
     assert reason in done.stderr.lower()
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("launch.py: Slurm refuses this job: ")
+    assert known in done.stderr
+    assert ("partition" in done.stderr.lower()) == bool(known)
     assert queue(slurm) == before
 
 

@@ -22,7 +22,7 @@ UNEVEN = {"node1": 2, "node2": 1}
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
     helpers.need(missing())
-    with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()))) as cluster:
+    with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()), extra_conf="MaxArraySize=3")) as cluster:
         yield cluster
 
 
@@ -53,6 +53,18 @@ def test_gpus_are_as_many_as_are_asked_for_wherever_they_are(uneven: Cluster, re
     said = run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
     assert placed(tmp_path / "run") == UNEVEN
     assert "warning: device=cpu, and 2 GPUs a node stand idle" in said
+
+
+def test_a_job_beyond_what_the_site_has_is_refused_with_the_numbers(uneven: Cluster, repo: Path) -> None:
+    for words, known in (
+        (("sweep.lr=0.1,0.2,0.3,0.4",), "the sweep has 4 runs, and an array may have 3 here"),
+        (("nodes=2", "gpus_per_node=2"), "GPUs: 2, CPUs: 2), partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
+        (("gpus=4",), "gpus=4, partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
+    ):  # fmt: skip
+        argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *words)
+        done = uneven.run(*argv, cwd=repo, env=jobs.PYTHON)
+        assert (done.returncode, len(done.stderr.splitlines())) == (3, 1), done.stderr
+        assert known in done.stderr
 
 
 @pytest.mark.long
