@@ -71,7 +71,7 @@ class ClusterOptions:
     ipv6: bool = True  # left out where the kernel has none
     preempt: bool = False  # partition `high` preempts `main` by requeue
     preempt_grace_s: int = 0
-    extra_conf: str = ""  # lines for slurm.conf
+    extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 64:
@@ -584,7 +584,9 @@ class _Keeper:
             f"PartitionName=short {every} MaxTime=10 State=UP{preempted}",
             f"PartitionName=high {every} MaxTime=INFINITE State=UP{preempting}",
         ]
-        return "\n".join(lines) + "\n" + options.extra_conf.strip() + "\n"
+        extra = options.extra_conf.strip().splitlines()
+        replaced = {_conf_key(line) for line in extra}
+        return "\n".join([*(line for line in lines if _conf_key(line) not in replaced), *extra]) + "\n"
 
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
         """A host's namespaces and its first process, which only reaps. The controller shares the login's network."""
@@ -688,6 +690,12 @@ while :; do sleep 3600 & wait $! || true; done
 """
 
 
+def _conf_key(line: str) -> str:
+    """What a line of slurm.conf sets: its key; of a partition or a node its name too."""
+    key, _, value = line.split()[0].partition("=")
+    return f"{key}={value}" if key in ("PartitionName", "NodeName") else key
+
+
 def _ip(lines: list[str], pid: int | None = None) -> None:
     argv = ["ip", "-batch", "-"] if pid is None else ["nsenter", f"--target={pid}", "--net", "--", "ip", "-batch", "-"]
     done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=UP_TIMEOUT_S)
@@ -783,6 +791,8 @@ def _up(arguments: argparse.Namespace) -> int:
         same_docker0=not arguments.no_docker0,
         ipv6=not arguments.no_ipv6,
         preempt=arguments.preempt,
+        kill_wait_s=arguments.kill_wait,
+        extra_conf="\n".join(arguments.conf),
     )
     cluster = start(options)
     for node in cluster.nodes:
@@ -822,6 +832,8 @@ def main(argv: Sequence[str]) -> int:
     up.add_argument("--no-docker0", action="store_true")
     up.add_argument("--no-ipv6", action="store_true")
     up.add_argument("--preempt", action="store_true", help="partition high preempts main")
+    up.add_argument("--kill-wait", type=int, default=ClusterOptions.kill_wait_s, help="seconds")
+    up.add_argument("--conf", action="append", default=[], metavar="LINE", help="of slurm.conf, again for each line")
     commands.add_parser("status", help="what is up")
     down = commands.add_parser("down", help="take down what `up` brought up, and what crashed programs left")
     down.add_argument("root", type=Path, nargs="?", help="this one only")
