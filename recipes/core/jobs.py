@@ -40,6 +40,11 @@ class Job:
     def ended(self) -> bool:
         return self.state in ENDED
 
+    @property
+    def never_starts(self) -> bool:
+        """Whether it waits for a job that ended otherwise than its dependency requires: Slurm leaves it in the queue."""
+        return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
+
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
     """The job as the controller describes it, one entry per array task or component; [] where Slurm does not know it.

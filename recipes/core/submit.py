@@ -267,6 +267,13 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
             job = jobs.find(submitted.job_id, _of_its_cluster(os.environ))
             state, code = (job.state, job.exit_status) if job else ("", 0)
             silent_since = 0.0
+            if job and job.never_starts:
+                why = f"its dependency {job.fields.get('Dependency')} cannot be met"
+                print(
+                    f"job {submitted.job_id} never starts: {why}; remove it: scancel {submitted.job_id}",
+                    file=sys.stderr,
+                )
+                return rundir.EXIT_MACHINE
         except MachineError as error:
             if not silent_since:
                 print(f"{error}; the job goes on, and is asked after for {patience_s:g} s more", file=sys.stderr)

@@ -243,6 +243,16 @@ def test_wait_gives_the_status_of_a_failing_job(slurm: Cluster, repo: Path, tmp_
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_wait_ends_where_the_dependency_cannot_be_met(slurm: Cluster, repo: Path) -> None:
+    """Slurm leaves such a job in the queue for ever."""
+    first = slurm.submit("--output=/dev/null", "--wrap=exit 1")
+    assert slurm.wait_job(first) == "FAILED"
+    done = launch(slurm, repo, "device=cpu", f"dependency=afterok:{first}", "wait=true", timeout=30)
+    assert done.returncode == 3, done.stderr
+    line = rf"job (\d+) never starts: its dependency afterok:{first}\(failed\) cannot be met; remove it: scancel \1"
+    assert re.fullmatch(line, done.stderr.strip()), done.stderr
+
+
 @pytest.mark.long
 def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "said", tmp_path / "run"
