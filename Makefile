@@ -1,20 +1,21 @@
-# The project's commands; `make` alone lists them. None needs root.
+# The project's commands; `make` alone lists them. None but `portability` needs root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
+VERSIONS ?= tested-versions.txt
 
-.PHONY: help install demo test mutants alltests faults check sbatch bench clean
+.PHONY: help install demo test mutants alltests faults check sbatch bench portability clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: $(INSTALLED) ## .venv with torch and all that the recipes and tests need, in the versions that were tested
 
-$(INSTALLED): pyproject.toml tested-versions.txt
+$(INSTALLED): pyproject.toml $(VERSIONS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tested-versions.txt -e '.[digits,fast,plot,test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[digits,fast,plot,test,check]'
 	touch $@
 
 demo: install ## train MNIST's recipe on two ranks here, on digits that need no download
@@ -45,6 +46,9 @@ sbatch: install ## make the ready scripts anew
 
 bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
+
+portability: ## install, demo and tests in chroots with Slurm 22.05, 24.11 and 26.05, and on the oldest torch and Python; root; ONLY=sid,oldest FOLDER=kept between runs
+	$(PYTHON) tests/portability.py workers=$(WORKERS) $(if $(ONLY),only=$(ONLY)) $(if $(FOLDER),folder=$(FOLDER)) $(if $(TESTS),tests="$(TESTS)") $(if $(OLDEST_PYTHON),python=$(OLDEST_PYTHON))
 
 clean: ## remove .venv and caches; runs and data stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

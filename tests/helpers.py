@@ -112,7 +112,8 @@ def unread() -> Iterator[tuple[str, str]]:
     for process in STARTED:
         if process.stdout and not process.stdout.closed:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # what it has started may hold the pipe
+            # What it has started may hold the pipe; or another thread of the test reads it, and closes it now.
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError, ValueError):
                 yield shlex.join(map(str, process.args)), process.communicate(timeout=10)[0]  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ The login side is this machine itself: a cable (a veth pair) joins it to the nod
 Everything lies in one folder, and everything that runs is a descendant of one keeper process in a process namespace
 that dies with it; the keeper dies with whoever asked for the cluster. The machine's own /etc is never touched.
 
-Needs root and Slurm's packages, see missing(). Written for Slurm 22.05 (Debian 12).
+Needs root and Slurm's packages, see missing(). Runs with Slurm 22.05, 24.11 and 26.05 (`make portability`).
 """
 
 from __future__ import annotations

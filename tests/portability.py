@@ -1,0 +1,339 @@
+"""`make portability`: installs, demonstrates and tests the latest commit on other versions of Slurm, Python and torch.
+
+    sudo python3 tests/portability.py                         # all systems; prints a table, status 1 if a row failed
+    sudo python3 tests/portability.py only=sid folder=/big    # one system; its folder is kept and used again
+
+Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind pivot_root, in their own mount,
+process, IPC and UTS namespaces; the tests also in their own network, with loopback only. The row OLDEST uses this machine's
+Python and the oldest versions that pyproject.toml allows; the tests of it that need Slurm are left out.
+
+RECIPES_DATA, where it is set, is the folder of real data that some tests need.
+
+Keys: only=NAME,…: these rows. folder=PATH: what is kept between runs (systems, pip's cache, logs), 10 GB a system.
+workers=N: test files at a time. tests=WORDS: arguments of pytest in place of the usual ones. python=PATH: for the row OLDEST.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEMS = ("bookworm", "trixie", "sid")
+OLDEST = "oldest"
+OLDEST_PYTHON = "python3.10"
+DEBOOTSTRAP = "debootstrap --variant=minbase"
+# Slurm, what the project's own commands call, and what its tests call.
+PACKAGES = (
+    "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
+    " iproute2 nftables procps shellcheck openmpi-bin"
+)
+DATA = os.environ.get("RECIPES_DATA", "")
+CLONE = "srv/recipes"  # in a system's folder
+# This machine's name resolution, package index and certificates, where it has a configuration of its own.
+NETWORK = ("/etc/resolv.conf",)
+PIP = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+STEP_S = 3 * 3600.0
+NEEDS_SLURM = "tests/slurm tests/faults/test_slurm_faults.py tests/faults/test_slurm_resume.py"
+OTHERS = "tests " + " ".join(f"--ignore={path}" for path in NEEDS_SLURM.split())
+
+# $1: the system's folder; $2: pip's cache; $3: real data, or ""; $4: the command; then files of this machine that the system is to see.
+ENTER = """set -e
+root=$1 cache=$2 data=$3 command=$4; shift 4
+hostname portability
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount -t sysfs sysfs "$root/sys"
+mount --rbind /sys/fs/cgroup "$root/sys/fs/cgroup"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+mount -t tmpfs -o mode=1777 tmp "$root/tmp"
+mkdir -p "$root/root/.cache/pip"
+mount --bind "$cache" "$root/root/.cache/pip"
+if [ -n "$data" ]; then
+    mkdir -p "$root/srv/data"
+    mount --bind -o ro "$data" "$root/srv/data"
+fi
+printf '127.0.0.1 localhost\n::1 localhost\n127.0.1.1 portability\n' > "$root/etc/hosts"
+touch "$root/etc/resolv.conf"
+[ $# != 0 ] || mount --bind /dev/null "$root/etc/resolv.conf" # without a network no name server answers
+for file; do
+    [ ! -e "$file" ] || { touch "$root$file"; mount --bind "$file" "$root$file"; }
+done
+ip link set lo up
+cd "$root"
+pivot_root . mnt
+cd /
+umount --lazy /mnt
+exec /bin/bash -c "$command"
+"""
+
+
+class Failed(Exception):
+    """A step failed. The message names the step and its log."""
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table. install and demo: seconds, or the failed step."""
+
+    system: str
+    slurm: str = "-"
+    python: str = "-"
+    torch: str = "-"
+    install: str = "-"
+    demo: str = "-"
+    slurm_tests: str = "-"
+    other_tests: str = "-"
+    seconds: str = "-"
+    failed: str = ""  # why
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    only: str = ""
+    folder: Path = Path("/var/tmp/recipes-portability")
+    workers: int = 2
+    tests: str = ""
+    python: str = ""
+
+
+def settings(words: list[str]) -> Settings:
+    known = {field.name: type(field.default) for field in dataclasses.fields(Settings)}
+    chosen: dict[str, object] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in known:
+            raise SystemExit(f"portability: {word!r}: the keys are {', '.join(known)}, as KEY=VALUE")
+        chosen[name] = Path(value).resolve() if name == "folder" else int(value) if name == "workers" else value
+    return Settings(**chosen)  # type: ignore[arg-type]
+
+
+Run = Callable[..., str]
+
+
+def run(argv: list[str], log: Path, environ: Mapping[str, str], cwd: Path | None = None) -> str:
+    """Runs a command with its output in ``log``, and returns its output. Raises Failed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=cwd, timeout=STEP_S
+        )
+    if done.returncode:
+        raise Failed(f"{log.stem}: status {done.returncode}, see {log}")
+    return log.read_text().strip()
+
+
+def environment() -> dict[str, str]:
+    """What the commands in a system get: pip's and the proxies' variables of this machine, nothing else of it."""
+    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
+    return {
+        **kept, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
+        "DEBIAN_FRONTEND": "noninteractive", "RECIPES_REQUIRE_SLURM": "1", **({"RECIPES_DATA": "/srv/data"} if DATA else {}), "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }  # fmt: skip
+
+
+def inside(root: Path, cache: Path, command: str, log: Path, files: tuple[str, ...] = (), network: bool = False) -> str:
+    """Runs a shell command in a system. files: of this machine, to be seen there under the same names. Raises Failed."""
+    own = ["--mount", "--pid", "--ipc", "--uts", *([] if network else ["--net"])]
+    argv = [
+        "unshare",
+        *own,
+        "--fork",
+        "--kill-child",
+        "bash",
+        "-c",
+        ENTER,
+        "enter",
+        str(root),
+        str(cache),
+        DATA,
+        command,
+        *files,
+    ]
+    return run(argv, log, environment())
+
+
+def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
+    """A Debian release with PACKAGES in ``root``; nothing happens where it is complete already. Raises Failed."""
+    if (root / "debootstrap").exists():  # interrupted
+        shutil.rmtree(root)
+    if not (root / "etc/debian_version").exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        run([*DEBOOTSTRAP.split(), name, str(root)], logs / "debootstrap.log", os.environ)
+    stamp = root / "var/lib/recipes-packages"
+    if stamp.exists() and stamp.read_text() == PACKAGES:
+        return
+    (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # start no daemon
+    (root / "usr/sbin/policy-rc.d").chmod(0o755)
+    # A mirror that is a snapshot has a Release file that has expired.
+    apt = f"apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y --no-install-recommends {PACKAGES}"
+    inside(root, cache, apt, logs / "packages.log", NETWORK, network=True)
+    stamp.write_text(PACKAGES)
+
+
+def clone(folder: Path, log: Path) -> None:
+    """HEAD of this repository in ``folder``, as after `git clone`; an environment there stays. Raises Failed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not (folder / ".git").exists():
+        run(["git", "clone", "--no-checkout", str(ROOT), str(folder)], log, os.environ)
+    for words in (f"fetch --quiet {shlex.quote(str(ROOT))} HEAD", "checkout --quiet --force --detach FETCH_HEAD", "clean -ffdxq --exclude=.venv"):  # fmt: skip
+        run(["git", "-C", str(folder), *shlex.split(words)], log, os.environ)
+
+
+def counts(junit: Path) -> tuple[str, bool]:
+    """(what the table shows of a run of pytest, whether all is well)."""
+    suites = xml.etree.ElementTree.parse(junit).getroot().iter("testsuite")
+    total, failed, skipped = 0, 0, 0
+    for suite in suites:
+        total += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    return f"{total - failed - skipped}/{failed}/{skipped}", failed == 0 and total > skipped
+
+
+def pytest(row: Row, kind: str, words: str, do: Run, work: Path, chosen: Settings) -> None:
+    """Runs tests in the clone ``work``, and puts their numbers into the table. Raises Failed."""
+    junit = work / f"build/{kind}.xml"
+    junit.unlink(missing_ok=True)
+    command = f".venv/bin/python -m pytest {words} -n {chosen.workers} --dist loadfile --no-loadscope-reorder -vv --junitxml={junit.relative_to(work)}"
+    problem = None
+    try:
+        do(kind, command, alone=True)
+    except Failed as error:
+        problem = error
+    if not junit.exists():
+        setattr(row, kind, "failed")
+        raise problem or Failed(f"{kind}: no report")
+    text, well = counts(junit)
+    setattr(row, kind, text)
+    if problem or not well:
+        raise problem or Failed(f"{kind}: {text}")
+
+
+def measure(row: Row, do: Run, work: Path, install: str, test_words: Mapping[str, str], chosen: Settings) -> None:
+    """Installs, demonstrates and tests the clone ``work``; all steps after a failed installation are left out."""
+    problems = []
+    began = time.monotonic()
+    try:
+        clone(work, chosen.folder / "logs" / row.system / "clone.log")
+        do("install", install)
+        row.install = f"{time.monotonic() - began:.0f} s"
+        row.python = do("python", ".venv/bin/python -c 'import platform; print(platform.python_version())'")
+        row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
+    except (Failed, OSError, subprocess.SubprocessError) as error:
+        row.install, row.failed = "failed", str(error)
+        return
+    at = time.monotonic()
+    try:
+        do("demo", "make demo", alone=True)
+        row.demo = f"{time.monotonic() - at:.0f} s"
+    except (Failed, subprocess.SubprocessError) as error:
+        row.demo = "failed"
+        problems.append(str(error))
+    for kind, words in test_words.items():
+        try:
+            pytest(row, kind, words, do, work, chosen)
+        except (Failed, subprocess.SubprocessError) as error:
+            problems.append(str(error))
+    row.seconds = f"{time.monotonic() - began:.0f}"
+    row.failed = "; ".join(problems)
+
+
+def debian(name: str, chosen: Settings) -> Row:
+    """The row of one Debian release."""
+    row, root, cache = Row(name), chosen.folder / name, chosen.folder / "pip-cache"
+    logs = chosen.folder / "logs" / name
+    work = root / CLONE
+
+    def do(step: str, command: str, alone: bool = False) -> str:
+        return inside(
+            root, cache, f"cd /{CLONE} && {command}", logs / f"{step}.log", () if alone else NETWORK + PIP, not alone
+        )
+
+    try:
+        make_system(name, root, cache, logs)
+        row.slurm = inside(root, cache, "slurmctld -V", logs / "slurm.log").removeprefix("slurm-wlm ")
+    except (Failed, OSError, subprocess.SubprocessError) as error:
+        row.failed = str(error)
+        return row
+    words = {"slurm_tests": NEEDS_SLURM, "other_tests": f'{OTHERS} -m "not long"'}
+    if chosen.tests:
+        words = {"slurm_tests": chosen.tests}
+    measure(row, do, work, "make install", words, chosen)
+    return row
+
+
+def oldest(chosen: Settings) -> Row:
+    """The row of the oldest versions that pyproject.toml allows, on this machine."""
+    row, work = Row(OLDEST), chosen.folder / OLDEST / "recipes"
+    python = chosen.python or shutil.which(OLDEST_PYTHON)
+    if not python or subprocess.run([python, "--version"], capture_output=True).returncode:
+        row.install = f"not run: no {OLDEST_PYTHON}"
+        return row
+    bounds = re.findall(r'[\[ ]"([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text())
+    constraints = chosen.folder / OLDEST / "constraints.txt"
+    constraints.parent.mkdir(parents=True, exist_ok=True)
+    oldest = {name: version if "." in version else f"{version}.0" for name, version in bounds if name != "setuptools"}
+    text = "".join(f"{name}=={version}.*\n" for name, version in oldest.items())
+    if not constraints.exists() or constraints.read_text() != text:
+        constraints.write_text(text)
+    environ = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"} | {
+        "PIP_CACHE_DIR": str(chosen.folder / "pip-cache")
+    }
+
+    def do(step: str, command: str, alone: bool = False) -> str:
+        return run(["bash", "-c", command], chosen.folder / "logs" / OLDEST / f"{step}.log", environ, work)
+
+    install = f"make install PYTHON={shlex.quote(python)} VERSIONS={shlex.quote(str(constraints))}"
+    measure(row, do, work, install, {"other_tests": chosen.tests or f'{OTHERS} -m "not long"'}, chosen)
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    """Tests: passed/failed/skipped."""
+    names = ["system", "Slurm", "Python", "torch", "install", "demo", "tests with Slurm", "other tests", "seconds"]
+    fields = [field.name for field in dataclasses.fields(Row)][: len(names)]
+    lines = [names, *([getattr(row, field) for field in fields] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def main(words: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the command that runs
+    chosen = settings(words)
+    names = chosen.only.split(",") if chosen.only else [*SYSTEMS, OLDEST]
+    for name in names:
+        if name not in (*SYSTEMS, OLDEST):
+            raise SystemExit(f"portability: only={name}: the systems are {', '.join([*SYSTEMS, OLDEST])}")
+    debians = set(names) & set(SYSTEMS)
+    absent = [program for program in ("debootstrap", "pivot_root", "unshare", "git", "ip") if not shutil.which(program)]
+    if debians and (absent or os.geteuid()):
+        raise SystemExit(f"portability: {' and '.join(absent) + ' not found' if absent else 'needs root'}: apt-get install debootstrap git iproute2, and run it as root")  # fmt: skip
+    (chosen.folder / "pip-cache").mkdir(parents=True, exist_ok=True)
+    head = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    print(f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs", flush=True)
+    if head.stdout.strip().endswith("-dirty"):
+        print("uncommitted changes are left out", flush=True)
+    rows = []
+    for name in names:
+        rows.append(oldest(chosen) if name == OLDEST else debian(name, chosen))
+        print(f"{name}: {rows[-1].failed or rows[-1].seconds + ' s'}", flush=True)
+    print(f"\n{table(rows)}\ntests: passed/failed/skipped")
+    return 1 if any(row.failed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
