@@ -369,12 +369,10 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
 
 def _end_step() -> None:
     """Has Slurm end this step a moment later: a process that hangs would keep srun waiting for ever."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    if job and step:
+    if ranks.in_step(os.environ):  # never the batch script or the shell of salloc, which have an id too
         with contextlib.suppress(OSError):
-            subprocess.Popen(
-                ["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', f"{job}.{step}"], start_new_session=True
-            )
+            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+            subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)
 
 
 def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, deputy: float, end: float) -> int:

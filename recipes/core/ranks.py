@@ -63,7 +63,9 @@ _MPI = {
     ),
 }
 
-# slurm.h: step ids from here on are no steps of srun; these two are the batch script, since and before 20.11.
+# slurm.h: step ids from here on are no steps of srun; these two are the batch script, since and before 20.11. Slurm up to
+# 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script, -6 in the shell
+# that salloc starts on a node.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
 
@@ -97,7 +99,7 @@ def detect(environ: Environ) -> RankInfo:
     for launcher, (rank, size, local) in _MPI.items():
         if rank in environ and not _is_slurm_task(environ, rank, size, local):
             return _from_mpi(environ, launcher)
-    if _in_step(environ):
+    if in_step(environ):
         return _from_slurm(environ)
     return _alone(environ)
 
@@ -212,7 +214,7 @@ def _from_slurm(environ: Environ) -> RankInfo:
             "set MASTER_ADDR to the first host of SLURM_HOSTFILE"
         )
     if layout.world_size > 1:
-        port = port_for(_job_id(environ), _number(environ, "SLURM_STEP_ID"), _restart_count(environ))
+        port = port_for(_job_id(environ), _step_id(environ), _restart_count(environ))
         master_addr, master_port = master_addr or layout.nodes[0], master_port or port
     return _info(environ, "slurm", layout, master_addr, master_port)
 
@@ -277,10 +279,10 @@ def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) 
 def _alone(environ: Environ) -> RankInfo:
     if "SLURM_PROCID" in environ and "SLURM_JOB_ID" not in environ:
         raise RankError(f"SLURM_PROCID={_show(environ['SLURM_PROCID'])} is set without SLURM_JOB_ID: {_MEND_SLURM}")
-    if _in_batch_shell(environ):
+    if in_batch_shell(environ):
         raise RankError(
-            f"this process was started in the batch shell of job {_job_id(environ)}, without srun, where no other rank "
-            "would ever join it (SLURM_PROCID is set, SLURM_STEP_ID is not): put `srun` in front of the command"
+            f"this process was started in the batch shell of job {_job_id(environ)} without srun, so no other rank can "
+            "join it: put `srun` in front of the command"
         )
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if name in environ:
@@ -322,22 +324,22 @@ def _equal_blocks(
     return rank // local_size, world_size // local_size
 
 
-def _in_step(environ: Environ) -> bool:
+def in_step(environ: Environ) -> bool:
     """Inside a numbered step of srun (not the batch shell, nor the shell that salloc starts on a node)."""
     if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
         return False
-    return _number(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
+    return _step_id(environ) < _FIRST_RESERVED_STEP
 
 
-def _in_batch_shell(environ: Environ) -> bool:
+def in_batch_shell(environ: Environ) -> bool:
     if "SLURM_JOB_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    return "SLURM_STEP_ID" not in environ or _number(environ, "SLURM_STEP_ID") in _BATCH_STEPS
+    return "SLURM_STEP_ID" not in environ or _step_id(environ) in _BATCH_STEPS
 
 
 def _is_slurm_task(environ: Environ, rank: str, size: str, local_names: tuple[tuple[str, str], ...]) -> bool:
     """Whether a launcher's variables, as far as they are set, say the same as the Slurm step's."""
-    if not _in_step(environ) or "SLURM_PROCID" not in environ:
+    if not in_step(environ) or "SLURM_PROCID" not in environ:
         return False
     tasks = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     pairs = [(rank, "SLURM_PROCID"), (size, tasks), *((local_rank, "SLURM_LOCALID") for local_rank, _ in local_names)]
@@ -354,8 +356,15 @@ def _run_id(environ: Environ, launcher: str) -> str | None:
     if "SLURM_ARRAY_TASK_ID" in environ:
         job = f"{_number(environ, 'SLURM_ARRAY_JOB_ID')}_{_number(environ, 'SLURM_ARRAY_TASK_ID')}"
     # The ranks of one mpirun are in different steps (see _from_mpi) and must agree on one id.
-    step = _number(environ, "SLURM_STEP_ID") if launcher in ("env", "slurm") and _in_step(environ) else 0
+    step = _step_id(environ) if launcher in ("env", "slurm") and in_step(environ) else 0
     return f"{job}.{step}" if step else job
+
+
+def _step_id(environ: Environ) -> int:
+    """SLURM_STEP_ID as slurm.h has it, unsigned: 4294967291 for the -5 of Slurm 26.05. RankError where it is no such number."""
+    if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
+        return int(environ["SLURM_STEP_ID"]) % 2**32
+    return _number(environ, "SLURM_STEP_ID")
 
 
 def _job_id(environ: Environ) -> int:

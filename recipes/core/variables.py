@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from recipes.core import envfile
+from recipes.core import envfile, ranks
 from recipes.core.hostlist import HostListError, expand
 
 # Without the prefix NCCL_. These are whole numbers to NCCL (NCCL_PARAM: read by strtoll).
@@ -468,8 +468,10 @@ def _left_on(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 def _ranks(environ: Mapping[str, str]) -> Iterator[Problem]:
     """Leftovers of another allocation or launcher; torchrun's own and mpirun's are none (`ranks.detect`)."""
-    step = environ.get("SLURM_STEP_ID", "")
-    in_step = (_number(step) or 0) < 0xFFFFFFF0 if step else False  # as in ranks.py
+    try:
+        in_step, in_batch = ranks.in_step(environ), ranks.in_batch_shell(environ)
+    except ranks.RankError:  # which the ranks report themselves
+        in_step = in_batch = False
     launched = any(re.match("TORCHELASTIC_|GROUP_RANK$|OMPI_COMM_WORLD_RANK$|PMI_RANK$", name) for name in environ)
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if in_step and not launched:
@@ -481,7 +483,8 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Problem]:
             if own is not None and given is not None and own != given:
                 mend = "unset RANK, LOCAL_RANK and WORLD_SIZE, and start the ranks with srun"
                 yield Problem(name, f"{own} is not {slurms}={given}: left over from another launcher?", mend)
-    if "SLURM_JOB_ID" in environ and not step and "mask_cpu:" in environ.get("SLURM_CPU_BIND", ""):
+    before_srun = "SLURM_JOB_ID" in environ and ("SLURM_STEP_ID" not in environ or in_batch)
+    if before_srun and "mask_cpu:" in environ.get("SLURM_CPU_BIND", ""):
         # A step has its own; a batch shell has it from where sbatch was typed only.
         what = "holds CPUs of the shell that submitted, and srun would bind the ranks to them"
         yield Problem("SLURM_CPU_BIND", what, "unset SLURM_CPU_BIND and SLURM_CPU_BIND_LIST before srun")

@@ -35,7 +35,7 @@ MUTATIONS = [
             ),
             (
                 '    if "RANK" in environ:\n        return _from_env(environ)\n',
-                '    if "RANK" in environ and not _in_step(environ):\n        return _from_env(environ)\n',
+                '    if "RANK" in environ and not in_step(environ):\n        return _from_env(environ)\n',
                 "ranks of torchrun inside srun all take the number of their srun task",
             ),
             (
@@ -54,13 +54,13 @@ MUTATIONS = [
                 "a MASTER_PORT that the user has set is ignored under srun",
             ),
             (
-                'port_for(_job_id(environ), _number(environ, "SLURM_STEP_ID"), _restart_count(environ))',
+                "port_for(_job_id(environ), _step_id(environ), _restart_count(environ))",
                 "port_for(_job_id(environ), 0, _restart_count(environ))",
                 "two steps side by side in a job meet on one port",
             ),
             (
-                'port_for(_job_id(environ), _number(environ, "SLURM_STEP_ID"), _restart_count(environ))',
-                'port_for(_job_id(environ), _number(environ, "SLURM_STEP_ID"), 0)',
+                "port_for(_job_id(environ), _step_id(environ), _restart_count(environ))",
+                "port_for(_job_id(environ), _step_id(environ), 0)",
                 "a requeued job finds its old port in TIME_WAIT",
             ),
             (
@@ -94,7 +94,7 @@ MUTATIONS = [
                 "two steps of a job write into one run directory",
             ),
             (
-                'return _number(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP',
+                "return _step_id(environ) < _FIRST_RESERVED_STEP",
                 "return True",
                 "a command in the shell of an interactive job waits for other ranks",
             ),
@@ -112,7 +112,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/ranks.py",
-        "    if _in_batch_shell(environ):\n",
+        "    if in_batch_shell(environ):\n",
         "    if False:\n",
         "a recipe in the batch shell without srun trains alone on one of eight GPUs",
         f"{RANKS}::test_contradictions_are_one_clear_line",

@@ -96,7 +96,9 @@ def ranks(slurm: Cluster, job: str, recipe: str = "mnist") -> dict[int, tuple[Pr
         with contextlib.suppress(OSError):
             pairs = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            if "SLURM_STEP_ID" in environ:  # srun itself has none
+            if environ.get(
+                "SLURM_STEP_ID", ""
+            ).isdecimal():  # srun itself has none, or with Slurm 26.05 the batch script's -5
                 found[int(environ["SLURM_PROCID"])] = (process, environ)
     return found
 

@@ -26,6 +26,7 @@ from recipes.core.findings import Finding
 from recipes.doctor import (
     Meeting,
     _ask_peers,
+    _end_step,
     _go,
     _judge,
     _listen,
@@ -40,6 +41,22 @@ from tests import helpers
 
 def doctor(*words: str, **environ: str) -> helpers.Ended:
     return helpers.run([sys.executable, "-m", "recipes.doctor", *words], environ=helpers.clean_environment(**environ))
+
+
+@pytest.mark.parametrize(
+    ("step", "ended"),
+    [("3", ["7.3"]), ("-5", []), ("-6", []), ("4294967290", []), ("", [])],  # the doctor's own step; Slurm 26.05; 22.05
+)
+def test_only_a_step_of_srun_is_ended(monkeypatch: pytest.MonkeyPatch, step: str, ended: list[str]) -> None:
+    """Not the batch script, nor the shell that salloc has started."""
+    started: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: started.append(argv[-1]))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    if step:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+    _end_step()
+    assert started == ended
 
 
 def test_alone_on_a_machine(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ INTERACTIVE = (
     f"{BATCH} SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=node1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1 "
     "SLURM_STEP_TASKS_PER_NODE=1"
 )
+# Recorded on Slurm 26.05, where a batch script and the shell that salloc starts on a node have a step of one task.
+BATCH_26 = f"{BATCH} SLURM_STEP_ID=-5 SLURM_STEPID=-5"
+INTERACTIVE_26 = INTERACTIVE.replace("4294967290", "-6")
 # Components node[2-3] (2 tasks and 1) and node1 (1 task): listed by name, numbered by component.
 HET = (
     "SLURM_JOB_ID=1 SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=node[2-3] SLURM_JOB_NODELIST_HET_GROUP_1=node1 "
@@ -169,6 +172,7 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     ),
     "shell of salloc": (env(SALLOC), replace(ONE, in_slurm=True, run_id="16")),
     "interactive step": (env(INTERACTIVE), replace(ONE, in_slurm=True, run_id="16")),
+    "interactive step of Slurm 26.05": (env(INTERACTIVE_26), replace(ONE, in_slurm=True, run_id="16")),
     # RANK
     "torchrun": (env(TORCHRUN), info("3/4", "1/2", "1/2", "env", addr="node1", port=29400)),
     "torchrun, uneven": (env(TORCHRUN_UNEVEN), info("8/10", "0/2", "1/2", "env", addr="node1", port=29400, restarts=2)),
@@ -184,6 +188,10 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     ),
     "torchrun in the batch shell": (
         env(f"{BATCH} {TORCHRUN}"),
+        info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16"),
+    ),
+    "torchrun in the batch shell of Slurm 26.05": (
+        env(f"{BATCH_26} {TORCHRUN}"),
         info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16"),
     ),
     "requeues and torchrun's restarts add up": (
@@ -215,6 +223,10 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     "mpirun of one": (env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"), replace(ONE, launcher="openmpi")),
     "mpirun in a batch script, the shell's node": (
         env(f"{OMPI_0} MASTER_ADDR=node1"),
+        info("0/4", "0/2", "0/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
+    "mpirun in a batch script of Slurm 26.05, the shell's node": (
+        env(f"{OMPI_0} SLURM_STEP_ID=-5 MASTER_ADDR=node1"),
         info("0/4", "0/2", "0/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
     ),
     "mpirun in a batch script, the daemon's node": (
@@ -267,6 +279,8 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (env(BATCH), ["batch shell of job 16", "put `srun` in front"]),
     (env(BATCH.replace("4", "1").replace("2(x2)", "1")), ["batch shell of job 16", "put `srun` in front"]),
     (env(f"{BATCH} SLURM_STEP_ID=4294967291"), ["batch shell", "put `srun` in front"]),
+    (env(BATCH_26), ["batch shell of job 16", "put `srun` in front"]),
+    *((STEP | {"SLURM_STEP_ID": bad}, [f"SLURM_STEP_ID={bad}"]) for bad in ("-0", "-17", "-5x")),
     (env("SLURM_PROCID=0 SLURM_NTASKS=2"), ["SLURM_PROCID=0", "SLURM_JOB_ID", "unset"]),
     # numbers
     *((STEP | {"SLURM_PROCID": bad}, [f"SLURM_PROCID={bad!r}"]) for bad in ("", " 1", "١", "1\n")),
