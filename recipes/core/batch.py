@@ -65,10 +65,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if by_clock and (left := preempt.seconds_left(environ)):  # in a container there is nobody to ask
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
-    if said := _said_of(environ):  # left over where this was submitted inside another allocation
-        lines += [
-            f"unset {name}" for name, field in slurm.ASKS_FOR_GPUS.items() if name in environ and field not in said
-        ]
+    lines += [f"unset {name}" for name in slurm.foreign_gpu_requests(environ, _said_of(environ))]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
@@ -146,6 +143,8 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         "--mem=0",
         *options,
     ]
+    if gpus := slurm.all_gpus(_said_of(environ)):  # a task of the doctor tries all GPUs of its node
+        step.append(f"--gpus={gpus}")
     step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", *inside, "-u", "-m", "recipes.doctor"]
     try:
         (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is none on these nodes
@@ -157,8 +156,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
-            # A task of the doctor is to see all GPUs of its node, also where the ranks are granted one each.
-            env={name: value for name, value in environ.items() if name not in slurm.GPUS_OF_A_TASK},
+            env={name: value for name, value in environ.items() if name not in slurm.ASKS_FOR_GPUS},
             timeout=DOCTOR_S,
             cwd=config.ROOT,
         )
@@ -227,7 +225,6 @@ TOLD = {
     "SLURM_JOB_NUM_NODES": "nodes",
     "SLURM_NTASKS": "ntasks",
     "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
-    "SLURM_GPUS_PER_TASK": "gpus-per-task",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
 }
@@ -235,7 +232,8 @@ TOLD = {
 
 # By scontrol's names.
 SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu", "ExcNodeList": "exclude", "Nice": "nice"}  # fmt: skip
-SHARED = {"NO": "exclusive", "USER": "user", "MCS": "mcs"}  # what scontrol calls OverSubscribe, for --exclusive=
+# For --exclusive=, by scontrol's field Exclusive; before Slurm 26.05 OverSubscribe says the same, with NO for NODE.
+EXCLUSIVE = {"NODE": "exclusive", "USER": "user", "MCS": "mcs", "TOPO": "topo"}
 LOGS = {"StdOut": "output", "StdErr": "error"}
 
 
@@ -250,14 +248,16 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
         known["mem-per-gpu"] = f"{of_gpu[1]}M"
     if known["nice"] == "0":
         known["nice"] = ""
-    known["exclusive"] = SHARED.get(said.get("OverSubscribe", ""), "")
-    known["gpus"] = re.sub(r"^gres[:/]gpu[:=]", "", said.get("TresPerJob", ""))
+    shared = said.get("OverSubscribe", "")
+    known["exclusive"] = EXCLUSIVE.get(said.get("Exclusive", "NODE" if shared == "NO" else shared), "")
+    known["gpus"] = jobs.gpus(said.get("TresPerJob", ""))
+    known["gpus-per-task"] = jobs.gpus(said.get("TresPerTask", ""))
     of_node = [re.sub(r"^gres[:/]", "", one) for one in said.get("TresPerNode", "").split(",")]
     known["gres"] = ",".join(one for one in of_node if not (known["gpus-per-node"] and one.startswith("gpu:")))
     known |= _logs_of(said, environ)
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
-    if known["gpus-per-task"]:
+    elif known["gpus-per-task"]:
         known["nodes"] = ""  # Slurm found that many, and may find others
     known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # of a sweep this run alone
     return {name: value for name, value in known.items() if value not in ("", "(null)")}

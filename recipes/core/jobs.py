@@ -73,8 +73,17 @@ def find(job_id: str, environ: Mapping[str, str] = os.environ) -> Job | None:
 
 
 def parse(text: str) -> list[Job]:
-    """The jobs in the output of ``scontrol show job`` (not ``-o``). Seen with Slurm 22.05."""
+    """The jobs in the output of ``scontrol show job`` (not ``-o``). Seen with Slurm 22.05, 24.11 and 26.05."""
     return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
+
+
+def gpus(tres: str) -> str:
+    """The GPUs in a list of resources, as sbatch's options count them: ``2``, ``a100:2``, or "" for none.
+
+    The list is as ``scontrol`` or SLURM_TRES_PER_TASK has it: gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
+    """
+    found = (re.fullmatch(r"(?:gres[:/])?gpu[:=](.+)", one) for one in tres.split(","))
+    return ",".join(one[1].replace("=", ":") for one in found if one)
 
 
 def _job(block: str) -> Job:

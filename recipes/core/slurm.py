@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import config, container
+from recipes.core import config, container, jobs
 from recipes.core.config import ConfigError, Device, JobKeys, Settings
 
 # Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
@@ -19,11 +19,12 @@ GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
 # One dead rank ends the step; the ranks have this script's environment also where the site's sbatch exports none.
 # A step has all memory of its job, which no variable of an outer allocation can then contradict.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
-GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-# By which srun asks for GPUs, with the field of scontrol that a job has where it was told so itself.
+# Variables by which srun asks for GPUs, each with the field of scontrol that shows whether the job itself asked this way; "" for
+# those that no step needs: they show each task one GPU alone, and srun fails where two of them differ.
 ASKS_FOR_GPUS = {
     "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
-    **dict.fromkeys(GPUS_OF_A_TASK, "TresPerTask"), "SLURM_GPU_BIND": "TresBind",
+    "SLURM_GPUS_PER_TASK": "", "SLURM_TRES_PER_TASK": "", "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
+    "SLURM_GPU_BIND": "TresBind", "SLURM_TRES_BIND": "TresBind",
 }  # fmt: skip
 
 
@@ -241,6 +242,38 @@ def _element(job: Job) -> list[str]:
 def srun_options(job: Job) -> tuple[str, ...]:
     """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
     return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
+
+
+def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
+    """The variables to unset ahead of srun, since they ask for other GPUs than the job has. A step without them has all of the job's.
+
+    They are left over from an outer allocation, or show each rank one GPU alone (``--gpus-per-task``), between which NCCL could not copy
+    directly. A ``--gpu-bind`` of the job itself stays. ``fields``: the job's, by scontrol's names; {} where they are not known.
+    """
+
+    def is_own(name: str) -> bool:
+        own = fields.get(ASKS_FOR_GPUS[name], "")
+        if ASKS_FOR_GPUS[name] == "TresBind":
+            bind = jobs.gpus(own)
+            return bool(bind) and bind in (environ[name], jobs.gpus(environ[name])) and not bind.startswith("per_task")
+        return environ[name] in (own, jobs.gpus(own))
+
+    return [name for name in ASKS_FOR_GPUS if name in environ and not is_own(name)]
+
+
+def all_gpus(fields: Mapping[str, str]) -> str:
+    """``--gpus`` for a step of fewer tasks than the job, where the job asked for GPUs by the task: all of them. "" where it did not.
+
+    Otherwise such a step has the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and 26.05).
+    """
+    tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
+    if not tasks.isdecimal():
+        return ""
+    per_task = (one.rpartition(":") for one in jobs.gpus(fields.get("TresPerTask", "")).split(","))
+    gpus = [f"{kind}{colon}{int(count) * int(tasks)}" for kind, colon, count in per_task if count.isdecimal()]
+    if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
+        gpus = [str(-(-int(tasks) // int(tasks_per_gpu)))]
+    return ",".join(gpus)
 
 
 def enter(job: Job, python: str) -> tuple[list[str], list[str]]:

@@ -89,7 +89,8 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     assert jobs.read(tmp_path / "run/summary.json")["steps"] == 5
     typed = slurm.jobs(second)[0]
     assert (typed["TimeLimit"], typed["CPUs/Task"], typed["MinMemoryNode"]) == ("00:07:00", "2", "100M")
-    assert (typed["TresPerNode"], typed["OverSubscribe"], typed["Nice"]) == ("gres:gpu:2", "NO", "7")
+    assert re.fullmatch("gres[:/]gpu:2", typed["TresPerNode"])
+    assert (typed.get("Exclusive", "NODE"), typed["OverSubscribe"], typed["Nice"]) == ("NODE", "NO", "7")
     assert (typed["StdOut"], typed["StdErr"]) == (str(log), f"{tmp_path}/{second}.err")
 
 

@@ -49,6 +49,9 @@ HOSTILE = {
     "SLURM_MEM_PER_NODE": "999999999",
     "SLURM_GPUS": "99",
     "SLURM_GPUS_PER_TASK": "9",
+    "SLURM_NTASKS_PER_GPU": "1",
+    "SLURM_GPU_BIND": "single:1",
+    "SLURM_TRES_BIND": "gres/gpu:single:1",
 }
 
 
@@ -95,6 +98,17 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
     top1, top5 = summary["val_top1"], summary["val_top5"]
     assert said(log)[-1] == f"mnist: done; val_top1 {top1:.4f}; val_top5 {top5:.4f}; run directory {run_dir}"
+
+
+def test_ranks_are_shown_all_gpus_that_the_job_has_on_their_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Whatever the shell that submits has left over. There is no GPU behind these names: each rank says so, with their number."""
+    log, size = tmp_path / "log", ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    job = sbatch(
+        slurm, repo, log, *size, "sbatch/mnist_2x8.sh", "dataset=digits", f"run_dir={tmp_path}/run", env=HOSTILE
+    )
+    assert ended(slurm, job, log) == ("FAILED", "3:0"), log.read_text()
+    found = set(re.findall(r"names (\d) GPUs and torch sees 0", log.read_text()))
+    assert found == {"2"}, log.read_text()
 
 
 def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:

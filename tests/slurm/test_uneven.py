@@ -73,10 +73,22 @@ def test_submitit_asks_for_the_same(uneven: Cluster, repo: Path, tmp_path: Path)
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert re.search("toy: node(1: Slurm granted 2|2: Slurm granted 1) GPUs and torch sees 0", done.stdout), done.stdout
+    assert re.search("toy: node(1: .* 2|2: .* 1) GPUs and torch sees 0", done.stdout), done.stdout
     submitted = uneven.jobs(jobs.read(tmp_path / "run/job.yaml")["job_id"])[0]
     assert (submitted["NumTasks"], submitted["NumNodes"], submitted["NodeList"]) == ("3", "2", "node[1-2]")
-    assert submitted["TresPerTask"] == "gres:gpu:1"
+    assert re.search("gres[:/]gpu[:=]1$", submitted["TresPerTask"])
+
+
+@pytest.mark.long
+def test_the_doctor_is_shown_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Its step has one task a node, and Slurm would give it the one GPU that was asked for a task."""
+    words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "doctor=true", "wait=true", f"run_dir={tmp_path}/run")
+    done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
+    assert done.returncode == 3, done.stdout + done.stderr
+    found = dict(
+        re.findall(r"(node\d): (?:Slurm granted|CUDA_VISIBLE_DEVICES names) (\d) GPUs and torch sees 0", done.stdout)
+    )
+    assert found == {name: str(count) for name, count in UNEVEN.items()}, done.stdout
 
 
 @pytest.mark.long

@@ -423,6 +423,58 @@ def test_what_asks_for_gpus_in_an_outer_allocation_does_not_reach_srun(
     assert unset == {"unset SLURM_GPUS", "unset SLURM_GPUS_PER_TASK"}
 
 
+# Recorded in batch scripts: what the job's fields are, its variables, and of these what must not reach srun.
+GPU_REQUESTS = {
+    "22.05 --gpus-per-task": ("TresPerTask=gres:gpu:1", "SLURM_GPUS_PER_TASK=1", "SLURM_GPUS_PER_TASK"),
+    "22.05 --gpu-bind": ("TresBind=gpu:single:1 TresPerNode=gres:gpu:2", "SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_NODE=2", ""),
+    "22.05 --gpus": ("TresPerJob=gres:gpu:4", "SLURM_GPUS=4", ""),
+    "22.05 --ntasks-per-gpu": ("NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1", ""),
+    "24.11 --gpus-per-node": ("TresPerNode=gres/gpu:2 TresPerTask=cpu=2", "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
+    "24.11 --gpus-per-node=a100:2": ("TresPerNode=gres/gpu:a100:2", "SLURM_GPUS_PER_NODE=a100:2", ""),
+    "24.11 --gpus-per-task": (
+        "TresBind=gres/gpu:per_task:1 TresPerTask=cpu=2,gres/gpu=1", "SLURM_TRES_BIND=gres/gpu:per_task:1 SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1",
+        "SLURM_TRES_BIND SLURM_TRES_PER_TASK",
+    ),
+    "24.11 --gpu-bind": (
+        "TresBind=gres/gpu:single:1 TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
+        "SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK",
+    ),
+    "24.11 --ntasks-per-gpu": ("TresPerTask=cpu=2 NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
+    "24.11 left over, each by itself": (
+        "TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
+        "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2 SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_TASK=9 "
+        "SLURM_NTASKS_PER_GPU=1 SLURM_GPUS=9 SLURM_GPUS_PER_SOCKET=9",
+        "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_GPUS SLURM_GPUS_PER_SOCKET",
+    ),
+    "24.11 another bind is left over": ("TresBind=gres/gpu:closest", "SLURM_TRES_BIND=gres/gpu:closest SLURM_GPU_BIND=single:1", "SLURM_GPU_BIND"),
+    "24.11 --gres=gpu:4, and another count is left over": ("TresPerNode=gres/gpu:4", "SLURM_GPUS_PER_NODE=2", "SLURM_GPUS_PER_NODE"),
+    "not known": ("", "SLURM_GPUS_PER_NODE=2 SLURM_GPU_BIND=none", "SLURM_GPUS_PER_NODE SLURM_GPU_BIND"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GPU_REQUESTS)
+def test_requests_for_gpus_that_would_hide_the_jobs_own_are_unset(case: str) -> None:
+    fields, environ, unset = GPU_REQUESTS[case]
+    variables = dict(word.split("=", 1) for word in environ.split())
+    found = slurm.foreign_gpu_requests(variables, dict(word.split("=", 1) for word in fields.split()))
+    assert set(found) == set(unset.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
+        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=2", "2"),
+        ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
+        ("", ""),
+    ],
+)
+def test_the_doctors_step_asks_for_all_gpus_that_were_asked_for_by_the_task(fields: str, expected: str) -> None:
+    assert slurm.all_gpus(dict(word.split("=", 1) for word in fields.split())) == expected
+
+
 def test_the_doctor_beside_a_run_has_its_own_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,6 +526,28 @@ def test_a_job_that_is_submitted_again_has_its_options_and_logs(
         "nodes": "2", "partition": "gpu", "account": "a", "qos": "q", "reservation": "r", "job-name": "x", "ntasks-per-node": "4",
         "cpus-per-task": "5", "constraint": "a100", "mem": "1G", "mem-per-cpu": "2G", "exclude": "n1", "nice": "7", "exclusive": "exclusive",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("OverSubscribe=OK", {}),  # up to 24.11
+        ("OverSubscribe=NO", {"exclusive": "exclusive"}),
+        ("OverSubscribe=TOPO", {"exclusive": "topo"}),
+        ("OverSubscribe=NO Exclusive=NO", {}),  # 26.05
+        ("OverSubscribe=YES Exclusive=NO", {}),
+        ("OverSubscribe=NO Exclusive=NODE", {"exclusive": "exclusive"}),
+        ("OverSubscribe=NO Exclusive=USER", {"exclusive": "user"}),
+        ("TresPerTask=cpu=2", {}),
+        ("TresPerTask=cpu=2,gres/gpu:a100=1", {"gpus-per-task": "a100:1"}),
+        ("TresPerTask=gres:gpu:1", {"gpus-per-task": "1"}),
+    ],
+)
+def test_exclusive_nodes_and_gpus_of_a_task_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: dict[str, str]
+) -> None:
+    stub(tmp_path, monkeypatch, "scontrol", f"echo JobId=9 {said}; echo StdErr=; echo StdOut=/x/9.out")
+    assert batch._as_submitted({"SLURM_JOB_ID": "9"}) == {**expected, "output": "/x/%j.out"}
 
 
 @pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
@@ -1313,14 +1387,17 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     monkeypatch.setattr(config, "ROOT", tmp_path)
     for name in ("recipes", "env"):
         (tmp_path / name).symlink_to(ROOT / name)
-    stub(tmp_path, monkeypatch, "scontrol", "echo JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 OverSubscribe=OK")
+    # As Slurm 26.05 describes a job of 4 tasks with a GPU each: the number is in no variable but SLURM_TRES_PER_TASK.
+    described = "JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 OverSubscribe=NO Exclusive=NO NumTasks=4 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=5,gres/gpu=1 StdErr="
+    stub(tmp_path, monkeypatch, "scontrol", f"printf {shlex.quote(described.replace(' ', chr(10)))}")
     stub(tmp_path, monkeypatch, "srun", "env > $NOTES/srun.env; " + sick("n2 n3"))
     stub(tmp_path, monkeypatch, "sbatch", "env > $NOTES/sbatch.env; echo 8")
     run_dir, environ = tmp_path / "run", {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
     environ |= {
         "SLURM_JOB_PARTITION": "gpu",
         "SLURM_CPUS_PER_TASK": "5",
-        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_TRES_PER_TASK": "cpu=5,gres/gpu=1",
+        "SLURM_TRES_BIND": "gres/gpu:per_task:1",
         "SLURM_NTASKS": "4",
     }
     words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
@@ -1333,14 +1410,22 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
         assert (given["RECIPES_RESUBMITS"], given["RECIPES_LEFT_OUT"]) == (left, "n1,n2,n3")
         assert (given["RECIPES_CODE"], given.get("SLURM_NTASKS")) == (str(tmp_path), None)
     assert calls(tmp_path, "sbatch")[0] == [
-        "--parsable", "--partition=gpu", "--ntasks=4", "--gpus-per-task=1", "--cpus-per-task=5", "--time=00:07:00", "--exclude=n1,n2,n3",
+        "--parsable", "--partition=gpu", "--ntasks=4", "--cpus-per-task=5", "--time=00:07:00", "--exclude=n1,n2,n3", "--gpus-per-task=1",
         f"{run_dir}/job.sh", *words,
     ]  # fmt: skip
     asked = calls(tmp_path, "srun")[0]
     assert asked[-4:] == [f"run_dir={run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
-    wanted = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=5", "--mem=0", "--export=ALL"}
+    wanted = {
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=5",
+        "--mem=0",
+        "--export=ALL",
+        "--gpus=4",
+    }
     assert {*wanted, "recipes.doctor"} <= set(asked)
-    assert "SLURM_GPUS_PER_TASK" not in (tmp_path / "srun.env").read_text()  # the doctor sees all GPUs of a node
+    assert "SLURM_TRES_" not in (tmp_path / "srun.env").read_text()  # the doctor sees all GPUs of a node
     # Refused for good: the job's status says so.
     assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": "0"}) == rundir.EXIT_MACHINE
     assert "not submitted again, since max_resubmits is used up" in capsys.readouterr().err
