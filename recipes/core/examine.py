@@ -207,7 +207,7 @@ def cpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
         return facts, [
             Finding(
                 f"a rank may use {len(allowed)} of the {granted} CPUs that it was granted",
-                "give srun --cpus-per-task too (from Slurm 22.05 on it does not take sbatch's), or --cpu-bind=none", bad=False,
+                "give srun --cpus-per-task too (Slurm 22.05 does not pass sbatch's on to it), or --cpu-bind=none", bad=False,
             )
         ]  # fmt: skip
     if not granted and here.info.in_slurm and len(allowed) == 1:

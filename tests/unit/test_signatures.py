@@ -125,6 +125,10 @@ REAL = {
         "slurmstepd: error: Job 8430179 exceeded memory limit (10442128 > 10240000), being killed"],
     "step was not started": ["srun: error: Task launch for 1443722.0 failed on node node-0-1: Job credential expired",
                              "slurmstepd: error: execve(): python: No such file or directory"],
+    "requests of two allocations": [
+        "srun: fatal: cpus-per-task set by two different environment variables SLURM_CPUS_PER_TASK=4 != SLURM_TRES_PER_TASK=cpu=2",
+        "srun: fatal: gpus-per-task set by two different environment variables SLURM_GPUS_PER_TASK=9 != SLURM_TRES_PER_TASK=cpu=1",
+        "srun: fatal: SLURM_TRES_PER_TASK is mutually exclusive with --ntasks-per-gpu and SLURM_NTASKS_PER_GPU"],
     "step does not fit": ["srun: error: Unable to create step for job 10: Error generating job credential"],
     "job was refused": ["sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"],
     "crash in native code": ["srun: error: node76: task 0: Segmentation fault (core dumped)", "traceback : Signal 11 (SIGSEGV) received by PID 6421"],
