@@ -61,8 +61,8 @@ mount -t tmpfs -o mode=1777 tmp "$root/tmp"
 mkdir -p "$root/root/.cache/pip"
 mount --bind "$cache" "$root/root/.cache/pip"
 if [ -n "$data" ]; then
-    mkdir -p "$root/srv/data"
-    mount --bind -o ro "$data" "$root/srv/data"
+    mkdir -p "$root/srv/shared/data"
+    mount --bind -o ro "$data" "$root/srv/shared/data"
 fi
 printf '127.0.0.1 localhost\n::1 localhost\n127.0.1.1 portability\n' > "$root/etc/hosts"
 touch "$root/etc/resolv.conf"
@@ -139,7 +139,7 @@ def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
     return {
         **kept, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
-        "DEBIAN_FRONTEND": "noninteractive", "RECIPES_REQUIRE_SLURM": "1", **({"RECIPES_DATA": "/srv/data"} if DATA else {}), "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "DEBIAN_FRONTEND": "noninteractive", "RECIPES_REQUIRE_SLURM": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }  # fmt: skip
 
 
