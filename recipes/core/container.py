@@ -15,6 +15,8 @@ from pathlib import Path
 PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
 # Modules of the outside set the first two, for another Python; without the third, the working directory comes first on the path.
 WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH")
+# Each rank runs this on its node, where Slurm's prolog may have made a $TMPDIR for the job. $0: the runtime.
+EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
 # Beginnings of names of variables that count inside whatever the image says.
 HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
 
@@ -81,8 +83,7 @@ def step(
     binds = [word for mount in mounts for word in ("--bind", mount)]
     return [], [
         *WITHOUT_MODULES,
-        container.runtime,
-        "exec",
+        *("sh", "-c", EXEC, container.runtime),
         *(["--nv"] if gpus else []),
         *binds,
         "--pwd",
@@ -104,7 +105,8 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
         prefix = f"{container.runtime.upper()}ENV_"
         every = " ".join([*(f'"${{!{start}@}}"' for start in HANDED), *sorted(variables)])
         lines += [
-            f'for name in {every}; do export "{prefix}$name=${{!name}}"; done',
+            f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
+            f"export {container.runtime.upper()}_NO_EVAL=1",  # else a shell inside expands $ and ` in values (new in SingularityCE 3.10)
             f"export {prefix}PYTHONNOUSERSITE=1",  # what pip has put into a home is for another Python
             f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]

@@ -739,6 +739,27 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/container.py",
+        '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; ',
+        "",
+        "the inside lacks the folder that TMPDIR and stage_dir=$TMPDIR name",
+        CONTAINER,
+    ),
+    Mutation(
+        "recipes/core/container.py",
+        'f"export {container.runtime.upper()}_NO_EVAL=1",',
+        "",
+        "a shell in the container runs what a variable's value has in backquotes",
+        CONTAINER,
+    ),
+    Mutation(
+        "recipes/core/container.py",
+        '[ -n "${{!there+x}}" ] || ',
+        "",
+        "in a container the env file overrides APPTAINERENV_ variables of the user",
+        CONTAINER,
+    ),
+    Mutation(
+        "recipes/core/container.py",
         '*(["--nv"] if gpus else []),',
         "",
         "the inside has no GPU driver",

@@ -61,7 +61,7 @@ def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path) -
         assert (option in found["srun_args"]) is bool(option)
         inside = slurm.enter(job, "python")[1]
         assert inside[-1] == "python3"
-        assert bool(option) or {"docker://x", "/m", "exec"} <= set(inside)
+        assert bool(option) or {"docker://x", "/m", "apptainer"} <= set(inside)
         with open(tmp_path / "lines", "w") as lines:
             environ = {
                 "RECIPES_LINES": str(lines.fileno()),
@@ -77,17 +77,20 @@ def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path) -
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
 def test_what_is_set_here_wins_over_the_image(runtime: str) -> None:
-    """The env file's where the user has none; the user's, also an empty one, over both."""
+    """The env file's value, unless the user has one, also an empty one; over both the value that the user set for the inside alone."""
+    prefix = f"{runtime.upper()}ENV_"
     lines = container.exports(
         container.Container("x.sif", runtime), {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
     )
     shell = "; ".join(["stop() { :; }", *lines, "env"])
     environ = {"NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "HOME": "/h", "PATH": "/usr/bin:/bin"}
+    environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
     said = subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True).stdout
-    prefix = f"{runtime.upper()}ENV_"
+    assert f"{runtime.upper()}_NO_EVAL=1" in said.splitlines()  # a value is not expanded by the shell inside
     inside = dict(line.removeprefix(prefix).split("=", 1) for line in said.splitlines() if line.startswith(prefix))
     assert inside == {
-        "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "OMP_X": 'a "b" $c', "PYTHONNOUSERSITE": "1",
+        "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "NCCL_E": "inside", "UCX_D": "", "OMP_X": 'a "b" $c',
+        "PYTHONNOUSERSITE": "1",
     }  # fmt: skip
 
 
@@ -120,13 +123,21 @@ def test_what_a_rank_is_started_with_inside() -> None:
     assert options == []
     binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the outside's Python
-    assert inside == [*clean, "singularity", "exec", *binds, "--pwd", "/c", "x.sif", "python3"]
+    assert inside == [*clean, "sh", "-c", container.EXEC, "singularity", *binds, "--pwd", "/c", "x.sif", "python3"]
     options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
     names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
     ]  # fmt: skip
     assert inside == [*clean, "python3"]
+
+
+def test_the_tmpdir_of_a_rank_s_node_is_mounted_where_it_exists(tmp_path: Path) -> None:
+    inside = container.step(container.Container("x.sif", "echo"), Path("/c"), [], {}, {}, gpus=False)[1]
+    for folder, mounted in ((f"{tmp_path}", f"--bind {tmp_path} "), (f"{tmp_path}/nosuch", ""), ("", "")):
+        environ = {"PATH": "/usr/bin:/bin", "TMPDIR": folder}
+        said = subprocess.run(inside, env=environ, capture_output=True, text=True, check=True).stdout
+        assert said == f"exec {mounted}--pwd /c x.sif python3\n"
 
 
 def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
