@@ -305,9 +305,10 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         print(f"{recipe}: {refused['line']}", file=sys.stderr)
         return int(refused["exit_status"])
     if status is None:
-        print(
-            f"{recipe}: ended with status {srun_status} before the run began; the lines above say why", file=sys.stderr
-        )
+        where = "the lines above"
+        if "SUBMITIT_EXECUTOR" in environ:  # each rank has a log of its own
+            where += f", or in {rundir.home(config.ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
+        print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
         return srun_status or rundir.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":

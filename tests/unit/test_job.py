@@ -1372,6 +1372,10 @@ def test_finish_of_a_run_that_never_began_gives_sruns_status(
     assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
     assert finish(tmp_path) == rundir.EXIT_CRASH
     assert "before the run began" in capsys.readouterr().err
+    assert finish(tmp_path, srun_status=2, SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="7") == 2
+    logs = f"{ROOT}/runs/submitit/7_*_log.out"
+    line = f"mnist: ended with status 2 before the run began; the lines above, or in {logs}, say why\n"
+    assert capsys.readouterr().err == line
 
 
 def sick(bad: str) -> str:
