@@ -1,5 +1,8 @@
-"""Ranks in a container, on a real Slurm. Apptainer and pyxis are stand-ins on the PATH, which note what they were given, set what an
-image sets, and start the rank."""
+"""Ranks in a container, on a real Slurm, for machines without Apptainer and pyxis.
+
+Both are stand-ins on the PATH, which note what they were given, set what an image sets, and start the rank. A real Apptainer
+is in test_apptainer.py.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +58,14 @@ def surroundings(folder: Path, image: str, **programs: str) -> dict[str, str]:
     """Variables under which the stand-ins ``programs`` are found first."""
     stand_ins = folder / "bin"
     stand_ins.mkdir()
+    (folder / "node").mkdir()
     for name, body in programs.items():
         (stand_ins / name).write_text(f"#!/bin/bash\n{NOTE}{body}")
         (stand_ins / name).chmod(0o755)
     return {
         **jobs.PYTHON, "PATH": f"{stand_ins}:{jobs.PYTHON['PATH']}", "NOTES": str(folder), "IMAGE": image, "REAL_SRUN": "/usr/bin/srun",
         "PYTHON_HERE": sys.executable, "PATH_INSIDE": jobs.PYTHON["PATH"], "NCCL_DEBUG": "mine",
+        "TMPDIR": str(folder / "node"),
     }  # fmt: skip
 
 
@@ -76,8 +81,7 @@ def check_inside(environ: dict[str, str]) -> None:
     assert environ["SLURM_PROCID"] in ("0", "1")
 
 
-@pytest.mark.parametrize("how", ["launch.py", helpers.long("print"), helpers.long("ready")])
-def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
+def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     image, data = tmp_path / "torch.sif", tmp_path / "data"
     image.write_text("")
     data.mkdir()
@@ -85,22 +89,11 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None
     (tmp_path / "site").mkdir()
     (tmp_path / "site/site.env").write_text("NCCL_IB_TIMEOUT=23\n")
     environ = surroundings(tmp_path, str(image), apptainer=APPTAINER)
-    words = [*KEYS, f"run_dir={tmp_path}/run", f"network={tmp_path}/site/site.env"]
-    if how == "ready":
-        environ |= {"RECIPES_CONTAINER": str(image), "RECIPES_CONTAINER_MOUNTS": f"{data}:/data"}
-        (repo / "sbatch/toy.sh").write_text((repo / "sbatch/mnist_1x1.sh").read_text().replace("mnist", "toy"))
-        job = jobs.sbatch(
-            slurm, repo, tmp_path / "log", "--nodes=2", "--gpus-per-node=0", "sbatch/toy.sh", *words, env=environ
-        )
-    else:
-        words += ["recipe=toy", "nodes=2", f"container={image}", f"container_mounts={data}:/data"]
-        words += ["launcher=print"] if how == "print" else []
-        done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, check=True)
-        job = done.stdout.split()[1].rstrip(":")
-        if how == "print":
-            (tmp_path / "job.sh").write_text(done.stdout)
-            job = slurm.submit(f"--output={tmp_path}/log", str(tmp_path / "job.sh"), cwd=repo, env=environ)
-    assert slurm.wait_job(job, 120) == "COMPLETED", jobs.tail(tmp_path / "log")
+    words = ["recipe=toy", "nodes=2", *KEYS, f"container={image}", f"container_mounts={data}:/data"]
+    words += [f"run_dir={tmp_path}/run", f"network={tmp_path}/site/site.env"]
+    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, check=True)
+    job = done.stdout.split()[1].rstrip(":")
+    assert slurm.wait_job(job, 120) == "COMPLETED", done.stdout
     assert jobs.read(tmp_path / "run/status.json")["state"] == "done"
     assert jobs.read(tmp_path / "run/summary.json")["world_size"] == 2
     code = jobs.read(tmp_path / "run/job.yaml")["code"]
@@ -111,7 +104,8 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None
         assert words[at - 2 : at] == ["--pwd", code]
         binds = {words[i + 1] for i, word in enumerate(words[:at]) if word == "--bind"}
         assert binds == {f"{folder}:{folder}" for folder in (repo, tmp_path / "run", tmp_path / "site")} | {
-            f"{data}:/data"
+            f"{data}:/data",
+            f"{tmp_path}/node",
         }
         assert "--nv" not in words[:at]  # no GPU was asked for
         assert words[at + 1 : at + 5] == ["python3", "-u", "-m", "recipes.toy"]

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import datafiles
 from tests import helpers
 from tests.helpers import ROOT
 from tests.slurm import jobs, readme
@@ -72,17 +71,6 @@ class Site:
     clone: Path
     environ: Mapping[str, str]
     slurm: Cluster | None = None
-
-
-def know(source: Path, folder: Path) -> None:
-    """Has a clone take the files in ``folder`` for MNIST's own, of which it knows sizes and hashes."""
-    text = source.read_text()
-    for file in datafiles.MNIST.files:
-        content = (folder / file.name).read_bytes()
-        for old, new in ((str(file.size), str(len(content))), (file.sha256, hashlib.sha256(content).hexdigest())):
-            assert text.count(old) == 1
-            text = text.replace(old, new)
-    source.write_text(text)
 
 
 def write_weights(folder: Path) -> Path:
@@ -136,7 +124,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     (clone / ".venv/.installed").touch()
     data = helpers.image_sets(clone / "data")  # the default of data_dir=
     helpers.write_mnist(data / "MNIST/raw")
-    know(clone / "recipes/core/datafiles.py", data / "MNIST/raw")
+    jobs.know(clone / "recipes/core/datafiles.py", data / "MNIST/raw")
     variables = {"DATA": str(data), "PACKED": f"{folder}/packed", "WEIGHTS": str(write_weights(folder / "weights"))}
     variables["IMAGES"] = str(write_stand_ins(folder / "images"))
     variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "CUDA_VISIBLE_DEVICES": ""}
