@@ -38,6 +38,10 @@ PACKAGES = (
     "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
     " iproute2 nftables procps shellcheck openmpi-bin"
 )
+# The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run ranks in it.
+WITH_APPTAINER = "sid"
+IMAGE_PACKAGES = "apptainer debootstrap"
+IMAGE = "/srv/recipes.sif"
 DATA = os.environ.get("RECIPES_DATA", "")
 CLONE = "srv/recipes"  # in a system's folder
 # This machine's name resolution, package index and certificates, where it has a configuration of its own.
@@ -172,14 +176,15 @@ def make_system(name: str, root: Path, cache: Path, logs: Path) -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         run([*DEBOOTSTRAP.split(), name, str(root)], logs / "debootstrap.log", os.environ)
     stamp = root / "var/lib/recipes-packages"
-    if stamp.exists() and stamp.read_text() == PACKAGES:
+    packages = f"{PACKAGES} {IMAGE_PACKAGES}" if name == WITH_APPTAINER else PACKAGES
+    if stamp.exists() and stamp.read_text() == packages:
         return
     (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # start no daemon
     (root / "usr/sbin/policy-rc.d").chmod(0o755)
     # A mirror that is a snapshot has a Release file that has expired.
-    apt = f"apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y --no-install-recommends {PACKAGES}"
+    apt = f"apt-get -o Acquire::Check-Valid-Until=false update && apt-get install -y --no-install-recommends {packages}"
     inside(root, cache, apt, logs / "packages.log", NETWORK, network=True)
-    stamp.write_text(PACKAGES)
+    stamp.write_text(packages)
 
 
 def clone(folder: Path, log: Path) -> None:
@@ -255,10 +260,11 @@ def debian(name: str, chosen: Settings) -> Row:
     row, root, cache = Row(name), chosen.folder / name, chosen.folder / "pip-cache"
     logs = chosen.folder / "logs" / name
     work = root / CLONE
+    enter = f"cd /{CLONE}" + (f" && export RECIPES_TEST_IMAGE={IMAGE}" if name == WITH_APPTAINER else "")
 
     def do(step: str, command: str, alone: bool = False) -> str:
         return inside(
-            root, cache, f"cd /{CLONE} && {command}", logs / f"{step}.log", () if alone else NETWORK + PIP, not alone
+            root, cache, f"{enter} && {command}", logs / f"{step}.log", () if alone else NETWORK + PIP, not alone
         )
 
     try:
@@ -270,7 +276,10 @@ def debian(name: str, chosen: Settings) -> Row:
     words = {"slurm_tests": NEEDS_SLURM, "other_tests": f'{OTHERS} -m "not long"'}
     if chosen.tests:
         words = {"slurm_tests": chosen.tests}
-    measure(row, do, work, "make install", words, chosen)
+    install = "make install"
+    if name == WITH_APPTAINER:
+        install += f" && python3 tests/slurm/image.py {IMAGE}"
+    measure(row, do, work, install, words, chosen)
     return row
 
 
