@@ -146,7 +146,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/slurm.py",
-        "directives=tuple({**dict(asked), **config.extra_options(job.extra)}.items()),",
+        "directives=tuple({**site_options(profile, extra), **dict(asked), **extra}.items()),",
         "directives=tuple(asked),",
         "extra= is checked and then forgotten",
         f"{JOB}::test_what_a_job_asks_for",
@@ -237,7 +237,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/slurm.py",
-        'return (*SRUN_OPTIONS, "--gpu-bind=none") if job.ranks and job.gpus_per_node else SRUN_OPTIONS',
+        'return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS',
         "return SRUN_OPTIONS",
         "with gpus=10 NCCL copies between the GPUs of a node through the host",
         f"{JOB}::test_submitits_job_starts_and_ends_as_the_script_does",
