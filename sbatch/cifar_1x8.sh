@@ -69,9 +69,14 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
-active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
-if [ -n "${active:-${environment:-}}" ]; then
-    python=${active:-$environment}/bin/python
+conda=${CONDA_PREFIX:-}
+[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda= # conda activates base in each of its users' shells: base comes last
+active=${VIRTUAL_ENV:-$conda}
+case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # activated later
+active=${active:-${environment:-}}
+[ -n "$active" ] || [ -x "$repository/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
+if [ -n "$active" ]; then
+    python=$active/bin/python
     [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
     export PATH="${python%/*}:$PATH" # ahead of what modules have put there
 elif [ -x "$repository/.venv/bin/python" ]; then

@@ -771,9 +771,27 @@ def test_a_ready_script_takes_the_repositorys_own_python(bench: Bench) -> None:
 
 
 def test_a_ready_script_takes_the_active_conda_environment(bench: Bench) -> None:
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", VIRTUAL_ENV="", CONDA_PREFIX=str(bench.folder))
-    assert bench.srun
-    assert f"{bench.folder}/bin/python" in bench.srun
+    """But conda's own base, which is active in each of its users' shells, only where there is no other."""
+    conda, venv, own = (bench.folder / name / "bin/python" for name in ("conda", "venv", "repository/.venv"))
+    for path in (conda, venv):
+        path.parent.mkdir(parents=True)
+        shutil.copy(bench.folder / "bin" / "python", path)
+
+    def chosen(**environ: str) -> str:
+        bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", CONDA_PREFIX=str(bench.folder / "conda"), **environ)
+        assert bench.srun
+        return bench.srun[bench.srun.index("-u") - 1]
+
+    assert chosen(VIRTUAL_ENV="", CONDA_DEFAULT_ENV="torch") == str(conda)
+    assert chosen(VIRTUAL_ENV="", CONDA_DEFAULT_ENV="base") == str(conda)
+    own.parent.mkdir(parents=True)
+    shutil.copy(conda, own)
+    assert chosen(VIRTUAL_ENV="", CONDA_DEFAULT_ENV="torch") == str(conda)
+    assert chosen(VIRTUAL_ENV="", CONDA_DEFAULT_ENV="base") == str(own)
+    both = {"VIRTUAL_ENV": str(bench.folder / "venv"), "CONDA_DEFAULT_ENV": "torch"}
+    path = f"{bench.folder}/bin:/usr/bin:/bin"
+    assert chosen(**both, PATH=f"{venv.parent}:{conda.parent}:{path}") == str(venv)
+    assert chosen(**both, PATH=f"{conda.parent}:{venv.parent}:{path}") == str(conda)
 
 
 def test_a_ready_script_with_a_wrong_word_never_calls_srun(bench: Bench) -> None:
