@@ -104,11 +104,11 @@ def _refusal(said: str, by: str, job: Job) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike. time_limit, most: of a job there, in sinfo's words. gres: GPUs among them, "gpu:a100:4"."""
+    """Nodes of a partition that are alike. time_limit, size: of a job there, in sinfo's words. gres: GPUs among them, "gpu:a100:4"."""
 
     partition: str
     time_limit: str
-    most: str
+    size: str
     count: int
     cpus: int
     gres: str
@@ -138,8 +138,8 @@ def _beyond_limits(job: Job) -> list[str]:
 
     rows = [line.split("|") for line in ask("sinfo", "-h", "-e", "-o", "%P|%l|%s|%D|%c|%G").splitlines()]
     every = [
-        Nodes(name, limit, most, int(count), int(cpus.rstrip("+")), gres)  # "64+" where nodes differ
-        for name, limit, most, count, cpus, gres in (row for row in rows if len(row) == 6)
+        Nodes(name, limit, size, int(count), int(cpus.rstrip("+")), gres)  # "64+" where nodes differ
+        for name, limit, size, count, cpus, gres in (row for row in rows if len(row) == 6)
     ]
     default = next((nodes.partition for nodes in every if nodes.partition.endswith("*")), "")
     every = [dataclasses.replace(nodes, partition=nodes.partition.rstrip("*")) for nodes in every]
@@ -151,11 +151,13 @@ def _beyond_limits(job: Job) -> list[str]:
         if not there:
             found.append(f"there is no partition {name}, only {', '.join(known)}")
             continue
-        limit, most = there[0].time_limit, there[0].most.rpartition("-")[2]
+        limit, (least, _, most) = there[0].time_limit, there[0].size.rpartition("-")
         if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):
             found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
         if most.isdecimal() and job.nodes > int(most):
             found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
+        if least.isdecimal() and 0 < job.nodes < int(least):
+            found.append(f"nodes={job.nodes}, a job in partition {name} must have at least {least}")
         kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"
         if job.ranks and job.gpus_per_node and job.ranks > sum(nodes.count * nodes.gpus(kind) for nodes in there):
             found.append(f"gpus={job.ranks}, {has}")
