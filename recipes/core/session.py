@@ -774,6 +774,22 @@ def _introduce(run: Run, start: Start) -> None:
     if granted.isdecimal() and int(granted) > used:
         why = f"{used} ranks" if used else "device=cpu"
         run.say(f"warning: {why}, and {int(granted) - used} GPUs a node stand idle: give sbatch --gpus-per-node={used}")
+    _warn_of_few_cpus(run)
+
+
+def _warn_of_few_cpus(run: Run) -> None:
+    """Slurm binds a task to its --cpus-per-task where the site has TaskPlugin=task/affinity or task/cgroup; srun's default is 1."""
+    threads = {
+        "cpu_threads": run.settings.run.cpu_threads,
+        "num_workers": getattr(run.settings.config, "num_workers", 0),
+    }
+    name, most = max(threads.items(), key=lambda item: item[1])
+    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if allowed < min(most, machine):
+        run.say(
+            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
+            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
+        )
 
 
 def _say_network(run: Run, start: Start) -> None:

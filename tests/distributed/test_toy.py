@@ -193,3 +193,14 @@ def test_a_loss_that_is_not_finite_ends_it_in_a_line_before_it_is_saved(tmp_path
     assert ended.status == 1, ended.out
     assert re.search(r"^toy: failed: .*the loss at step \d+ is (nan|inf)", ended.out, re.MULTILINE), ended.out
     assert "Traceback" not in ended.out
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two CPUs")
+def test_a_rank_that_is_bound_to_too_few_cpus_says_so(tmp_path: Path) -> None:
+    """As Slurm does with TaskPlugin=task/affinity where srun is not told --cpus-per-task."""
+    cpu = str(min(os.sched_getaffinity(0)))
+    words = ("device=cpu", "cpu_threads=2", "max_steps=1", f"run_dir={tmp_path}")
+    ended = helpers.run(["taskset", "--cpu-list", cpu, sys.executable, "-m", "recipes.toy", *words])
+    assert ended.status == 0, ended.out
+    assert f"warning: cpu_threads=2, and a rank is bound to 1 of the {os.cpu_count()} CPUs" in ended.out
+    assert "give srun or sbatch --cpus-per-task=2, or a smaller cpu_threads=" in ended.out
