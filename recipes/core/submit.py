@@ -89,7 +89,15 @@ def ask_controller(job: Job) -> str:
         ) from None
     if asked.returncode != 0:
         raise MachineError(_refusal(asked.stderr, "sbatch --test-only", job))
-    return _words(asked.stderr)
+    return _words(asked.stderr) + "".join(
+        f"; Slurm does not know job {one}, whose dependency counts as met" for one in _unknown_dependencies(job)
+    )
+
+
+def _unknown_dependencies(job: Job) -> list[str]:
+    """Jobs that ``job`` depends on and that Slurm does not know (any more). Slurm 22.05 takes them for met without a word."""
+    ids = re.findall(r":(\d+)", dict(job.directives).get("dependency", ""))
+    return [one for one in ids if not jobs.find(one, _of_its_cluster(os.environ))]
 
 
 def _words(said: str) -> str:
