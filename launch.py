@@ -53,9 +53,12 @@ def main(argv: "list[str]") -> int:
         os.umask(int(settings.run.umask, 8))
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_here() / os.environ["RECIPES_DATA"])
+        unlike_profile = "" if checked else environment(settings)
+        if unlike_profile:
+            print(f"launch.py: {unlike_profile}", file=sys.stderr)
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
         return check(settings) if checked else run(settings)
-    except config.ConfigError as error:
+    except (config.ConfigError, rundir.InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     except rundir.MachineError as error:
@@ -66,6 +69,39 @@ def main(argv: "list[str]") -> int:
             print("nothing was submitted", flush=True)
 
 
+def environment(settings: "Settings") -> str:
+    """Which Python environment is used in place of the profile's, in words; "" where it is the profile's, or that has none.
+
+    Raises MachineError where the profile's is missing.
+    """
+    from recipes.core import config
+    from recipes.core.rundir import MachineError
+
+    cluster = settings.job.cluster
+    named = str(config.cluster_profile(cluster).get("environment", "")) if cluster else ""
+    if not named or os.path.realpath(sys.prefix) == os.path.realpath(named):
+        return ""
+    active = _active_environment()
+    if active:
+        return f"the active environment {active} is used, not environment: {named} of cluster={cluster}"
+    if settings.job.launcher is config.Launcher.print:
+        return f"{_no_python(cluster, named)}, where this script is used"
+    raise MachineError(_no_python(cluster, named))
+
+
+def _no_python(cluster: str, named: str) -> str:
+    return (
+        f"cluster={cluster}: environment: {named} has no bin/python on this machine: make that environment, or correct"
+        f" env/clusters/{cluster}.yaml"
+    )
+
+
+def _active_environment() -> str:
+    """The folder of the venv or conda environment that is active, or whose Python this is; "" for none."""
+    own = sys.prefix if sys.prefix != sys.base_prefix else ""
+    return os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or own
+
+
 def check(settings: "Settings") -> int:
     """check: what can be known without submitting, a line each. Gives 0, or the exit status of the first that is wrong."""
     from recipes.core import config, rehearsal, rundir, slurm, snapshot
@@ -74,7 +110,11 @@ def check(settings: "Settings") -> int:
     job = None if settings.job.launcher is config.Launcher.local else slurm.describe(settings, ROOT, here)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
     print(f"keys:   right: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    copied = 0
+    copied = python = loaded = 0
+    if settings.job.cluster and "environment" in config.cluster_profile(settings.job.cluster):
+        python, _ = rehearsal.part("python", lambda: environment(settings) or sys.prefix)
+    if job and job.modules:
+        loaded, _ = rehearsal.part("module", lambda: rehearsal.load_modules(slurm.MODULES, job.modules, os.environ))
     if job and settings.job.snapshot:
         copied, _ = rehearsal.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
@@ -94,7 +134,7 @@ def check(settings: "Settings") -> int:
             taken, _ = rehearsal.part("slurm", lambda: _ask(job, settings))
         else:
             taken, _ = rehearsal.part("here", lambda: _said_of(local_layout(settings)))
-        return copied or started or disk or taken
+        return python or loaded or copied or started or disk or taken
     except KeyboardInterrupt:
         return 130
 
@@ -146,10 +186,13 @@ def submit(settings: "Settings") -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
     import dataclasses
 
-    from recipes.core import runs, slurm, snapshot, submit
+    from recipes.core import rehearsal, runs, slurm, snapshot, submit
 
     job = slurm.describe(settings, ROOT, _here())
     expected = submit.ask_controller(job)
+    not_seen = rehearsal.look_for_data(settings, ROOT, _here())
+    if not_seen:
+        print(f"launch.py: {not_seen}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, code=snapshot.take(ROOT))
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
@@ -271,11 +314,14 @@ def _use_project_python(argv: "list[str]") -> None:
     named = re.search(r"^environment: *([^\s#]+)", text, re.MULTILINE)
     if named:
         python = Path(named[1]) / "bin" / "python"
-    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or sys.prefix != sys.base_prefix
+    active = _active_environment()
     here = os.path.realpath(sys.prefix) == os.path.realpath(str(python.parents[1]))
     # An image has all that is wanted, and may not be able to run what is outside.
-    enough = not named and all(importlib.util.find_spec(name) for name in ("omegaconf", "submitit", "torch"))
-    if not active and not here and not enough and python.exists():
+    enough = all(importlib.util.find_spec(name) for name in ("omegaconf", "submitit", "torch"))
+    if named and not active and not here and not enough and not python.exists():
+        print(f"launch.py: {_no_python(cluster, named[1])}", file=sys.stderr)
+        sys.exit(3)
+    if not active and not here and (named or not enough) and python.exists():
         os.execv(str(python), [str(python), str(ROOT / "launch.py"), *argv])
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))

@@ -70,9 +70,12 @@ if [ -n "${RECIPES_CLUSTER:-}" ]; then
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 fi
 conda=${CONDA_PREFIX:-}
-[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda= # conda activates base in each of its users' shells: base comes last
+[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in each of its users' shells: base comes last
 active=${VIRTUAL_ENV:-$conda}
 case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # activated later
+if [ -n "$active" ] && [ -n "${environment:-}" ] && [ ! "$active" -ef "$environment" ]; then
+    echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
+fi
 active=${active:-${environment:-}}
 [ -n "$active" ] || [ -x "$repository/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
 if [ -n "$active" ]; then

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config import ConfigError, Dtype, TrainKeys, key
 
@@ -15,6 +15,7 @@ class Arch(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
     dataset: str = key("cifar10", "cifar10; fake: random images")
     arch: Arch = key(Arch.resnet18, "resnet18: shaped for 32 px; resnet9: a quarter of its work")
     epochs: int = key(30, "passes over the training set", low=0, high=1_000_000)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config import NAME, NAME_FORM, ConfigError, Dtype, TrainKeys, key
 
@@ -25,6 +25,7 @@ class Decoder(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("imagenet",)
     dataset: str = key(
         "imagenet", "imagenet: data_dir's train/<wnid>/*.JPEG and val/…, or a packed copy; fake: random images"
     )

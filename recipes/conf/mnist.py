@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config import TrainKeys, key
 
@@ -20,6 +20,7 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("mnist",)
     dataset: str = key("mnist", "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images")
     epochs: int = key(4, "passes over the training set", low=0, high=1_000_000)
     global_batch_size: int = key(

@@ -381,9 +381,14 @@ class RecipeKeys:
 
 @dataclass(frozen=True)
 class TrainKeys:
-    """Keys that every training recipe has, by these names; a recipe's own dataclass adds to them."""
+    """Keys that every training recipe has, by these names; a recipe's own dataclass adds to them.
+
+    prepared: the values of ``dataset`` whose files are read from ``data_dir`` as `recipes.prepare` makes them; launch.py looks for
+    them before it submits a job.
+    """
 
     starts_a_run: ClassVar[bool] = True
+    prepared: ClassVar[tuple[str, ...]] = ()
     dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
     data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
@@ -545,6 +550,8 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     profile = cluster_profile(cluster) if cluster else {}
     defaults = {k: v for k, v in profile.items() if k in (job_names | run_names) - ASKS.keys()}
     defaults |= in_image(environ)
+    if "data_dir" in recipe_names_ & profile.keys() and not environ.get("RECIPES_DATA"):
+        defaults["data_dir"] = profile["data_dir"]
     given = {**(variants[variant] if variant else {}), **words}
     chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
 
@@ -609,7 +616,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
 
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
-    """The site's profile env/clusters/NAME.yaml: defaults of job keys, ``network``, the keys of `ASKS`, and the lists ``modules``,
+    """The site's profile env/clusters/NAME.yaml: defaults of job keys, ``network``, ``data_dir``, the keys of `ASKS`, and the lists ``modules``,
     ``env_files``.
 
     Raises ConfigError when there is none of that name or it holds something else.
@@ -647,13 +654,16 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
                 raise ConfigError(
                     f"{path}: 'environment' wants a line 'environment: /FOLDER', of a venv or a conda environment"
                 )
+        elif name == "data_dir":
+            if not str(value).startswith(("/", "~/", "${")):
+                raise ConfigError(f"{path}: 'data_dir: {shown(value)}' must be an absolute path")
         elif name in ASKS:
             pattern, form = ASKS[name]
             if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
                 raise ConfigError(f"{path}: '{name}: {shown(value)}' {form}")
         elif name not in keys:
             raise ConfigError(
-                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, *ASKS, 'modules', 'env_files', 'environment'))}"
+                f"{path}: unknown key '{shown(name)}'{nearest(str(name), (*keys, *ASKS, 'modules', 'env_files', 'environment', 'data_dir'))}"
             )
         elif not isinstance(value, str):
             raise ConfigError(f"{path}: '{name}' wants one plain value")

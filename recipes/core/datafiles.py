@@ -198,6 +198,20 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
     return {key: folder / name for key, name in zip(IDX_KEYS, CIFAR10_IDX, strict=True)}
 
 
+def find_imagenet(data_dir: str | Path) -> Path:
+    """The folder of class folders, train and val, or of a packed copy: `data_dir`, or imagenet in it; what is in them is not looked at.
+
+    Raises DataFileError where there is none.
+    """
+    for folder in (Path(data_dir).expanduser(), Path(data_dir).expanduser() / "imagenet"):
+        if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
+            return folder
+    raise DataFileError(
+        f"data_dir={str(data_dir)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give"
+        f" the folder that holds them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
+    )
+
+
 def read_idx(path: str | Path) -> tuple[tuple[int, ...], bytes | memoryview]:
     """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file, plain or gzip.
 

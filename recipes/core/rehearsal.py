@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -133,6 +133,50 @@ def start(
     line = lines[-1] if lines else f"{recipe}: ended before it came to run.resume() or run.begin()"
     known: dict[int, type[Exception]] = {rundir.EXIT_CONFIG: InputError, rundir.EXIT_MACHINE: MachineError}
     raise known.get(code, RunError)(line.partition("; logs in ")[0])
+
+
+def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, str], patience_s: float = 120.0) -> str:
+    """Loads the profile's modules here, as the batch script does by its shell ``function``. Raises MachineError where one does not load."""
+    script = 'stop() { echo "$1" >&2; exit 3; }\n' + function
+    known = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
+    if subprocess.run(["bash", "-c", known], env=dict(environ), capture_output=True).returncode:
+        return f"not tried, this machine has no command module: {', '.join(modules)}"
+    try:
+        done = subprocess.run(
+            ["bash", "-c", f'{script}load "$@"', "bash", *modules], env=dict(environ), capture_output=True, text=True,
+            errors="replace", timeout=patience_s, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"module load {' '.join(modules)}: not loaded within {patience_s:g} s") from None
+    if done.returncode:
+        lines = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
+        raise MachineError("; ".join([*lines[-1:], *lines[:-1]])[:300] or f"module load {' '.join(modules)} failed")
+    return ", ".join(modules)
+
+
+def look_for_data(settings: Settings, root: Path, base: Path) -> str:
+    """Looks for the files of the run's dataset, and opens none. Gives why it could not look, "" where it could.
+
+    root: the repository. base: what paths typed are relative to. Raises InputError where data_dir exists and lacks the files.
+    """
+    keys = settings.config
+    dataset = getattr(keys, "dataset", "")
+    if (
+        dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts
+    ):  # a mount may show other folders inside
+        return ""
+    if "$" in keys.data_dir:
+        return f"data_dir={keys.data_dir} is known on the nodes alone: the data was not looked for"
+    typed = config.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
+    folder = typed or str(root / datafiles.default_dir())
+    if typed and not datafiles.kind(Path(folder)):
+        return (
+            f"data_dir={folder} does not exist on this machine: the data was not looked for, and the nodes must have it"
+        )
+    {"mnist": datafiles.find_mnist, "cifar10": datafiles.find_cifar10, "imagenet": datafiles.find_imagenet}[dataset](
+        folder
+    )
+    return ""
 
 
 def room(run_dir: Path, keep: int, found: Found | None) -> str:

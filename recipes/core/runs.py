@@ -59,6 +59,10 @@ def look(folder: Path, now: float) -> Found:
         note = f"last word {_ago(now - _number(status.get('updated'), now))} ago"
     if not status and (refusal := rundir.read_json(folder / "refused.json")):
         note = str(refusal.get("line") or "")
+    if not status and not note and isinstance(job.get("log"), str):
+        # The batch script may have ended before it started Python.
+        lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
+        note = lines[-1].decode(errors="replace") if lines else ""
     recipe = str(job.get("recipe") or _recipe_with(set(values)))
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
@@ -82,15 +86,18 @@ def _keys(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _last_row(path: Path) -> dict[str, Any]:
-    """The last whole row of metrics.jsonl, however long that is."""
+def _last_lines(path: Path) -> list[bytes]:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            lines = file.read().splitlines()
+            return file.read().splitlines()
     except OSError:
-        return {}
-    for line in reversed(lines):
+        return []
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    """The last whole row of metrics.jsonl, however long that is."""
+    for line in reversed(_last_lines(path)):
         try:
             row = json.loads(line)
         except ValueError:  # being written, or cut by a kill

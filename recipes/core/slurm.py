@@ -192,6 +192,7 @@ def container_folders(settings: Settings, words: Mapping[str, str], root: Path) 
     paths = [*config.path_keys((config.RunKeys, recipe_class)), "network", "resume"]
     links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
+    around["data_dir"] = getattr(settings.config, "data_dir", "")  # also the site profile's
     found = container.folders({**around, **words}, [*paths, *around], [root, *links])
     for folder in found:
         if set(folder) & set(":,"):
@@ -304,7 +305,7 @@ def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
     lines += [f"environment={shlex.quote(job.environment)}"]
     lines += _CODE.splitlines()
     if job.root is None:
-        lines += (_MODULES + _CLUSTER).splitlines()
+        lines += (MODULES + _CLUSTER).splitlines()
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [
@@ -344,7 +345,7 @@ def _setup(job: Job) -> list[str]:
         lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
     if not job.snapshot:
         lines += ["export RECIPES_SNAPSHOT=false # this job runs the repository as it is"]
-    return lines + ([*_MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
+    return lines + ([*MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
 
 
 # bash runs a trap only when the command in the foreground has ended, so srun runs in the background. srun passes SIGUSR1 on to
@@ -368,7 +369,7 @@ trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 US
 """
 
 
-_MODULES = """\
+MODULES = """\
 load() {
     type module >/dev/null 2>&1 || . /etc/profile # not there where the login shell is none of sh's kin
     type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
@@ -412,9 +413,12 @@ fi
 
 _PYTHON = """\
 conda=${CONDA_PREFIX:-}
-[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda= # conda activates base in each of its users' shells: base comes last
+[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in each of its users' shells: base comes last
 active=${VIRTUAL_ENV:-$conda}
 case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # activated later
+if [ -n "$active" ] && [ -n "${environment:-}" ] && [ ! "$active" -ef "$environment" ]; then
+    echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
+fi
 active=${active:-${environment:-}}
 [ -n "$active" ] || [ -x "$repository/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
 if [ -n "$active" ]; then

@@ -229,19 +229,29 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             each = dataclasses.replace(job, arguments=(*job.arguments, *job.elements[number]), elements=(), parallel=0)
         typed = f"{run_dir}/{number}" if run_dir and job.elements else run_dir
         found.append(
-            Submitted(str(one.job_id), _note(each, str(one.job_id), typed, script, command), Path(one.paths.stdout))
+            Submitted(
+                str(one.job_id),
+                _note(each, str(one.job_id), typed, script, command, Path(one.paths.stdout)),
+                Path(one.paths.stdout),
+            )
         )
     if not job.elements:
         return found[0]
     return dataclasses.replace(found[0], job_id=found[0].job_id.partition("_")[0], elements=tuple(found))
 
 
-def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str]) -> Path:
-    """Leaves what was submitted in the run directory, which it gives."""
+def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str], log: Path) -> Path:
+    """Leaves what was submitted, and where its log is, in the run directory, which it gives."""
     assert job.root is not None
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     where = rundir.for_examination(where) if job.recipe == "doctor" else where
-    described = {"job_id": job_id, **dataclasses.asdict(job), "root": str(job.root), "command": command}
+    described = {
+        "job_id": job_id,
+        **dataclasses.asdict(job),
+        "root": str(job.root),
+        "command": command,
+        "log": str(log),
+    }
     described["code"] = str(job.code) if job.code else None
     try:
         where.mkdir(parents=True, exist_ok=True)

@@ -563,7 +563,7 @@ def test_job_files_are_not_put_where_others_can_change_them(
         folder.chmod(0o702)
     monkeypatch.setattr(launch, "ROOT", root)
     monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
-    assert launch.main([f"recipe={RECIPE}", "device=cpu"]) == 3
+    assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 3
     assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
     assert not at_work.fired()
     assert list(folder.iterdir()) == []
@@ -688,7 +688,7 @@ def test_a_link_in_a_run_directory_to_come_is_not_written_through(
     if by == "launch.py":
         monkeypatch.setattr(launch, "ROOT", root)
         monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
-        assert launch.main([f"recipe={RECIPE}", "device=cpu"]) == 0
+        assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 0
     else:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("RECIPES_SCRIPT", str(READY[0]))

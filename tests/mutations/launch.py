@@ -936,6 +936,27 @@ MUTATIONS = [
         "tests/slurm/test_submission.py::test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is",
     ),
     Mutation(
+        "launch.py",
+        "    not_seen = rehearsal.look_for_data(settings, ROOT, _here())\n",
+        '    not_seen = ""\n',
+        "a job is queued whose data is missing",
+        "tests/slurm/test_check_on_slurm.py::test_a_job_whose_data_is_missing_is_not_submitted",
+    ),
+    Mutation(
+        "recipes/core/config.py",
+        'and not environ.get("RECIPES_DATA"):',
+        "and True:",
+        "the profile's data_dir overrides RECIPES_DATA",
+        f"{CONFIG}::test_a_profiles_data_dir_is_the_recipes_default",
+    ),
+    Mutation(
+        "recipes/core/runs.py",
+        'note = lines[-1].decode(errors="replace") if lines else ""',
+        'note = ""',
+        "the report does not say why a job ended before Python",
+        "tests/slurm/test_check_on_slurm.py::test_a_module_that_no_node_has_is_in_check_and_in_the_report",
+    ),
+    Mutation(
         "recipes/core/slurm.py",
         '{"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else',
         '{"gres": f"gpu:{of_node}"} if False else',

@@ -43,6 +43,50 @@ def test_slurm_is_asked_and_no_job_is_left(slurm: Cluster, tmp_path: Path) -> No
     assert list((repo / "runs").iterdir()) == []
 
 
+def test_a_module_that_no_node_has_is_in_check_and_in_the_report(slurm: Cluster, tmp_path: Path) -> None:
+    """The batch script ends before it starts Python."""
+    repo = jobs.copy_repository(tmp_path / "clone")
+    (repo / "env/clusters/here.yaml").write_text("modules:\n  - gcc/12\n")
+    words = ("recipe=doctor", "device=cpu", "cpus_per_rank=1", "cluster=here", "run_dir=run")
+    done = slurm.run(sys.executable, "launch.py", "check", *words, cwd=repo, env=jobs.PYTHON, timeout=120)
+    assert "module: right: not tried, this machine has no command module: gcc/12" in done.stdout, done.stdout
+    done = slurm.run(sys.executable, "launch.py", *words, "wait=true", cwd=repo, env=jobs.PYTHON, timeout=120)
+    assert done.returncode != 0
+    done = slurm.run(sys.executable, "-m", "recipes.report", "run", cwd=repo, env=jobs.PYTHON)
+    assert "cluster=here: node" in done.stdout, done.stdout
+    assert " has no command module" in done.stdout
+
+
+def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: Path) -> None:
+    repo, before = jobs.copy_repository(tmp_path / "clone"), jobs.queue(slurm)
+    (tmp_path / "empty").mkdir()
+
+    def launch(*words: str, **environ: str) -> tuple[int, str]:
+        argv = (sys.executable, "launch.py", "device=cpu", "cpus_per_rank=1", *words)
+        done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON | environ, timeout=120)
+        return done.returncode, done.stderr
+
+    for words, environ, named in (
+        (("recipe=mnist",), {}, f"data_dir='{repo}/data' lacks train-images-idx3-ubyte, "),
+        (
+            ("recipe=mnist",),
+            {"RECIPES_DATA": f"{tmp_path}/no"},
+            f"data_dir='{tmp_path}/no' lacks train-images-idx3-ubyte, ",
+        ),
+        (("recipe=cifar", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, "),
+        (("recipe=imagenet", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' has neither train/<class>/*.JPEG"),
+    ):
+        status, stderr = launch(*words, **environ)
+        assert (status, len(stderr.splitlines())) == (2, 1), stderr
+        assert stderr.startswith(f"launch.py: {named}")
+        assert "python -m recipes.prepare " in stderr
+    assert jobs.queue(slurm) == before
+    status, stderr = launch("recipe=imagenet", f"data_dir={tmp_path}/node-local", "extra=--begin=now+1hour")
+    assert (status, len(stderr.splitlines())) == (0, 1), stderr
+    assert f"data_dir={tmp_path}/node-local does not exist on this machine" in stderr
+    jobs.leave_no_job(slurm)
+
+
 def test_a_full_disk_for_the_job_files_is_one_line_in_check_and_in_launch(slurm: Cluster, tmp_path: Path) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     before = jobs.queue(slurm)

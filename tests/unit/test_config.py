@@ -102,6 +102,14 @@ def test_every_key_of_a_profile_is_taken(site: Path) -> None:
     assert {name: str(getattr(keys[name], "name", keys[name])) for name in profile} == profile
 
 
+def test_a_profiles_data_dir_is_the_recipes_default(site: Path) -> None:
+    site.write_text("data_dir: /site/data\n")
+    assert parse("cluster=here").config.data_dir == "/site/data"
+    assert parse("cluster=here", "data_dir=/mine").config.data_dir == "/mine"
+    assert parse("cluster=here", RECIPES_DATA="/mine").config.data_dir == ""  # which stands for that variable
+    assert config.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
+
+
 def test_the_typed_cluster_wins_over_the_environments(site: Path) -> None:
     site.write_text("gpus_per_node: 4\n")
     site.with_name("other.yaml").write_text("gpus_per_node: 6\n")
@@ -345,6 +353,7 @@ def test_times_that_are_none(time: str) -> None:
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: a;b\n", ["partition=a;b"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' wants one plain value"]),
+        ("data_dir: here\n", ["here.yaml", "'data_dir: here' must be an absolute path"]),
         ("gpus: 8\n", ["here.yaml", "'gpus: 8' must be --gres, --gpus-per-node or --gpus-per-task"]),
         ("exclusive: 1\n", ["here.yaml", "'exclusive: 1' must be true, false"]),
         ("mem: lots\n", ["here.yaml", "'mem: lots'"]),

@@ -659,6 +659,49 @@ def test_launch_goes_on_in_the_profiles_environment(tmp_path: Path) -> None:
         assert done.stdout.startswith(first), done.stderr
 
 
+def test_a_profiles_environment_that_is_missing_or_not_used_is_named(bench: Bench) -> None:
+    shutil.copy(ROOT / "launch.py", bench.root)
+    (bench.root / "env/clusters/here.yaml").write_text(f"environment: {bench.folder}/envs\n")
+    base, missing = (
+        getattr(sys, "_base_executable", sys.executable),
+        f"cluster=here: environment: {bench.folder}/envs has",
+    )
+
+    def launch_py(*words: str, **environ: str) -> tuple[int, str, str]:
+        variables = {"PATH": "/usr/bin:/bin", "RECIPES_CLUSTER": "here", **environ}
+        argv = [base, bench.root / "launch.py", *words]
+        done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    here = {"PYTHONPATH": ":".join(sys.path[1:])}
+    for environ in ({}, here):  # a Python without and one with what launch.py imports
+        status, _, stderr = launch_py("recipe=toy", "launcher=local", **environ)
+        assert (status, stderr.startswith(f"launch.py: {missing}"), len(stderr.splitlines())) == (3, True, 1), stderr
+    status, _, stderr = launch_py("check", "recipe=doctor", "launcher=local", "device=cpu", **here)
+    assert (status, stderr) == (
+        3,
+        f"python: wrong: {missing} no bin/python on this machine: make that environment, or correct env/clusters/here.yaml\n",
+    )
+    status, stdout, stderr = launch_py("recipe=toy", "launcher=print", **here)
+    assert (status, stdout[:2]) == (0, "#!")
+    assert missing in stderr
+    unused = f"the active environment {bench.folder} is used, not environment: {bench.folder}/envs of cluster=here\n"
+    assert launch_py("recipe=toy", "launcher=print", VIRTUAL_ENV=str(bench.folder), **here)[2] == f"launch.py: {unused}"
+    _, stderr = bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", RECIPES_CLUSTER="here")
+    assert unused in stderr
+
+
+def test_check_loads_the_profiles_modules(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"PATH": "/usr/bin:/bin", "NOTES": str(bench.folder), "RECIPES_CLUSTER": "here", **MODULE}
+    assert rehearsal.load_modules(slurm.MODULES, ("gcc/12", "x"), environ) == "gcc/12, x"
+    assert (bench.folder / "modules").read_text() == "load gcc/12\nload x\n"
+    with pytest.raises(MachineError, match=r"^cluster=here: module load gcc/12 failed on "):
+        rehearsal.load_modules(slurm.MODULES, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
+    del environ["BASH_FUNC_module%%"]
+    expected = "not tried, this machine has no command module: gcc/12"
+    assert rehearsal.load_modules(slurm.MODULES, ("gcc/12",), environ) == expected
+
+
 def test_launch_can_be_read_by_an_older_python() -> None:
     tree = ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 6))
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
