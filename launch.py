@@ -307,6 +307,9 @@ def _run_dir(settings: "Settings") -> str:
 
 def _use_project_python(argv: "list[str]") -> None:
     """Goes on in the Python of the profile's environment, or of .venv, where that is there and no environment is active."""
+    if sys.getfilesystemencoding().lower() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        # In a locale such as POSIX or ISO-8859-1 this Python would misread paths; keys, scripts and logs are UTF-8.
+        os.execve(sys.executable, [sys.executable, str(ROOT / "launch.py"), *argv], dict(os.environ, PYTHONUTF8="1"))
     words = dict(word.partition("=")[::2] for word in argv)
     cluster = words.get("cluster") or os.environ.get("RECIPES_CLUSTER", "")
     profile, python = ROOT / "env" / "clusters" / f"{cluster}.yaml", ROOT / ".venv" / "bin" / "python"

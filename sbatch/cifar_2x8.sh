@@ -35,6 +35,7 @@ trap signalled=1 TERM
 trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
 unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation
 unset PYTHONSAFEPATH # python -m imports from the working directory, the code of this job, before anything else
+export PYTHONUTF8=1 # paths are UTF-8, whatever the locale is
 export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's
 [ -f recipes/cifar.py ] ||
     stop "sbatch/cifar_2x8.sh: $PWD is not the repository: cd to its top folder and type sbatch sbatch/cifar_2x8.sh"

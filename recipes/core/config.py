@@ -752,7 +752,9 @@ def _split(argv: Sequence[str]) -> dict[str, str]:
         if "\0" in value or len(value) > 4096:
             raise ConfigError(f"{name}={shown(value)}: too long, or with a NUL character")
         if any("\ud800" <= c <= "\udfff" for c in value):
-            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; write it in UTF-8")
+            encoding = sys.getfilesystemencoding()
+            fix = "write it in UTF-8" if encoding == "utf-8" else f"set PYTHONUTF8=1: this Python reads {encoding}"
+            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; {fix}")
         words[name] = value
     return words
 

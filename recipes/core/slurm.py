@@ -337,6 +337,7 @@ def _setup(job: Job) -> list[str]:
         'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
         "unset PYTHONSAFEPATH # python -m imports from the working directory, the code of this job, before anything else",
     ]
+    lines += ["export PYTHONUTF8=1 # paths are UTF-8, whatever the locale is"]
     lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
     if job.cluster:
         lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]

@@ -618,7 +618,7 @@ MUTATIONS = [
     ),
     Mutation(
         "launch.py",
-        "    return copied or started or disk or taken\n",
+        "    return python or loaded or copied or started or disk or taken\n",
         "    return started\n",
         "check gives 0 for a job that Slurm refuses or that has no room on its disk",
         f"{JOB}::test_check_fails_of_whatever_part_is_wrong",
@@ -934,6 +934,13 @@ MUTATIONS = [
         "if False:",
         "a time beyond the partition's limit is refused without that limit",
         "tests/slurm/test_submission.py::test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is",
+    ),
+    Mutation(
+        "recipes/core/slurm.py",
+        '"export PYTHONUTF8=1 # ',
+        '": # ',
+        "under a POSIX locale a job in a folder with an umlaut is refused",
+        "tests/slurm/test_submitted_code.py::test_a_folder_in_utf8_under_a_posix_locale",
     ),
     Mutation(
         "launch.py",

@@ -353,8 +353,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/runs.py",
-        "for line in reversed(lines):",
-        "for line in lines:",
+        "for line in reversed(_last_lines(path)):",
+        "for line in _last_lines(path):",
         "the table shows a run's first row in place of its last",
         f"{UNIT}/test_report.py",
     ),

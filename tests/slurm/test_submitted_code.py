@@ -110,6 +110,23 @@ def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, 
         assert jobs.read(repo / name / "status.json")["state"] == "done"
 
 
+def test_a_folder_in_utf8_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> None:
+    repo, log = jobs.copy_repository(tmp_path / "Übung" / "clone"), tmp_path / "log"
+    posix = {**PYTHON, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
+    options = ("--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh")
+    job = jobs.sbatch(slurm, repo, log, *options, *KEYS, "run_dir=für", env=posix)
+    argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *KEYS, "wait=true", "run_dir=über")
+    done = slurm.run(*argv, cwd=repo, env=posix, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"completed; run directory {repo}/über" in done.stdout
+    assert jobs.ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
+    assert log.read_text(encoding="utf-8").splitlines()[-1] == f"toy: done; run directory {repo}/für"
+    by_hand = (sys.executable, "-m", "recipes.toy", *KEYS, "run_dir=für")
+    done = slurm.run(*by_hand, cwd=repo, env=posix, timeout=120)
+    assert "is not UTF-8; set PYTHONUTF8=1" in done.stderr
+
+
 @pytest.mark.long
 def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """The source is broken while it trains; it is queued again, and goes on with the code that it began with."""
