@@ -12,8 +12,7 @@ import secrets
 import shutil
 import stat
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for eac
 MOST_DIFF = 4 << 20  # bytes of a difference that are kept
 LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # at the top, where they are no packages
 GIT_S = 20.0
+PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # of git diff, whatever the user has configured
 
 
 def take(root: Path) -> Path:
@@ -162,30 +162,38 @@ def git_commit(code: Path) -> str | None:
 
 
 def difference(code: Path) -> bytes:
-    """How the code differs from its commit, as ``git diff`` prints it. New files that git does not track, and does not ignore,
-    are in it where a copy of the code has them."""
+    """How the code differs from its commit, as ``git apply`` takes it: with the new files that a copy has and git does not ignore.
+
+    New files that would make it larger than MOST_DIFF are named at its top instead.
+    """
     if rundir.stamp(code):
         with contextlib.suppress(OSError):
             return (code / DIFF).read_bytes()
         return b""
-    new = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
-    new &= {os.fsencode(path.relative_to(code)) for path in _files(code)}
-    environ = dict(os.environ)
-    with contextlib.ExitStack() as stack:
-        if new:
-            with contextlib.suppress(OSError):  # a full disk: the tracked files' differences at least
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
-                index = code / os.fsdecode(_git(code, "rev-parse", "--git-path", "index")).strip()
-                environ["GIT_INDEX_FILE"] = str(shutil.copy(index, folder))  # git's own index stays unchanged
-                _git(code, "--literal-pathspecs", "add", "--intent-to-add", "--", *sorted(new), environ=environ)
-        words = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".")
-        diff = _git(code, *words, environ=environ)
-    return diff if len(diff) <= MOST_DIFF else b"# more than can be kept here\n"
+    diff = _git(code, "diff", "HEAD", *PLAIN, "--", ".")
+    if len(diff) > MOST_DIFF:
+        return b"# more than can be kept here\n"
+    listed = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
+    new = (path.relative_to(code) for path in _files(code)) if listed - {b""} else ()
+    left_out = b""
+    for path in new:
+        name = os.fsencode(path)
+        if name not in listed:
+            continue
+        size = (code / path).stat().st_size
+        added = _git(code, "diff", "--no-index", *PLAIN, "--", os.devnull, str(path)) if size <= MOST_DIFF else b""
+        if added and len(diff) + len(added) <= MOST_DIFF:
+            diff += added
+        else:
+            left_out += b"# new file %s, %d bytes: not kept here\n" % (name, size)
+    return left_out + diff
 
 
-def _git(root: Path, *words: str | bytes, environ: Mapping[str, str] | None = None) -> bytes:
+def _git(root: Path, *words: str) -> bytes:
     """What git prints; nothing where there is no git, or no repository."""
-    command = ["git", "-C", str(root), *words]
+
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, env=environ, capture_output=True, timeout=GIT_S, check=True).stdout
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S)
+        different = 1 if "--no-index" in words else 0
+        return done.stdout if done.returncode in (0, different) else b""
     return b""

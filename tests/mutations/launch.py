@@ -19,15 +19,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config.py",
-        'chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}',
-        'chosen = {**given, **_by_dataset(recipe, str(given.get("dataset", ""))), **defaults}',
+        "chosen = {**defaults, **_by_dataset(recipe, dataset), **from_run, **given}",
+        "chosen = {**given, **_by_dataset(recipe, dataset), **from_run, **defaults}",
         "the site's profile overrides what was typed",
         f"{CONFIG}::test_precedence_of_a_run_key {CONFIG}::test_precedence_of_a_job_key",
     ),
     Mutation(
         "recipes/core/config.py",
-        '_by_dataset(recipe, str(given.get("dataset", "")))',
-        '_by_dataset(recipe, str(words.get("dataset", "")))',
+        'str(given.get("dataset", from_run.get("dataset", "")))',
+        'str(words.get("dataset", from_run.get("dataset", "")))',
         "a variant that names a smaller dataset trains with the large one's epochs",
         f"{CONFIG}::test_precedence_of_a_recipe_key",
     ),
@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config.py",
-        'or (name == "resume" and value not in ("auto", "never"))',
+        'or (name == "resume" and value not in RESUME_WORDS)',
         "",
         "resume=PATH is looked for in the repository and not where it was typed",
         f"{CONFIG}::test_absolute",
@@ -1014,9 +1014,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/snapshot.py",
-        '"add", "--intent-to-add", "--", *sorted(new)',
-        '"add", "--intent-to-add", "--"',
-        "code.diff lacks new files: the run cannot be reproduced",
+        "for path in _files(code)) if listed",
+        "for path in ()) if listed",
+        "code.diff lacks a new file that git does not track: the run cannot be reproduced",
         SNAPSHOT,
     ),
     Mutation(

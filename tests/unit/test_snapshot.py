@@ -81,19 +81,34 @@ def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
     assert b"+later" in snapshot.difference(root)
 
 
-def test_new_files_of_the_code_are_in_the_difference(root: Path) -> None:
+def test_new_files_of_the_code_are_in_the_difference_up_to_a_size(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / ".gitignore").write_text("runs/\nignored.py\n")
     git(root, "init", "--quiet")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message=all")
-    (root / "recipes/new *.py").write_text("new recipe\n")
-    (root / "recipes/ignored.py").write_text("ignored\n")
-    (root / "notes.txt").write_text("no code\n")
+    new = {"recipes/new.py": b"mine\n", "mine/körper 1.bin": bytes(range(256)), "mine/empty.py": b"", "top.py": b"x"}
+    for name, content in new.items():
+        (root / name).write_bytes(content)
+    for name in ("recipes/ignored.py", "toy-13.out", "data/y.py"):
+        (root / name).write_text("not code")
+    (root / "recipes/toy.py").write_text("changed\n")
+    (root / "top.py").chmod(0o755)
     diff = snapshot.difference(root)
-    assert b"+new recipe" in diff
-    assert b"ignored" not in diff
-    assert b"no code" not in diff
-    assert git(root, "status", "--porcelain", "--untracked-files=no") == ""  # nothing was added to git's index
+    assert snapshot.difference(snapshot.take(root)) == diff
+    clone = tmp_path_factory.mktemp("clone")
+    git(root, "clone", "--quiet", str(root), str(clone))
+    subprocess.run(["git", "apply", "-"], cwd=clone, input=diff, check=True)
+    assert {name: (clone / name).read_bytes() for name in new} == new
+    assert (clone / "recipes/toy.py").read_text() == "changed\n"
+    assert set(git(clone, "status", "--short", "-uall").splitlines()) == {
+        "M recipes/toy.py", '?? "mine/k\\303\\266rper 1.bin"', "?? mine/empty.py", "?? recipes/new.py", "?? top.py",
+    }  # fmt: skip
+    monkeypatch.setattr(snapshot, "MOST_DIFF", 4096)
+    (root / "recipes/weights.bin").write_bytes(os.urandom(8192))
+    limited = snapshot.difference(root)
+    assert limited == b"# new file recipes/weights.bin, 8192 bytes: not kept here\n" + diff
 
 
 def test_one_that_was_changed_or_thinned_out_is_not_taken(root: Path) -> None:
