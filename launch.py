@@ -51,6 +51,9 @@ def main(argv: "list[str]") -> int:
         if home != ROOT:
             raise config.ConfigError(f"{ROOT} is the copy of the code that a job runs: type it in {home}")
         os.umask(int(settings.run.umask, 8))
+        words = settings.words_from_run()
+        if words:
+            print(f"from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_here() / os.environ["RECIPES_DATA"])
         unlike_profile = "" if checked else environment(settings)

@@ -34,6 +34,10 @@ class Config(TrainKeys):
     label_smoothing: float = key(0.1, "share of the target spread over all classes", low=0, high=1)
     augment: bool = key(True, "shift each training image by up to one pixel")
 
+    @property
+    def lr_depends_on_length(self) -> bool:  # type: ignore[override]
+        return self.schedule is Schedule.cosine or self.warmup > 0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose_dataset("mnist", "digits", "fake")

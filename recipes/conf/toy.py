@@ -1,12 +1,15 @@
 """Keys of the recipe toy."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from recipes.core.config import ConfigError, TrainKeys, key
 
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    lr_depends_on_length: ClassVar[bool] = False
+
     dataset: str = key("fake", "fake: numbers that are made up, the same from the same seed")
     epochs: int = key(20, "passes over the training set", low=0, high=1_000_000)
     global_batch_size: int = key(
@@ -17,7 +20,7 @@ class Config(TrainKeys):
     save_every: int = key(5, "epochs between snapshots; the last step is always one", low=1, may_change=True)
     spawn: int = key(
         0, "so many processes on this machine from plain python, by torch.multiprocessing; 0: none", low=0, high=1024,
-        may_change=True,
+        may_change=True, of_launch=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

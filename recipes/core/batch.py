@@ -119,7 +119,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     again is the same.
     """
     try:
-        settings = config.parse(words, recipe=recipe)
+        settings = config.parse(words, recipe=recipe, to_start=False)
     except config.ConfigError as error:  # they were right a moment ago: an env file has gone since
         print(f"{recipe}: {error}", file=sys.stderr)
         return rundir.EXIT_CONFIG
@@ -190,7 +190,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             options = dict(job.directives)
             options.pop("dependency", None)  # it was met, or this would not run
             options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
-            typed = config.parse(words, recipe=job.recipe).run.run_dir
+            typed = config.parse(words, recipe=job.recipe, to_start=False).run.run_dir
             again = dataclasses.replace(
                 job, root=Path(str(job.root)), code=Path(str(job.code)) if job.code else None, arguments=tuple(job.arguments), modules=tuple(job.modules),
                 directives=tuple(options.items()), resubmits=left,
@@ -293,7 +293,7 @@ def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
     """The job's exit status, after its step has ended with ``srun_status``."""
     try:
-        settings = config.parse(words, recipe=recipe)
+        settings = config.parse(words, recipe=recipe, to_start=False)
     except config.ConfigError as error:  # they were right when the job began: an env file has gone since
         print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
         return srun_status or rundir.EXIT_CONFIG

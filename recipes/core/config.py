@@ -1,9 +1,11 @@
 """Keys: declared once in dataclasses, typed as ``key=value``, checked without torch on the login node.
 
 Precedence: the dataclass's default < the cluster's profile (job keys, ``network``) < what the recipe's conf has for the dataset
-< ``variant=NAME`` < ``config=FILE.yaml`` < ``key=value``. OmegaConf merges and converts; ``__post_init__`` of each dataclass checks ranges.
+< the keys of the run that is resumed (its ``config.yaml``) < ``variant=NAME`` < ``config=FILE.yaml`` < ``key=value``. OmegaConf merges
+and converts; ``__post_init__`` of each dataclass checks ranges. A variant or a config= file given on a resume counts as typed.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -28,7 +30,7 @@ except ModuleNotFoundError as missing:
     print(f"{sys.executable} has no module '{missing.name}': {mend}", file=sys.stderr)
     raise SystemExit(3) from None
 
-from recipes.core import container, envfile, hostlist
+from recipes.core import container, envfile, hostlist, rundir
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SHOWN = 60  # characters of a bad value that are shown
@@ -37,6 +39,8 @@ LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint,
 SWEEP = "sweep."
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 MOST_RUNS = 1000  # of a sweep; Slurm's MaxArraySize is 1001 where nobody has set it
+RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
+LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some reader, or speaks to a terminal
 
 
@@ -67,25 +71,31 @@ def key(
     form: str = "",
     path: bool = False,
     may_change: bool = False,
+    of_launch: bool = False,
     sbatch: str = "",
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
     low, high: the inclusive range of a number. pattern: a full-match expression that a text that is not empty must meet;
     form: that pattern in words. path: made absolute when a job is submitted. may_change: a resumed run may have another (paths
-    may, too). sbatch: the option of sbatch that sets the same.
+    may, too). of_launch: holds for this launch only; a resumed run does not inherit it. sbatch: the option of sbatch that sets the same.
     """
     meta = {
         "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
-        "sbatch": sbatch,
+        "of_launch": of_launch, "sbatch": sbatch,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
 
 
 def may_change(keys: type) -> set[str]:
     """The keys of a dataclass that a resumed run may have otherwise: what a base declares so, a default of one's own does not undo."""
+    return _declared(keys, "may_change") | _declared(keys, "path")
+
+
+def _declared(keys: type, what: str) -> set[str]:
+    """The keys of a dataclass that it, or a base of it, declares so."""
     declared = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
-    return {field.name for field in declared if field.metadata.get("may_change") or field.metadata.get("path")}
+    return {field.name for field in declared if field.metadata.get(what)}
 
 
 def check(keys: Any) -> None:
@@ -322,9 +332,13 @@ def extra_options(text: str) -> dict[str, str]:
 class RunKeys:
     """How a recipe runs, whatever it trains: keys of launch.py and of every recipe."""
 
-    run_dir: str = key("", "the run directory; default: runs/RECIPE/ID, ID the job's or a time stamp", path=True)
-    variant: str = key("", "a named set of differences, see recipes/conf/RECIPE.py", pattern=NAME, form=NAME_FORM)
-    config: str = key("", "a YAML file of keys; keys typed beside it win", path=True)
+    run_dir: str = key(
+        "", "the run directory; default: runs/RECIPE/ID, ID the job's or a time stamp", path=True, of_launch=True
+    )
+    variant: str = key(
+        "", "a named set of differences, see recipes/conf/RECIPE.py", pattern=NAME, form=NAME_FORM, of_launch=True
+    )
+    config: str = key("", "a YAML file of keys; keys typed beside it win", path=True, of_launch=True)
     network: str = key("", "the fabric, env/NAME.env, or the path of an env file of one's own")
     device: Device = key(Device.auto, "auto: the GPUs that are there (inside Slurm never the CPU by itself); cuda; cpu")
     backend: Backend = key(
@@ -334,7 +348,16 @@ class RunKeys:
     cpu_threads: int = key(
         0, "torch's threads of a rank; 0: 1 with several ranks, torch's own choice for one", low=0, high=4096
     )
-    resume: str = key("auto", "auto: go on from the run directory's newest checkpoint; never; or a checkpoint's path")
+    resume: str = key(
+        "auto",
+        "auto: resume from the run directory's newest checkpoint; never; best; latest; or the path of a checkpoint or a run directory",
+        of_launch=True,
+    )
+    force: bool = key(
+        False,
+        "resume although epochs= or max_steps= makes the run shorter, or changes its learning-rate schedule midway",
+        of_launch=True,
+    )
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: none by steps", low=0)
     checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: none by time", low=0)
     keep_checkpoints: int = key(3, "the newest so many stay; 0: all", low=0)
@@ -348,13 +371,15 @@ class RunKeys:
         low=0,
     )  # fmt: skip
     timeout_s: float = key(600.0, "seconds after which a collective that does not end is an error", low=1, high=86400)
-    debug: bool = key(False, "TORCH_DISTRIBUTED_DEBUG=DETAIL: collectives that do not match are named; slower")
+    debug: bool = key(
+        False, "TORCH_DISTRIBUTED_DEBUG=DETAIL: collectives that do not match are named; slower", of_launch=True
+    )
     umask: str = key("077", "of all files that are made, in octal: 077 is for you alone, 027 for your group to read")
 
     def __post_init__(self) -> None:
         check(self)
         if not self.resume:
-            raise ConfigError("resume=: wants auto, never or a checkpoint's path")
+            raise ConfigError(f"resume=: give one of {', '.join(RESUME_WORDS)}, or the path of a checkpoint")
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ConfigError("backend=nccl: is for GPUs, beside device=cpu: leave backend= out, or give backend=gloo")
         if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] != "0":
@@ -384,11 +409,13 @@ class TrainKeys:
     """Keys that every training recipe has, by these names; a recipe's own dataclass adds to them.
 
     prepared: the values of ``dataset`` whose files are read from ``data_dir`` as `recipes.prepare` makes them; launch.py looks for
-    them before it submits a job.
+    them before it submits a job. lr_depends_on_length: whether the learning rate of a step depends on ``epochs`` or ``max_steps``;
+    a recipe may override both.
     """
 
     starts_a_run: ClassVar[bool] = True
     prepared: ClassVar[tuple[str, ...]] = ()
+    lr_depends_on_length: ClassVar[bool] = True
     dataset: str = key("", "which data", pattern=NAME, form=NAME_FORM)
     data_dir: str = key("", "folder of the data in torchvision's layout; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
@@ -411,8 +438,9 @@ class TrainKeys:
     )
     compile: bool = key(False, "torch.compile the model", may_change=True)
     evaluate: bool = key(
-        False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training", may_change=True
-    )
+        False, "evaluate the newest checkpoint (or resume=PATH) and stop, without training", may_change=True,
+        of_launch=True,
+    )  # fmt: skip
     log_every_steps: int = key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
 
     def __post_init__(self) -> None:
@@ -433,7 +461,8 @@ class Settings:
     typed: run and recipe keys as given (from ``config=`` and the command line), in the text that gives them again.
     of_job: the names of a job's keys that were given so.
     sweep: the keys of each run, where there are several; the rest of this is then of the first.
-    saved: the recipe's config for ``config.yaml``, with interpolations such as ``${oc.env:X}`` left as they are.
+    saved: the keys for ``config.yaml``, with interpolations such as ``${oc.env:X}`` left as they are: the recipe's, and the run keys
+    that were typed. from_run: the keys that are not typed and come from the run that is resumed. resumes: that run's directory.
     """
 
     recipe: str
@@ -444,6 +473,22 @@ class Settings:
     saved: DictConfig
     of_job: tuple[str, ...] = ()
     sweep: tuple[dict[str, str], ...] = ()
+    from_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    resumes: Path | None = None
+
+    def words_from_run(self) -> str:
+        """The keys that come from the run, in words: those that differ from the recipe's defaults; "" for none."""
+        cls, _ = recipe_conf(self.recipe)
+        usual = {f.name: f.default for c in (RunKeys, cls) for f in dataclasses.fields(c)}
+        usual |= _by_dataset(self.recipe, str(getattr(self.config, "dataset", "")))
+        values = {name: getattr(self.config, name, getattr(self.run, name, "")) for name in self.from_run}
+        return ", ".join(
+            f"{name}={shown(text)}" for name, text in self.from_run.items() if _text(values[name]) != _text(usual[name])
+        )
+
+
+def _text(value: object) -> str:
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def in_image(environ: Mapping[str, str]) -> dict[str, str]:
@@ -498,12 +543,15 @@ def minutes(time: str) -> int:
     return math.ceil(total_s / 60)
 
 
-def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None) -> Settings:
+def parse(
+    argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None, to_start: bool = True
+) -> Settings:
     """Checks a command line of ``key=value`` words and gives its settings.
 
     With ``recipe`` the words stand behind that recipe (or its batch script), where job keys are refused; without, behind
     launch.py, where ``recipe=`` is one of them. ``environ`` is read for ``$RECIPES_CLUSTER`` and ``$RECIPES_CONTAINER…`` alone (default: the process's).
-    Raises ConfigError, one line, for the first thing wrong.
+    Where ``run_dir=`` or ``resume=`` names a run, keys that are not typed come from it. to_start: whether this run is to be started;
+    False for who only looks at how it ended. Raises ConfigError, one line, for the first thing wrong.
     """
     environ = os.environ if environ is None else environ
     words = _split(argv)
@@ -553,19 +601,153 @@ def parse(argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] |
     if "data_dir" in recipe_names_ & profile.keys() and not environ.get("RECIPES_DATA"):
         defaults["data_dir"] = profile["data_dir"]
     given = {**(variants[variant] if variant else {}), **words}
-    chosen = {**defaults, **_by_dataset(recipe, str(given.get("dataset", ""))), **given}
+    place, _ = _build(RunKeys, {k: v for k, v in {**defaults, **given}.items() if k in run_names})
+    resumes = _run_to_resume(place, recipe, recipe_class)
+    from_run = {k: v for k, v in _keys_of(resumes, recipe, recipe_class).items() if k not in given} if resumes else {}
+    dataset = str(given.get("dataset", from_run.get("dataset", "")))
+    chosen = {**defaults, **_by_dataset(recipe, dataset), **from_run, **given}
 
     job, _ = _build(JobKeys, {k: v for k, v in chosen.items() if k in job_names} if of_launch else {})
-    run, _ = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})
+    run, run_saved = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})
     try:
         env_variables(run.network, cluster)
     except envfile.EnvFileError as error:
         given = chosen.get("network", "")
         raise ConfigError(f"network={shown(given)}: {error}" if "${" in str(given) else str(error)) from None
-    config, saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
+    try:
+        config, recipe_saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
+    except ConfigError as error:
+        inherited = resumes and str(error).partition("=")[0] in from_run
+        raise ConfigError(f"{error} (from {resumes}/config.yaml)") from None if inherited else error
     typed = {k: v for k, v in words.items() if k not in job_names}
     of_job = tuple(name for name in words if name in job_names)
-    return Settings(recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed, saved, of_job)
+    of_run = run_names & {*given, *from_run} - _declared(RunKeys, "of_launch")
+    settings = Settings(
+        recipe, dataclasses.replace(job, recipe=recipe, cluster=cluster), run, config, typed,
+        _saved(recipe_saved, run_saved, of_run, recipe_class), of_job, from_run=from_run, resumes=resumes,
+    )  # fmt: skip
+    if to_start and resumes:
+        _want_same_experiment(settings, resumes, recipe_class)
+    return settings
+
+
+def _saved(recipe_saved: DictConfig, run_saved: DictConfig, of_run: set[str], recipe_class: type) -> DictConfig:
+    """The keys for ``config.yaml``. Paths are absolute, since the run may be resumed from another folder."""
+    keys, others = (
+        cast(dict[str, Any], OmegaConf.to_container(of, resolve=False, enum_to_str=True))
+        for of in (recipe_saved, run_saved)
+    )
+    keys |= {name: value for name, value in others.items() if name in of_run}
+    paths = {name: str(value) for name, value in keys.items() if name in path_keys((recipe_class,)) | {"network"}}
+    return OmegaConf.create({**keys, **absolute(paths, (recipe_class,), Path.cwd())})
+
+
+def _run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
+    """The run directory whose keys a launch inherits: that of ``run_dir=``, else the one that ``resume=`` names; None for neither.
+
+    Raises ConfigError where ``run_dir=`` is another recipe's.
+    """
+    named = [Path(run.run_dir)] if run.run_dir else []
+    if run.resume not in RESUME_WORDS:
+        path = Path(run.resume).expanduser()
+        named += [path, path.parent, path.parent.parent]  # RUN, RUN/checkpoints or RUN/checkpoints/NAME
+    for number, path in enumerate(named):
+        folder = Path(os.path.realpath(path.expanduser()))
+        if not (folder / "config.yaml").is_file():
+            continue
+        other = recipe_of(folder)
+        if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
+            name = "resume" if number or not run.run_dir else "run_dir"
+            raise ConfigError(
+                f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: give another {name}="
+            )
+        resumable = issubclass(recipe_class, TrainKeys) and run.resume != "never"
+        return folder if resumable else None
+    return None
+
+
+def recipe_of(run_dir: Path) -> str:
+    """The recipe that a run directory is of, by its records, else by the names of its keys; "" where neither tells."""
+    begun = rundir.owner(run_dir) or {}
+    if begun.get("recipe"):
+        return str(begun["recipe"])
+    try:
+        keys = set(_load_yaml(run_dir / "config.yaml", "")) - _names(RunKeys)
+    except ConfigError:
+        return ""
+    return next((name for name in recipe_names() if recipe_keys(name) == keys), "")
+
+
+def _keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
+    """The keys of a run that a resume inherits, as the words that give them. Raises ConfigError."""
+    path = run_dir / "config.yaml"
+    try:
+        words = _read_yaml(str(path))
+    except ConfigError as error:
+        why = str(error).partition(": ")[2].rpartition("; ")[0]
+        raise ConfigError(
+            f"run_dir={shown(run_dir)}: its config.yaml {why}: remove {path} to resume with typed keys alone"
+        ) from None
+    known = _names(RunKeys) | _names(recipe_class)
+    if unknown := sorted(words.keys() - known):
+        raise ConfigError(
+            f"run_dir={shown(run_dir)}: its config.yaml has {shown(unknown[0])}=, which recipe {recipe} does not have: "
+            "use the code that it was trained with, or another run_dir="
+        )
+    launch = _declared(RunKeys, "of_launch") | _declared(recipe_class, "of_launch")
+    return {name: value for name, value in words.items() if name not in launch}
+
+
+def _want_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
+    """Raises ConfigError where the typed keys would make another experiment of the run that is resumed from a checkpoint."""
+    now, folder = settings.config, resumes / "checkpoints"
+    if now.evaluate or not any(folder.glob("step-*.pt")):
+        return
+    saved = _keys_of(resumes, settings.recipe, recipe_class)
+    saved = {**_by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
+    then, _ = _build(recipe_class, {k: v for k, v in saved.items() if k in _names(recipe_class)})
+    free = may_change(recipe_class)
+    changed = [
+        f"{name}: {_text(getattr(then, name))} then, {_text(getattr(now, name))} now"
+        for name in (f.name for f in dataclasses.fields(recipe_class))
+        if name not in free and getattr(then, name) != getattr(now, name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"run_dir={shown(resumes)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
+            "give those, or another run_dir"
+        )
+    if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):
+        raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
+
+
+def _is_finished(run_dir: Path, resume: str) -> bool:
+    """Whether a run is done, and is resumed from its last step."""
+    status = rundir.read_status(run_dir) or {}
+    name = Path(os.path.expanduser(resume)).name
+    if name == "best":
+        with contextlib.suppress(OSError, ValueError):
+            name = (run_dir / "checkpoints" / name).read_text().strip()
+    step = re.fullmatch(r"step-(\d+)\.pt", name)
+    return status.get("state") == "done" and (step is None or int(step[1]) == status.get("step"))
+
+
+def change_of_length(then: Any, now: Any, finished: bool) -> str:
+    """Why other ``epochs`` or ``max_steps`` than the run has had require consent, in words; "" where they do not.
+
+    A finished run may be made longer; another one too, where the learning rate does not depend on its length.
+    """
+    for name in LENGTH:
+        before, after = getattr(then, name), getattr(now, name)
+        if before == after:
+            continue
+        change = f"{name}={after}: the run has {name}={before}"
+        least = math.inf if name == "max_steps" else 0  # max_steps=0: no limit
+        if (after or least) < (before or least):
+            return f"{change}, and would become shorter"
+        if not finished and now.lr_depends_on_length:
+            return f"{change}, and the learning-rate schedule of its remaining steps would change"
+    return ""
 
 
 def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
@@ -591,8 +773,15 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
             f"{' '.join(map(shown, swept))}: {math.prod(map(len, values.values()))} runs; a job array has at most {MOST_RUNS}"
         )
     runs = tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+    each = []
     try:
-        each = [parse([f"{k}={v}" for k, v in {**words, **run}.items()], environ=environ) for run in runs]
+        for number, run in enumerate(runs):
+            own = {"run_dir": f"{words['run_dir']}/{number}"} if words.get("run_dir") and len(runs) > 1 else {}
+            one = parse([f"{k}={v}" for k, v in {**words, **run, **own}.items()], environ=environ)
+            if own:  # each has a folder in the one that was typed
+                keys = dataclasses.replace(one.run, run_dir=words["run_dir"])
+                one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": words["run_dir"]})
+            each.append(one)
     except ConfigError as error:
         name = str(error).partition("=")[0]
         where = f"{SWEEP}{name}={shown(swept[SWEEP + name])}: " if name in values else ""
@@ -694,7 +883,7 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
     def full(name: str, value: str) -> str:
         is_path = (
             name in paths
-            or (name == "resume" and value not in ("auto", "never"))
+            or (name == "resume" and value not in RESUME_WORDS)
             or (name == "network" and ("/" in value or value.endswith(".env")))
         )
         if not is_path or not value or "${" in value or value[0] == "$":

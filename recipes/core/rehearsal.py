@@ -236,13 +236,15 @@ def _show_checkpoints(real: Path, place: Path) -> None:
     for name in names:
         if os.path.lexists(real / name):
             (place / name).symlink_to(real / name)
+    with contextlib.suppress(OSError):  # the keys that the run has
+        shutil.copy(real.parent / "config.yaml", place.parent)
 
 
 def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     """The recipe's arguments: those of the job, or the first of a sweep, but on one rank of this machine's CPUs, and unstaged."""
     recipe_class, _ = config.recipe_conf(settings.recipe)
     typed = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
-    if settings.run.resume not in ("auto", "never"):
+    if settings.run.resume not in config.RESUME_WORDS:
         typed["resume"] = settings.run.resume  # what it stands for: it may go by run_dir
     words = config.absolute(typed, (config.RunKeys, recipe_class), base)
     words |= {"device": "cpu", "run_dir": str(place)}

@@ -241,15 +241,15 @@ def note_next(run_dir: Path, word: Next) -> None:
             write_json(run_dir / "status.json", {**status, "next": word})
 
 
-def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None) -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first) and notes each rank's host, and the launch and job it is of.
+def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None, recipe: str = "") -> int:
+    """Called by rank 0 alone: numbers this attempt (0 is the first) and records each rank's host, its launch, job and recipe.
 
     The run directory is the one's that has begun, noted as ``before``, until this one begins too: it may yet be refused.
     """
     newest = read_json(run_dir / "attempt.json")
     attempt = int(newest["attempt"]) + 1 if newest else 0
-    content = {"attempt": attempt, "launch": launch, "job": job, "hosts": hosts, "started": round(time.time(), 3)}
-    write_json(run_dir / "attempt.json", {**content, "before": _begun(newest)})
+    content = {"attempt": attempt, "launch": launch, "job": job, "recipe": recipe, "hosts": hosts}
+    write_json(run_dir / "attempt.json", {**content, "started": round(time.time(), 3), "before": _begun(newest)})
     return attempt
 
 

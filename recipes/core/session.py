@@ -177,7 +177,8 @@ class Run:
             checkpoint.sweep(self.dir / "checkpoints")
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
-                OmegaConf.save(self.settings.saved, self.dir / "config.yaml")
+                text = OmegaConf.to_yaml(self.settings.saved).encode()
+                rundir.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
             self._commit = snapshot.git_commit(config.ROOT)
             (self.dir / snapshot.DIFF).unlink(missing_ok=True)
             if diff := snapshot.difference(config.ROOT):
@@ -264,10 +265,15 @@ class Run:
         if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | free)):
             self.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
         if not evaluate:
-            changed += checkpoint.differences(content["sampler"], sampler, {"samples"})
+            changed += checkpoint.differences(content["sampler"], sampler, {"samples", *now})
         if changed:
             raise InputError(
                 f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
+            )
+        length = [] if evaluate else checkpoint.differences(meta["config"], now, set(now) - set(config.LENGTH))
+        if length and not (self.settings.resumes or self.keys.force):
+            raise InputError(
+                f"checkpoint {chosen}: {'; '.join(length)}, and there is no config.yaml of its run: give the same, or force=true"
             )
         checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
@@ -277,6 +283,10 @@ class Run:
             state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
         self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
         self.say(f"resumed from {chosen}, step {state.step}")
+        if length:
+            then, rate = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
+            change = f"learning rate of the next step: {then[0]:.4g} then, {rate[0]:.4g} now" if then else ""
+            self.say(f"the run's length changes: {'; '.join([*length, change]).rstrip('; ')}")
         other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
         if other and not evaluate:
             words = "; ".join(f"{name}: {meta.get(name)} then, {state.meta[name]} now" for name in other)
@@ -742,7 +752,7 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
                 (path / name).mkdir(parents=True, exist_ok=True)
             status = rundir.read_status(path)
             launch = rundir.launch_id(os.environ)
-            attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ))
+            attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ), start.settings.recipe)
             was_done = bool(status and status["state"] == "done")
             message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
         except OSError as error:
@@ -766,6 +776,8 @@ def _introduce(run: Run, start: Start) -> None:
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
+    if words := run.settings.words_from_run():
+        run.say(f"from the run: {words}")
     _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
@@ -829,7 +841,7 @@ def _set_threads(start: Start) -> None:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys as what a checkpoint can hold: texts, numbers, booleans. Paths, which may change, stay as they were typed."""
+    """The recipe's keys as what a checkpoint can hold: texts, numbers, booleans. Variables in paths, which may change, stay unresolved."""
     keys, typed = settings.config, OmegaConf.to_container(settings.saved, resolve=False)
     assert isinstance(typed, dict)
     values = {f.name: typed[f.name] if f.metadata.get("path") else getattr(keys, f.name) for f in fields(keys)}

@@ -193,7 +193,7 @@ def container_folders(settings: Settings, words: Mapping[str, str], root: Path) 
     links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # also the site profile's
-    found = container.folders({**around, **words}, [*paths, *around], [root, *links])
+    found = container.folders({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
     for folder in found:
         if set(folder) & set(":,"):
             raise ConfigError(

@@ -58,7 +58,8 @@ def start(repo: Path) -> Iterator[Start]:
     def start(run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str) -> Started:
         launcher = [str(repo / "launch.py"), "recipe=broken", "launcher=local", f"ranks_per_node={ranks}"]
         own = launcher if ranks else ["-m", "recipes.broken"]
-        command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", *words]
+        # Tests make runs shorter and longer: force=true.
+        command = [*before, sys.executable, *own, "device=cpu", f"run_dir={run_dir}", "force=true", *words]
         process = (helpers.start if before else helpers.fork)(
             command, cwd=repo, environ=helpers.clean_environment(**environ)
         )

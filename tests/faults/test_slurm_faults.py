@@ -501,7 +501,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_go_on(slurm: Cluster, clone:
     assert said(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
     step = newest(job.run_dir)
     assert step >= last_row(job.run_dir) - 10
-    job = submit(slurm, clone, tmp_path, f"max_steps={step + 5}")
+    job = submit(slurm, clone, tmp_path, f"max_steps={step + 5}", "force=true")
     assert ended(job, 60) == ("COMPLETED", "0:0"), job.tail()
     assert read(job.run_dir / "summary.json")["resumed_from_step"] == step
 

@@ -358,6 +358,20 @@ MUTATIONS = [
         "the table shows a run's first row in place of its last",
         f"{UNIT}/test_report.py",
     ),
+    Mutation(
+        "recipes/core/config.py",
+        "from_run = {k: v for k, v in _keys_of(resumes, recipe, recipe_class).items() if k not in given} if resumes else {}",
+        "from_run: dict[str, str] = {}",
+        "a run that is resumed without its keys is trained on with the defaults",
+        f"{UNIT}/test_config.py",
+    ),
+    Mutation(
+        "recipes/core/config.py",
+        "if not finished and now.lr_depends_on_length:",
+        "if False:",
+        "epochs= typed on a resume changes the learning-rate schedule midway without consent",
+        f"{UNIT}/test_config.py",
+    ),
     # Found by thinking of the neighbours of those above.
     Mutation(
         TRAIN,

@@ -1,7 +1,9 @@
 """Keys: which value wins, what each type takes, and what is saved."""
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipes.conf import mnist
-from recipes.core import config
+from recipes.core import config, rundir
 from recipes.core.config import ConfigError, Device, JobKeys, Launcher, RunKeys, TrainKeys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -483,3 +485,142 @@ def test_settings_know_what_was_typed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "k.yaml").write_text("lr: 0.5\npartition: gpu\n")
     found: Mapping[str, Any] = parse(f"config={tmp_path}/k.yaml", "epochs=2", "nodes=3").typed
     assert found == {"lr": "0.5", "epochs": "2"}
+
+
+# --- the keys of the run that is resumed
+
+
+def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object) -> Path:
+    """What a run leaves: its keys, its status at its last step, and empty checkpoints."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in keys.items()))
+    (folder / "attempt.json").write_text(json.dumps({"attempt": 0, "launch": "", "from_step": 0, "recipe": recipe}))
+    rundir.write_status(folder, state, attempt=0, step=max(steps, default=0))
+    for step in steps:
+        (folder / f"checkpoints/step-{step:08d}.pt").touch()
+    return folder
+
+
+def test_a_resumed_run_has_its_own_keys_above_the_datasets_and_below_what_is_typed(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, num_workers=2)
+    (tmp_path / "keys.yaml").write_text("num_workers: 3\n")
+    words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
+    for settings in (parse(*words), parse(*words, recipe="mnist")):
+        config = settings.config
+        assert (config.dataset, config.lr, config.epochs, config.num_workers) == ("digits", 0.02, 40, 3)
+        assert config.global_batch_size == 64  # digits' own
+        assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
+        assert settings.resumes == run
+        assert settings.words_from_run() == "dataset=digits, lr=0.02, epochs=40, device=cpu"
+        assert not {"dataset", "lr", "epochs", "device"} & settings.typed.keys()
+        saved = OmegaConf.to_container(settings.saved)
+        assert isinstance(saved, dict)
+        assert (saved["epochs"], saved["device"], saved["timeout_s"]) == (40, "cpu", 70)
+        assert not {"run_dir", "config", "resume", "force", "backend"} & saved.keys()
+
+
+@pytest.mark.parametrize("words", [["resume=never"], ["run_dir=other"], []])
+def test_a_launch_that_resumes_nothing_inherits_nothing(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(tmp_path / "run", 5, epochs=40)
+    settings = parse(*(["run_dir=run", *words] if words == ["resume=never"] else words))
+    assert (settings.config.epochs, settings.from_run, settings.resumes) == (4, {}, None)
+
+
+@pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/step-00000005.pt", "/checkpoints/best"])
+def test_a_checkpoint_of_another_run_brings_that_runs_keys(tmp_path: Path, place: str) -> None:
+    run = a_run(tmp_path / "run", 5, epochs=40)
+    (run / "checkpoints/best").write_text("step-00000005.pt\n")
+    assert parse(f"resume={run}{place}", f"run_dir={tmp_path}/new").config.epochs == 40
+    with pytest.raises(ConfigError, match=r"^resume=.* is a run of recipe mnist, not cifar: give another resume=$"):
+        parse("recipe=cifar", f"resume={run}{place}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "state", "words", "refused"),
+    [
+        ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "num_workers=3"], ""),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["epochs=50"],
+            "epochs=50: the run has epochs=40, and the learning-rate schedule",
+        ),
+        ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
+        ({"epochs": 40}, "done", ["epochs=50"], ""),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], "learning-rate schedule"),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=best"], "learning-rate schedule"),
+        ({"epochs": 40}, "done", ["epochs=39"], "would become shorter"),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["max_steps=9"],
+            "max_steps=9: the run has max_steps=0, and would become shorter",
+        ),
+        ({"max_steps": 9}, "done", ["max_steps=0"], ""),
+        ({"max_steps": 9}, "done", ["max_steps=8"], "would become shorter"),
+        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=50"], ""),
+        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=3"], "would become shorter"),
+        ({"lr": 0.01}, "preempted", ["variant=sgd", "force=true"], "lr: 0.01 then, 0.1 now"),
+        ({"lr": 0.01}, "preempted", ["lr=0.1", "evaluate=true"], ""),
+    ],
+)
+def test_what_a_resumed_run_may_be_given(
+    tmp_path: Path, keys: dict[str, object], state: str, words: list[str], refused: str
+) -> None:
+    run = a_run(tmp_path / "run", 3, 5, state=state, **keys)
+    (run / "checkpoints/best").write_text("step-00000003.pt\n")
+    words = [f"run_dir={run}", *(word.replace("RUN", str(run)) for word in words)]
+    if refused:
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            parse(*words)
+    else:
+        parse(*words)
+    config.parse(words, recipe="mnist", to_start=False)
+
+
+def test_a_run_without_a_checkpoint_takes_any_typed_key(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", epochs=40, lr=0.01)
+    found = parse(f"run_dir={run}", "lr=0.1").config
+    assert (found.epochs, found.lr) == (40, 0.1)
+
+
+def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
+    for number, seed in enumerate((1, 2)):
+        a_run(tmp_path / f"runs/{number}", 5, epochs=40, seed=seed)
+    settings = parse("sweep.seed=1,2", f"run_dir={tmp_path}/runs")
+    assert (settings.config.epochs, settings.run.run_dir) == (40, f"{tmp_path}/runs")
+    assert settings.typed == {"run_dir": f"{tmp_path}/runs"}
+    with pytest.raises(ConfigError, match="seed: 2 then, 3 now"):
+        parse("sweep.seed=1,3", f"run_dir={tmp_path}/runs")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: [", "its config.yaml is not YAML"),
+        ("lr: x\n", r"lr=x: wants a number \(from .*/run/config.yaml\)"),
+        ("colour: red\n", "its config.yaml has colour=, which recipe mnist does not have"),
+    ],
+)
+def test_a_damaged_config_of_a_run_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    run = a_run(tmp_path / "run", 5)
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse(f"run_dir={run}")
+
+
+def test_a_run_directory_without_a_record_of_its_recipe_is_known_by_its_keys(tmp_path: Path) -> None:
+    keys = parse("recipe=toy").saved
+    run = a_run(tmp_path / "run", 5, recipe="", **dict(keys))
+    assert config.recipe_of(run) == "toy"
+    with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
+        parse(f"run_dir={run}")
+
+
+def test_paths_of_a_run_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse("data_dir=here").saved.data_dir == str(tmp_path / "here")

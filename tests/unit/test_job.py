@@ -1543,3 +1543,13 @@ def test_a_job_that_cannot_be_examined_is_one_line(tmp_path: Path, capsys: pytes
         said = capsys.readouterr().err
         assert said.startswith(expected)
         assert said.count("\n") == 1
+
+
+def test_a_job_that_resumes_a_run_on_the_cpu_asks_for_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")
+    job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
+    assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
+    assert job.arguments == (f"run_dir={tmp_path}",)
+    settings = config.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
+    assert f"{tmp_path}/data" in slurm.container_folders(settings, {}, ROOT)
