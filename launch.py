@@ -148,6 +148,7 @@ def _ask(job: "Job", settings: "Settings") -> str:
 
     if settings.job.launcher is config.Launcher.print:
         return submit.ask_controller(job) if shutil.which("sbatch") else "not asked, there is none on this machine"
+    _want_free(settings)
     expected = submit.ask_controller(job)
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
@@ -155,6 +156,22 @@ def _ask(job: "Job", settings: "Settings") -> str:
             rundir.private_folder(ROOT, name)
         rehearsal.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
+
+
+def _want_free(settings: "Settings") -> None:
+    """Raises ConfigError where another job that is queued or running uses the run directory that was typed."""
+    from recipes.core import config, liveness, rundir
+
+    run_dir = _run_dir(settings)
+    if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
+        return
+    for number in range(len(settings.sweep)) or [None]:
+        path = Path(run_dir) if number is None else Path(run_dir) / str(number)
+        if settings.config.evaluate:
+            path = rundir.for_evaluation(path)
+        problem = liveness.queued(path, settings.job.dependency, os.environ)
+        if problem:
+            raise config.ConfigError(problem)
 
 
 def _said_of(layout: "Layout") -> str:
@@ -192,6 +209,7 @@ def submit(settings: "Settings") -> int:
     from recipes.core import rehearsal, runs, slurm, snapshot, submit
 
     job = slurm.describe(settings, ROOT, _here())
+    _want_free(settings)
     expected = submit.ask_controller(job)
     not_seen = rehearsal.look_for_data(settings, ROOT, _here())
     if not_seen:

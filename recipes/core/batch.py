@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, container, jobs, preempt, rundir, slurm, snapshot
+from recipes.core import config, container, entry, jobs, liveness, preempt, rundir, slurm, snapshot
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
@@ -35,6 +35,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         bound = slurm.container_folders(settings, typed, folder) if here else []
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
+        entry.note_refusal_of(recipe, words, rundir.EXIT_CONFIG, str(error))
         return rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
@@ -47,6 +48,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         )
         rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_CONFIG, line)
         print(f"{recipe}: {line}", file=sys.stderr)
+        return rundir.EXIT_CONFIG
+    if job and (problem := _used_by_another(settings, run_dir, job, environ)):
+        print(f"{recipe}: {problem}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     code = _code(environ) if job else config.ROOT
     if job and script:
@@ -73,6 +77,23 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return rundir.EXIT_DONE
+
+
+def _used_by_another(settings: config.Settings, run_dir: Path, job: str, environ: Mapping[str, str]) -> str:
+    """Who else uses the run directory, in words. Asked here too, since a container may have no Slurm; noted as a refusal."""
+    if not settings.config.starts_a_run:
+        return ""
+    place = rundir.for_evaluation(run_dir) if settings.config.evaluate else run_dir
+    submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
+    if liveness.of_array(job, submitted):  # it has started, and has yet to begin
+        found = liveness.element(run_dir, submitted)
+    else:
+        found = liveness.look(place, environ, settings.run.takeover)
+    if found.note:
+        print(f"{settings.recipe}: {found.note}")
+    if found.problem:
+        rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_CONFIG, found.problem)
+    return found.problem
 
 
 def _run_dir(settings: config.Settings, environ: Mapping[str, str]) -> Path:
@@ -304,6 +325,9 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if refused := rundir.refusal(run_dir, launch):
         print(f"{recipe}: {refused['line']}", file=sys.stderr)
         return int(refused["exit_status"])
+    if status is None and (by := rundir.taken_over_by(run_dir, launch)):
+        print(f"{recipe}: {run_dir} was taken over by {by}; this job is not queued again", file=sys.stderr)
+        return rundir.EXIT_MACHINE
     if status is None:
         where = "the lines above"
         if "SUBMITIT_EXECUTOR" in environ:  # each rank has a log of its own
@@ -312,7 +336,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return srun_status or rundir.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":
-        print(f"{recipe}: done{rundir.accuracy(rundir.of_launch(run_dir, launch))}; run directory {run_dir}")
+        accuracy = rundir.accuracy(rundir.of_launch(run_dir, launch))
+        print(f"{recipe}: done{accuracy}; run directory {run_dir}")
     elif status["state"] == "preempted":
         again = (
             "not queued again, since no step was gained since it was queued the last time"

@@ -247,7 +247,7 @@ class Saver:
             free = f", {datafiles.megabytes(shutil.disk_usage(self._folder).free)} free"
         return (
             f"run_dir={self._folder.parent}: a checkpoint{size} cannot be written ({error.strerror}{free}): make room there; "
-            "started again, the run goes on from the last one"
+            f"{after_a_restart(self._folder)}"
         )
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
@@ -349,6 +349,14 @@ def candidates(folder: Path) -> list[Path]:
     latest = named(folder, "latest")
     newest = step_of(Path(latest)) if latest else max(steps, default=0)
     return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
+
+
+def after_a_restart(folder: Path) -> str:
+    """Where a run whose checkpoints are in ``folder`` continues when it is started again, in words."""
+    there = candidates(folder)
+    if not there:
+        return "there is no checkpoint yet: started again, the run begins at step 0"
+    return f"started again, the run continues from {there[0].name}"
 
 
 def sweep(folder: Path) -> None:

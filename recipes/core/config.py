@@ -358,6 +358,9 @@ class RunKeys:
         "resume although epochs= or max_steps= makes the run shorter, or changes its learning-rate schedule midway",
         of_launch=True,
     )
+    takeover: bool = key(
+        False, "take the run directory over from another job that still uses it; that one ends", of_launch=True
+    )
     checkpoint_every_steps: int = key(0, "steps between checkpoints; 0: none by steps", low=0)
     checkpoint_every_s: float = key(600.0, "seconds between checkpoints; 0: none by time", low=0)
     keep_checkpoints: int = key(3, "the newest so many stay; 0: all", low=0)

@@ -53,6 +53,14 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
             rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
 
 
+def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str) -> None:
+    """The same for words that are not valid keys, of which ``run_dir=`` alone is read."""
+    run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
+    if (job := rundir.job_id(os.environ)) and recipe in config.recipe_names() and not set("$\0") & set(run_dir):
+        with rundir.umask(0o077):
+            rundir.refuse(rundir.choose(run_dir, recipe, job, config.ROOT), rundir.launch_id(os.environ), status, line)
+
+
 _through: list[int] = []  # the status of a rank that has done all it had to
 
 
@@ -96,6 +104,8 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     try:
         settings = config.parse(argv, recipe=recipe)
     except ConfigError as error:
+        if _rank_hint() == "0":
+            note_refusal_of(recipe, argv, rundir.EXIT_CONFIG, str(error))
         _refuse(recipe, str(error), rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
     try:
         info = ranks.detect(os.environ)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.core import checkpoint
 from recipes.core.rundir import MachineError
 
 
@@ -33,7 +34,7 @@ class Rows:
         except OSError as error:
             raise MachineError(
                 f"run_dir={self._path.parent}: {self._path.name} cannot be written ({error.strerror}): make room there; "
-                "started again, the run goes on from the last checkpoint"
+                f"{checkpoint.after_a_restart(self._path.parent / 'checkpoints')}"
             ) from None
 
     def close(self) -> None:

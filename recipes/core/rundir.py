@@ -241,15 +241,15 @@ def note_next(run_dir: Path, word: Next) -> None:
             write_json(run_dir / "status.json", {**status, "next": word})
 
 
-def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None, recipe: str = "") -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first) and records each rank's host, its launch, job and recipe.
+def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None, **about: Any) -> int:
+    """Called by rank 0 alone: numbers this attempt (0 is the first) and records each rank's host, its launch and job, and ``about``.
 
     The run directory is the one's that has begun, noted as ``before``, until this one begins too: it may yet be refused.
     """
     newest = read_json(run_dir / "attempt.json")
     attempt = int(newest["attempt"]) + 1 if newest else 0
-    content = {"attempt": attempt, "launch": launch, "job": job, "recipe": recipe, "hosts": hosts}
-    write_json(run_dir / "attempt.json", {**content, "started": round(time.time(), 3), "before": _begun(newest)})
+    content = {"attempt": attempt, "launch": launch, "job": job, "hosts": hosts, "started": round(time.time(), 3)}
+    write_json(run_dir / "attempt.json", {**content, **about, "before": begun(newest)})
     return attempt
 
 
@@ -265,11 +265,11 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
         )
     if any(record.get(name) != value for name, value in of.items()):
         raise _taken_over(run_dir, record)
-    record.pop("before", None)
-    write_json(run_dir / "attempt.json", {**record, "from_step": step, "own": own})
+    before = record.pop("before", None) or {}
+    write_json(run_dir / "attempt.json", {**record, "from_step": step, "own": own, "follows": before.get("launch")})
 
 
-def _begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
+def begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
     """The newest attempt that has begun, of what ``attempt.json`` holds."""
     return record if record is None or "from_step" in record else record.get("before")
 
@@ -280,11 +280,11 @@ def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
     of: ``attempt`` or ``launch``, or both, of the one that is asked for, which may be opened and not begun; None where it is neither.
     """
     newest = read_json(run_dir / "attempt.json")
-    return _owner(newest, of) if of else _begun(newest) or newest
+    return _owner(newest, of) if of else begun(newest) or newest
 
 
 def _owner(newest: dict[str, Any] | None, of: Mapping[str, Any]) -> dict[str, Any] | None:
-    for record in (newest, _begun(newest)):
+    for record in (newest, begun(newest)):
         if record and all(record.get(name) == value for name, value in of.items()):
             return record
     return None
@@ -299,6 +299,13 @@ def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
 
 def _taken_over(run_dir: Path, newest: Mapping[str, Any]) -> MachineError:
     return MachineError(f"{run_dir}: a later attempt writes here ({newest.get('launch') or 'unknown'}); this one ends")
+
+
+def taken_over_by(run_dir: Path, launch: str) -> str:
+    """The launch that has taken the run directory over from this one, "" for none. For the end of this launch's own job."""
+    newest = begun(read_json(run_dir / "attempt.json"))
+    taken = newest and launch and newest.get("follows") == launch and newest.get("launch") != launch
+    return str(newest.get("launch") or "unknown") if newest and taken else ""
 
 
 def gained_nothing(run_dir: Path, launch: str) -> bool:
@@ -339,6 +346,12 @@ def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
         if (note := read_json(folder / "refused.json")) and note["launch"] == launch:
             return note
     return None
+
+
+def accuracy(run_dir: Path) -> str:
+    """The accuracy in ``summary.json``, as a part of a line; "" for none."""
+    found = (read_json(run_dir / "summary.json") or {}).get("val_top1")
+    return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
 
 
 def record_failure(
@@ -482,13 +495,6 @@ def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]
         return False
     jobs = [str(one["launch"]).rpartition(".")[0] or str(one["launch"]) for one in (before, attempt)]
     return jobs[0] != jobs[1]
-
-
-def accuracy(run_dir: Path) -> str:
-    """What a finished run's summary.json says of its accuracy, for a line: ``; val_top1 0.9944``; "" without an evaluation."""
-    summary = read_json(run_dir / "summary.json") or {}
-    found = {name: summary.get(name) for name in ("val_top1", "val_top5")}
-    return "".join(f"; {name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:

@@ -36,7 +36,7 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
     Raises OSError where the folder itself cannot be read; one below it that cannot is left out, with a line.
     """
-    if any((folder / name).exists() for name in ("attempt.json", "job.yaml")):
+    if any((folder / name).exists() for name in ("attempt.json", "job.yaml", "refused.json")):
         yield folder
     elif depth:
         inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
@@ -57,13 +57,19 @@ def look(folder: Path, now: float) -> Found:
     row = {} if summary else _last_row(folder / "metrics.jsonl")
     if state == "running":
         note = f"last word {_ago(now - _number(status.get('updated'), now))} ago"
-    if not status and (refusal := rundir.read_json(folder / "refused.json")):
-        note = str(refusal.get("line") or "")
+    if (refused := rundir.read_json(folder / "refused.json")) and _is_newer(folder, "refused.json", "status.json"):
+        line = str(refused.get("line") or "")
+        if not status:
+            note = line
+        elif state == "running":
+            note = f"{note}; a later launch was refused: {line}"
+        else:
+            state, note = "refused", f"{line} (before that: {state}{note and f', {note}'})"
     if not status and not note and isinstance(job.get("log"), str):
         # The batch script may have ended before it started Python.
         lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
         note = lines[-1].decode(errors="replace") if lines else ""
-    recipe = str(job.get("recipe") or _recipe_with(set(values)))
+    recipe = str(job.get("recipe") or config.recipe_of(folder))
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}
@@ -73,9 +79,12 @@ def look(folder: Path, now: float) -> Found:
     )
 
 
-def _recipe_with(keys: set[str]) -> str:
-    """The recipe that has these keys, "" for none."""
-    return next((name for name in config.recipe_names() if config.recipe_keys(name) == keys), "")
+def _is_newer(folder: Path, name: str, other: str) -> bool:
+    """By the clock of the file system, whose both are; also where the other is not there."""
+    try:
+        return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
+    except OSError:
+        return (folder / name).exists()
 
 
 def _keys(path: Path) -> dict[str, Any]:

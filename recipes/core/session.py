@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
-from recipes.core import checkpoint, config, dist, entry, logs, metrics, preempt, rundir, snapshot, watchdog
+from recipes.core import checkpoint, config, dist, entry, liveness, logs, metrics, preempt, rundir, snapshot, watchdog
 from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
@@ -34,7 +34,6 @@ ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
 # Under which a wait for another rank has no end, or one that NCCL makes of the process without a word on who did not come.
 SILENT_BACKENDS = {"nccl", "mpi"}
-FENCE_S = 5.0  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
@@ -322,12 +321,22 @@ class Run:
         if there and self._has_begun_before():
             wanted = "auto"  # from what it has saved itself, where it has
         if wanted not in ("auto", "never"):
-            path = Path(os.path.realpath(Path(wanted).expanduser()))
+            of_run = wanted in config.RESUME_WORDS
+            path = self.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
             if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
                 path = path.with_name(name)
+            elif of_run:
+                why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
+                raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
             if not os.path.exists(path):
                 raise InputError(f"resume={wanted}: there is no such file on {self.world.host}")
-            return str(path)
+            if not path.is_dir():
+                return str(path)
+            there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
+            if not there:
+                raise InputError(
+                    f"resume={wanted}: there is no checkpoint in that folder: give a run directory that has one, or a file"
+                )
         if wanted == "never":
             if there:
                 raise InputError(
@@ -341,7 +350,7 @@ class Run:
             except InputError as problem:
                 self.warn(f"{problem}; taking the one before it")
         if there:
-            raise InputError(f"{self.checkpoints}: none of {len(there)} can be read: move them away to start anew")
+            raise InputError(f"{there[0].parent}: none of {len(there)} can be read: move them away to start anew")
         return ""
 
     def _has_begun_before(self) -> bool:
@@ -441,6 +450,7 @@ class Run:
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
             rundir.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
+        self.say(f"finished at step {step}{rundir.accuracy(self.dir)}")
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
@@ -569,10 +579,15 @@ def keep_flight_records(environ: MutableMapping[str, str], run_dir: Path) -> Non
 
 
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
-    """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next."""
-    while not over.wait(FENCE_S):
+    """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next.
+
+    Until then, shows that it is alive.
+    """
+    while not over.wait(liveness.HEARTBEAT_S):
         try:
             run.check_mine()
+            with contextlib.suppress(OSError):
+                liveness.heartbeat(run.dir)
         except MachineError as error:
             print(f"{run.settings.recipe}: {error}", file=sys.stderr)
             _leave(rundir.EXIT_MACHINE)
@@ -624,8 +639,7 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
     disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and disk_full:
         error = MachineError(
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; started again, the run goes on from its "
-            "last checkpoint"
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
         )
     code, kind, line = rundir.EXIT_CRASH, Kind.error, rundir.one_line(error)
     if isinstance(error, MachineError):
@@ -747,20 +761,29 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
         path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, config.ROOT)
         if start.settings.config.evaluate:
             path = rundir.for_evaluation(path)
+        patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
         try:
-            for name in ("logs", "checkpoints", "failures"):
-                (path / name).mkdir(parents=True, exist_ok=True)
-            status = rundir.read_status(path)
-            launch = rundir.launch_id(os.environ)
-            attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ), start.settings.recipe)
-            was_done = bool(status and status["state"] == "done")
-            message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
+            found = liveness.look(path, os.environ, start.settings.run.takeover, patience_s)
+            if found.note:
+                print(f"{start.settings.recipe}: {found.note}", flush=True)
+            if found.problem:
+                message = {"used": found.problem}
+            else:
+                for name in ("logs", "checkpoints", "failures"):
+                    (path / name).mkdir(parents=True, exist_ok=True)
+                status = rundir.read_status(path)
+                launch, about = rundir.launch_id(os.environ), liveness.about(os.environ)
+                attempt = rundir.open_attempt(
+                    path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
+                )
+                was_done = bool(status and status["state"] == "done")
+                message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
         except OSError as error:
             message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
     message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
-    if "error" in message:
+    if "error" in message or "used" in message:
         world.await_readers("run_dir")
-        raise MachineError(message["error"])
+        raise InputError(message["used"]) if "used" in message else MachineError(message["error"])
     path = Path(message["dir"])
     if world.rank != 0:
         for name in ("logs", "failures"):

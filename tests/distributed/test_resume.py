@@ -171,3 +171,26 @@ def test_another_recipes_run_directory_is_refused(stopped: Path) -> None:
     assert (ended.status, len(ended.lines)) == (2, 1), ended.out
     assert f"toy: run_dir={stopped}"[:30] in ended.out
     assert "is a run of recipe mnist, not toy: give another run_dir=" in ended.out
+
+
+def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:
+    ended = mnist(stopped, "resume=best")
+    assert ended.status == 2, ended.out
+    words = (
+        f"resume=best: {stopped}/checkpoints/best does not exist (no evaluation has named one yet): leave resume= out"
+    )
+    assert words in ended.out
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    (run_dir / "checkpoints/best").write_text("step-00000010.pt\n")
+    ended = mnist(run_dir, "resume=best")
+    assert ended.status == 0, ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in ended.lines
+    assert ended.lines[-1] == f"finished at step 12; val_top1 {helpers.read(run_dir, 'summary')['val_top1']:.4f}"
+    ended = mnist(run_dir, "resume=latest", "evaluate=true")
+    assert f"resumed from {run_dir}/checkpoints/step-00000012.pt, step 12" in ended.lines
+    for place in (stopped, stopped / "checkpoints"):
+        ended = mnist(tmp_path / "new", f"resume={place}", "evaluate=true")
+        assert f"resumed from {stopped}/checkpoints/step-00000005.pt, step 5" in ended.lines
+    ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}")
+    assert ended.status == 2, ended.out
+    assert f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one" in ended.out

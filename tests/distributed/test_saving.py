@@ -247,3 +247,11 @@ def test_an_attempt_that_was_stopped_before_it_began_gained_nothing(tmp_path: Pa
     rundir.open_attempt(tmp_path, ["a"], "7.1")
     rundir.write_status(tmp_path, "preempted", attempt=1, step=5)
     assert rundir.gained_nothing(tmp_path, "7.1") is True
+
+
+def test_what_a_restart_continues_from_is_true(tmp_path: Path) -> None:
+    assert checkpoint.after_a_restart(tmp_path) == (
+        "there is no checkpoint yet: started again, the run begins at step 0"
+    )
+    (tmp_path / "step-00000012.pt").touch()
+    assert checkpoint.after_a_restart(tmp_path) == "started again, the run continues from step-00000012.pt"

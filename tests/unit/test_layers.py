@@ -20,7 +20,7 @@ class Layer(NamedTuple):
 
 # The direction of imports. A module that is missing here fails the test, and so does an import that the table does not allow.
 LAYERS = {
-    "place": Layer("errors rundir jobs hostlist ranks network findings outliers container", "", ""),
+    "place": Layer("errors rundir jobs liveness hostlist ranks network findings outliers container", "", ""),
     "config": Layer("config envfile", "place", "omegaconf yaml"),
     "run": Layer("entry gpus local logs preempt rehearsal runs snapshot watchdog", "place config", "omegaconf"),
     "launch": Layer("launch batch ready slurm submit", "place config run", "submitit"),

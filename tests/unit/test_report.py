@@ -124,3 +124,35 @@ def test_where_there_is_no_run_it_is_one_line(tmp_path: Path, make_it: bool, wor
     assert ended.status == 2
     assert len(ended.lines) == 1
     assert ended.lines[0].startswith(f"report: {tmp_path}/none: {words}")
+
+
+def test_a_run_whose_newest_launch_was_refused_is_no_longer_shown_as_done(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", lr=0.1)
+    os.utime(folder / "status.json", (1, 1))
+    rundir.refuse(folder, "7.0", 2, "lr: 0.1 then, 0.2 now")
+    found = runs.look(folder, time.time())
+    assert (found.state, found.note, found.step) == ("refused", "lr: 0.1 then, 0.2 now (before that: done)", 10)
+    assert found.results["val_top1"] == 0.9412
+    os.utime(folder / "refused.json", (0, 0))  # a later launch has done it
+    found = runs.look(folder, time.time())
+    assert (found.state, found.note) == ("done", "")
+
+
+def test_a_live_run_stays_running_when_a_second_launch_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "running")
+    os.utime(folder / "status.json", (1, 1))
+    rundir.refuse(folder, "8.0", 2, "job 7 (running) uses it")
+    found = runs.look(folder, time.time())
+    assert found.state == "running"
+    assert found.note.startswith("last word ")
+    assert found.note.endswith(" ago; a later launch was refused: job 7 (running) uses it")
+
+
+@pytest.mark.parametrize("module", ["recipes.mnist", "recipes.core.batch"])
+def test_a_job_that_was_refused_before_its_run_began_has_its_reason_there(tmp_path: Path, module: str) -> None:
+    argv = ["begin", "mnist"] if module == "recipes.core.batch" else []
+    command = [sys.executable, "-m", module, *argv, f"run_dir={tmp_path}/run", "epohcs=1"]
+    ended = helpers.run(command, environ=helpers.clean_environment(SLURM_JOB_ID="7"))
+    assert ended.status == 2, ended.out
+    [row] = lines(str(tmp_path))[1:]
+    assert " ".join(row[1:]).startswith("not begun 0 epohcs=1: recipe mnist has no key 'epohcs'"), row

@@ -1,0 +1,127 @@
+"""Who else uses a run directory: by the records of its attempts, a process on this machine, and a heartbeat. Slurm's part is in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import liveness, rundir
+
+
+@pytest.fixture
+def other() -> Iterator[dict[str, Any]]:
+    """What a live process records of itself."""
+    code = "import json, os, sys; from recipes.core import liveness; print(json.dumps(liveness.about({})), flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(liveness.__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdout
+    about: dict[str, Any] = json.loads(process.stdout.readline())
+    yield about
+    process.kill()
+    process.communicate()
+
+
+def an_attempt(folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any) -> Path:
+    rundir.open_attempt(folder, ["a"], launch, job, **about)
+    rundir.begin_attempt_at(folder, 0)
+    rundir.write_status(folder, state, attempt=0, step=3)
+    return folder
+
+
+def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ: str) -> liveness.Found:
+    return liveness.look(folder, environ, takeover, patience_s)
+
+
+def test_a_live_process_on_this_machine(tmp_path: Path, other: dict[str, Any]) -> None:
+    an_attempt(tmp_path, **other)
+    pid = other["process"]["pid"]
+    assert f"process {pid} on " in look(tmp_path).problem
+    assert f"end it (kill {pid})" in look(tmp_path).problem
+    assert look(tmp_path, takeover=True) == liveness.Found()
+    rundir.open_attempt(tmp_path, ["a"])  # a later launch that was refused does not hide it
+    assert f"process {pid} on " in look(tmp_path).problem
+    rundir.write_status(tmp_path, "done", attempt=0, step=3)
+    assert not look(tmp_path).problem
+
+
+@pytest.mark.parametrize(("name", "value"), [("pid", 2**22), ("started", "1")])
+def test_a_process_that_has_ended_or_whose_number_is_anothers(
+    tmp_path: Path, other: dict[str, Any], name: str, value: object
+) -> None:
+    an_attempt(tmp_path, **{**other, "process": {**other["process"], name: value}})
+    assert look(tmp_path) == liveness.Found()
+
+
+def test_another_step_of_the_same_job_and_its_requeue(tmp_path: Path, other: dict[str, Any]) -> None:
+    an_attempt(tmp_path, job="7", launch="7.0", **{**other, "cluster": ""})
+    assert "another step of this job" in look(tmp_path, SLURM_JOB_ID="7").problem
+    assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == liveness.Found()
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_elements_of_one_array_never_share_one(tmp_path: Path, takeover: bool, state: str) -> None:
+    an_attempt(tmp_path, state, job="7_0", launch="7_0.0", cluster="")
+    second = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    assert look(tmp_path, takeover, **second).problem == (
+        f"run_dir={tmp_path}: element 7_0 of this job array uses it, and each element needs its own: "
+        "launch.py makes such an array (sweep.KEY=A,B)"
+    )
+    first = {**second, "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    assert look(tmp_path, takeover, **first) == liveness.Found()
+
+
+def test_without_slurm_the_heartbeat_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "WATCH_S", 3.0)
+    monkeypatch.setenv("PATH", "")
+    an_attempt(
+        tmp_path, job="7", launch="7.0", cluster="here", process={"host": "x", "pid": 1, "started": "1", "place": "x"}
+    )
+    here = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here", "PATH": ""}
+    found = look(tmp_path, **here)
+    assert not found.problem
+    assert (
+        "job 7 on a has used it; it counts as ended, since it has no heartbeat (scontrol is not on the PATH"
+        in found.note
+    )
+    over = threading.Event()
+
+    def beats() -> None:
+        while not over.wait(0.2):
+            liveness.heartbeat(tmp_path)
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    try:
+        found = look(tmp_path, **here)
+        elsewhere = look(tmp_path, **{**here, "SLURM_CLUSTER_NAME": "other"})
+        at_submission = look(tmp_path, patience_s=0, **here)
+    finally:
+        over.set()
+        thread.join()
+    assert "job 7 on a (its heartbeat advances; scontrol is not on the PATH" in found.problem
+    assert "it is a job of cluster here" in elsewhere.problem
+    assert not at_submission.problem
+    os.utime(tmp_path / "attempt.json", (1, 1))
+    monkeypatch.setattr(liveness, "WATCH_S", 1e6)
+    assert "no heartbeat" in look(tmp_path, patience_s=1e6, **here).note  # an old one is not waited for
+
+
+def test_who_was_taken_over_is_known(tmp_path: Path) -> None:
+    an_attempt(tmp_path, launch="1.0")
+    assert rundir.taken_over_by(tmp_path, "1.0") == ""
+    rundir.open_attempt(tmp_path, ["b"], "2.0")
+    assert rundir.taken_over_by(tmp_path, "1.0") == ""  # it may yet be refused
+    rundir.begin_attempt_at(tmp_path, 3)
+    assert rundir.taken_over_by(tmp_path, "1.0") == "2.0"
+    assert rundir.taken_over_by(tmp_path, "0.0") == ""
