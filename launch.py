@@ -208,8 +208,8 @@ def submit(settings: "Settings") -> int:
 
     from recipes.core import rehearsal, runs, slurm, snapshot, submit
 
-    job = slurm.describe(settings, ROOT, _here())
     _want_free(settings)
+    job = slurm.describe(settings, ROOT, _here())
     expected = submit.ask_controller(job)
     not_seen = rehearsal.look_for_data(settings, ROOT, _here())
     if not_seen:

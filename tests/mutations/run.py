@@ -372,6 +372,27 @@ MUTATIONS = [
         "epochs= typed on a resume changes the learning-rate schedule midway without consent",
         f"{UNIT}/test_config.py",
     ),
+    Mutation(
+        "recipes/core/runs.py",
+        'state, note = "refused", ',
+        "state, note = state, ",
+        "a run whose newest launch was refused is shown as done",
+        f"{UNIT}/test_report.py",
+    ),
+    Mutation(
+        "recipes/core/liveness.py",
+        "if not found or found.ended or (",
+        'if not found or found.ended or found.state != "RUNNING" or (',
+        "a second job takes the run directory of a suspended or requeued job over",
+        "tests/slurm/test_second_job.py",
+    ),
+    Mutation(
+        "recipes/core/liveness.py",
+        '_started(int(its["pid"])) == its["started"]',
+        '_started(int(its["pid"])) != ""',
+        "a run cannot be resumed while another process has the number of its old one",
+        f"{UNIT}/test_liveness.py",
+    ),
     # Found by thinking of the neighbours of those above.
     Mutation(
         TRAIN,
