@@ -260,7 +260,7 @@ def test_wait_ends_where_the_dependency_cannot_be_met(slurm: Cluster, repo: Path
     """Slurm leaves such a job in the queue for ever."""
     first = slurm.submit("--output=/dev/null", "--wrap=exit 1")
     assert slurm.wait_job(first) == "FAILED"
-    done = launch(slurm, repo, "device=cpu", f"dependency=afterok:{first}", "wait=true", timeout=30)
+    done = launch(slurm, repo, *MINI, f"dependency=afterok:{first}", "wait=true", timeout=30)
     assert done.returncode == 3, done.stderr
     line = rf"job (\d+) never starts: its dependency afterok:{first}\(failed\) cannot be met; remove it: scancel \1"
     assert re.fullmatch(line, done.stderr.strip()), done.stderr
