@@ -100,9 +100,15 @@ def _no_python(cluster: str, named: str) -> str:
 
 
 def _active_environment() -> str:
-    """The folder of the venv or conda environment that is active, or whose Python this is; "" for none."""
+    """The folder of the venv or conda environment that is active, or whose Python this is; "" for none, or conda's base."""
+    conda = "" if _in_conda_base() else os.environ.get("CONDA_PREFIX")
     own = sys.prefix if sys.prefix != sys.base_prefix else ""
-    return os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or own
+    return os.environ.get("VIRTUAL_ENV") or conda or own
+
+
+def _in_conda_base() -> bool:
+    """conda activates base in each of its users' shells, so it is no choice of theirs."""
+    return os.environ.get("CONDA_DEFAULT_ENV") == "base"
 
 
 def check(settings: "Settings") -> int:
@@ -345,7 +351,7 @@ def _use_project_python(argv: "list[str]") -> None:
     if named and not active and not here and not enough and not python.exists():
         print(f"launch.py: {_no_python(cluster, named[1])}", file=sys.stderr)
         sys.exit(3)
-    if not active and not here and (named or not enough) and python.exists():
+    if not active and not here and (named or not enough or _in_conda_base()) and python.exists():
         os.execv(str(python), [str(python), str(ROOT / "launch.py"), *argv])
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:2]))

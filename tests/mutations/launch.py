@@ -1062,4 +1062,25 @@ MUTATIONS = [
         "launch.py loads torch on the login node: seconds for each command",
         "tests/unit/test_layers.py::test_imports_go_one_way",
     ),
+    Mutation(
+        "recipes/core/slurm.py",
+        '[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda=',
+        '[ "${CONDA_DEFAULT_ENV:-}" != root ] || conda=',
+        "a ready script takes conda's base ahead of .venv",
+        f"{JOB}::test_a_ready_script_takes_the_active_conda_environment",
+    ),
+    Mutation(
+        "recipes/core/slurm.py",
+        "active=${conda:-$active} ;; esac",
+        "active=$active ;; esac",
+        "a conda environment that is activated on top of a venv is passed over",
+        f"{JOB}::test_a_ready_script_takes_the_active_conda_environment",
+    ),
+    Mutation(
+        "launch.py",
+        'conda = "" if _in_conda_base() else os.environ.get("CONDA_PREFIX")',
+        'conda = os.environ.get("CONDA_PREFIX")',
+        "launch.py stays in conda's base, which has no torch",
+        f"{JOB}::test_launch_goes_on_in_the_profiles_environment",
+    ),
 ]

@@ -651,7 +651,14 @@ def test_launch_goes_on_in_the_profiles_environment(tmp_path: Path) -> None:
     assert done.stdout.startswith("#!/bin/bash"), done.stderr
     # .venv is for a Python that has not what is wanted.
     shutil.copytree(tmp_path / "envs", copied / ".venv")
-    for variables, first in (({}, "taken: "), ({"PYTHONPATH": environ["PYTHONPATH"]}, "#!/bin/bash")):
+    enough = {"PYTHONPATH": environ["PYTHONPATH"]}
+    for variables, first in (
+        ({}, "taken: "),
+        (enough, "#!/bin/bash"),
+        ({"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}, "taken: "),  # each shell of conda's users has it
+        ({**enough, "CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}, "taken: "),
+        ({**enough, "CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "torch"}, "#!/bin/bash"),
+    ):
         done = subprocess.run(
             [base, copied / "launch.py", "recipe=toy", "launcher=print"], env={"PATH": "/usr/bin:/bin", **variables},
             capture_output=True, text=True, timeout=60,
