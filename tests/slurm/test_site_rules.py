@@ -21,6 +21,7 @@ CLI_FILTER = """
 function slurm_cli_setup_defaults(options, early) return slurm.SUCCESS end
 function slurm_cli_post_submit(offset, job, step) return slurm.SUCCESS end
 function slurm_cli_pre_submit(options, offset)
+    if options["type"] ~= "sbatch" then return slurm.SUCCESS end -- a step has the GPUs of its job
     for _, way in ipairs({"gres", "gpus-per-node", "gpus-per-task"}) do
         if (options[way] ~= nil) ~= (way == "WAY") then
             slurm.log_error("this site takes GPUs by --WAY alone")
