@@ -340,10 +340,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         told = f"; down there: {', '.join(down)}" if down else ""
         return facts, [
             *findings,
-            Finding(
-                f"{str(error).partition(': mend')[0]}{told}",
-                "bring the interface up, or mend its route: ip route get PEER there",
-            ),
+            Finding(f"{error.what}{told}", error.fix),
         ]
     if not chosen:
         return facts, findings

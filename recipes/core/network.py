@@ -24,11 +24,17 @@ _ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's bits, …, 
 _ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix bits, flags, scope, interface index
 _ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
 
-_MEND = "mend the node's network or DNS, or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the right interface"
+_SET = "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
+FIX_ROUTE = f"bring the interface up, or fix its route (ip route get PEER on that node), {_SET}"
+FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME on that node), {_SET}"
 
 
 class NetworkError(RuntimeError):
-    """No interface was found that reaches the peer: one line that names host, peer and mend."""
+    """No interface was found that reaches the peer. what: one line that names host and peer. fix: what to do."""
+
+    def __init__(self, what: str, fix: str = FIX_ROUTE) -> None:
+        super().__init__(f"{what}: {fix}")
+        self.what, self.fix = what, fix
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def _towards(peer: str) -> Choice:
         try:
             route = route_to(address)
         except NetworkError as error:
-            failures.append(str(error))
+            failures.append(error.what)
             continue
         # An address of our own is no way to another node, even where the peer has it too (every docker0 is 172.17.0.1).
         if route.local:
@@ -115,10 +121,10 @@ def _towards(peer: str) -> Choice:
             continue
         return Choice(route.interface, route.source, peer, address, f"route to {peer} ({address})")
     if failures:
-        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}: {_MEND}")
+        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
     loopback = _loopback()
     if not loopback:
-        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {own[0]} is its own address: {_MEND}")
+        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {own[0]} is its own address", FIX_NAME)
     return Choice(loopback, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
 
 
@@ -137,7 +143,7 @@ def _resolve(host: str) -> list[str]:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not a host name"
-        raise NetworkError(f"{socket.gethostname()} cannot resolve {host} ({reason}): {_MEND}") from None
+        raise NetworkError(f"{socket.gethostname()} cannot resolve {host} ({reason})", FIX_NAME) from None
     return [str(sockaddr[0]) for *_, sockaddr in answers]
 
 

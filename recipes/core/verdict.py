@@ -131,10 +131,13 @@ def lines(verdict: Verdict) -> list[str]:
         found.append(f"healthy: {count} node{'s' if count > 1 else ''}")
     else:
         bad = len({node for entry in verdict.entries if entry.bad for node in entry.nodes})
-        found.append(
-            (f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame")
-            + (f": sbatch --exclude={','.join(verdict.exclude)} keeps off them" if verdict.exclude else "")
-        )
+        options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
+        if bad == count > 1:
+            other = f"; {options} selects other nodes, if the cluster has enough" if options else ""
+            found.append(f"all {count} nodes are bad: fix them as the lines above say{other}")
+        else:
+            what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
+            found.append(what + (f": {options} keeps off them" if options else ""))
     return found
 
 

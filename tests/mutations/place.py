@@ -226,7 +226,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/network.py",
-        "        except NetworkError as error:\n            failures.append(str(error))\n            continue\n",
+        "        except NetworkError as error:\n            failures.append(error.what)\n            continue\n",
         "        except NetworkError as error:\n            raise error\n",
         "a peer whose first address has no route is given up although its second has one",
         NETWORK,

@@ -257,6 +257,13 @@ def test_infiniband_ports(tmp_path: Path) -> None:
     assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
 
 
+def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Path) -> None:
+    two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
+    _, (found,) = examine.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    assert "cannot resolve no-such.invalid (" in found.what
+    assert found.mend.startswith("add the name to DNS, or to /etc/hosts on each node")
+
+
 def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = network.Choice("eth1", "10.0.0.1", "two", "10.0.0.2", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)

@@ -187,7 +187,8 @@ def test_name_that_does_not_resolve_names_host_peer_and_fix(pair: tuple[Node, No
     peers = ("no-such.invalid", "a" * 70, "..")
     for peer, answer in zip(peers, pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in peers)), strict=True):
         assert answer["error"].startswith(f"node1 cannot resolve {peer} (")
-        assert "mend the node's network or DNS" in answer["error"]
+        assert "): add the name to DNS, or to /etc/hosts on each node" in answer["error"]
+        assert "bring the interface up" not in answer["error"]
         assert "\n" not in answer["error"]
 
 
