@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT))
 
 def main(argv: "list[str]") -> int:
     _use_project_python(argv)
-    from recipes.core import config, rundir
+    from recipes.core import config, errors, rundir
 
     if not argv or {"-h", "--help", "help"} & set(argv):
-        print(config.help_text())
+        errors.show(config.help_text())
         return 0 if argv else rundir.EXIT_CONFIG
     checked = argv[:1] == ["check"]
     try:
@@ -198,13 +198,11 @@ def _ranks_here(settings: "Settings") -> int:
 
 def show(settings: "Settings") -> int:
     """launcher=print: the sbatch script on stdout; nothing is submitted."""
-    from recipes.core import slurm
+    from recipes.core import errors, slurm
 
     job = slurm.describe(settings, ROOT, _here())
-    print(
-        slurm.script(job, header=["Made by launch.py; options of sbatch before the script's name win over these."]),
-        end="",
-    )
+    header = ["Made by launch.py; options of sbatch before the script's name win over these."]
+    errors.show(slurm.script(job, header=header).rstrip("\n"))
     return 0
 
 

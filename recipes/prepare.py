@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core import classfolder, config, datafiles, packing, rundir
+from recipes.core import classfolder, config, datafiles, errors, packing, rundir
 from recipes.core.classfolder import Listing
 from recipes.core.config import ConfigError, key
 from recipes.core.datafiles import (
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: sys.argv's); returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(USAGE.format(datasets="\n".join(map(_help, DATASETS))), end="")
+        errors.show(USAGE.format(datasets="\n".join(map(_help, DATASETS))).rstrip("\n"))
         return 0
     try:
         name, keys = parse(arguments)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core import config, envfile, network, ranks, rehearsal, rundir
+from recipes.core import config, envfile, errors, network, ranks, rehearsal, rundir
 from recipes.core.config import ConfigError, Settings
 from recipes.core.ranks import RankInfo
 from recipes.core.rehearsal import Asked
@@ -95,7 +95,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if "RANK" in os.environ:  # python -m torch.distributed.launch says in a word what is in the environment too
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     if any(word in ("-h", "--help") for word in argv):
-        print(config.help_text(recipe))
+        errors.show(config.help_text(recipe))
         sys.exit(rundir.EXIT_DONE)
     host = socket.gethostname()
     if other := rundir.other_code(config.ROOT, os.environ):
