@@ -8,22 +8,23 @@ Keys stand in the table where the runs differ in them. A run that still says run
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-from recipes.core import config, rundir, runs
+from recipes.core import config, errors, rundir, runs
+from recipes.core.jobs import Queue
 from recipes.core.rundir import InputError
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print((__doc__ or "").strip())
+        errors.show((__doc__ or "").strip())
         return rundir.EXIT_DONE
     folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(config.ROOT) / "runs"]
     try:
-        found = [runs.look(path, time.time()) for folder in folders for path in runs.run_directories(folder)]
+        queue = Queue()
+        found = [runs.look(path, time.time(), queue) for folder in folders for path in runs.run_directories(folder)]
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
@@ -31,10 +32,10 @@ def main(argv: list[str]) -> int:
     if not found:
         raise InputError(f"{', '.join(map(str, folders))}: no run is there: name a run directory, or a folder of them")
     if "--json" in argv:
-        for run in found:
-            print(json.dumps({**vars(run), "folder": str(run.folder)}, default=str))
+        lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
     else:
-        print("\n".join(runs.table(found)))
+        lines = runs.table(found)
+    errors.show("\n".join(lines))
     return rundir.EXIT_DONE
 
 
@@ -44,5 +45,3 @@ if __name__ == "__main__":
     except InputError as error:
         print(f"report: {error}", file=sys.stderr)
         sys.exit(rundir.EXIT_CONFIG)
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

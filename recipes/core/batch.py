@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, container, entry, jobs, liveness, preempt, rundir, slurm, snapshot
+from recipes.core import config, container, entry, jobs, liveness, outlook, preempt, rundir, slurm, snapshot
+from recipes.core.errors import Next
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
@@ -53,13 +54,20 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         print(f"{recipe}: {problem}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     code = _code(environ) if job else config.ROOT
+    said = _said_of(environ)
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
             text = Path(script).read_bytes()
             # Never through a link that lay in wait.
             rundir.write_whole(run_dir / "job.sh", lambda file: file.write(text))
-            described = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
+            described = {
+                "job_id": job,
+                "recipe": recipe,
+                "arguments": words,
+                "code": str(code),
+                "log": said.get("StdOut"),
+            }
             rundir.write_json(run_dir / "job.yaml", described)
     by_clock = job and settings.run.stop_before_s and preempt.is_short(environ)
     if by_clock:
@@ -69,7 +77,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if by_clock and (left := preempt.seconds_left(environ)):  # in a container there is nobody to ask
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
-    lines += [f"unset {name}" for name in slurm.foreign_gpu_requests(environ, _said_of(environ))]
+    lines += [f"unset {name}" for name in slurm.foreign_gpu_requests(environ, said)]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
@@ -339,35 +347,45 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         accuracy = rundir.accuracy(rundir.of_launch(run_dir, launch))
         print(f"{recipe}: done{accuracy}; run directory {run_dir}")
     elif status["state"] == "preempted":
-        again = (
-            "not queued again, since no step was gained since it was queued the last time"
-            if int(environ.get("SLURM_RESTART_COUNT") or 0)
-            and rundir.gained_nothing(rundir.of_launch(run_dir, launch), launch)
-            else requeue(settings.run.max_requeues, environ)
-        )
-        print(f"{recipe}: saved at step {status['step']}; {again}; run directory {run_dir}")
+        line = requeue(rundir.of_launch(run_dir, launch), status["attempt"], settings.run.max_requeues, environ)
+        print(f"{recipe}: saved at step {status['step']}; {line}; run directory {run_dir}")
     else:
         print(f"{recipe}: {status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
     return code
 
 
-def requeue(max_requeues: int, environ: Mapping[str, str]) -> str:
-    """Puts this job back into the queue if it may be, and says in a few words what was done.
-
-    Only a job that still runs is: one that was cancelled stays so, and one that Slurm preempted is queued by Slurm.
-    """
+def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str, str]) -> str:
+    """Requeues this job if it may be, unless Slurm has decided what becomes of it: one that was cancelled stays so, and one that
+    Slurm preempts it requeues itself. Notes what comes next in ``status.json``, and gives it in a few words."""
     job, restarts = rundir.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
-    if restarts >= max_requeues:
-        return f"not queued again, since max_requeues={max_requeues} is reached"
+    found, failure = None, ""
     try:
         found = jobs.find(str(job))
-        if not found or found.state != "RUNNING":
-            return "Slurm is ending the job itself, so it is not queued again from here"
+    except rundir.MachineError as error:
+        failure = str(error)
+    word = found.after_start(restarts) if found else None
+    if found and word in (Next.requeued, Next.held):
+        rundir.note_next(run_dir, word, attempt)
+        return "requeued by Slurm" if word is Next.requeued else f"requeued, but {jobs.describe(found)}"
+    if not word and restarts >= max_requeues:
+        word = Next.max_requeues
+    elif not word and restarts and rundir.gained_nothing(run_dir, rundir.launch_id(environ)):
+        word = Next.no_progress
+    if word or not found:
+        rundir.note_next(run_dir, word or Next.requeue_failed, attempt)
+        why = failure or f"Slurm does not know job {job}"
+        return outlook.WORDS[word] if word else f"not requeued ({why}): {outlook.AGAIN}"
+    is_held = found.fields.get("Priority") == "0"
+    # Before the requeue, which ends this job: the next attempt may have begun a moment later.
+    rundir.note_next(run_dir, Next.held if is_held else Next.requeued, attempt)
+    try:
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, rundir.MachineError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
+        rundir.note_next(run_dir, Next.requeue_failed, attempt)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
-        return f"not queued again ({why[:200]}): to resume, sbatch the same script with run_dir="
-    return f"queued again (restart {restarts + 1} of at most {max_requeues})"
+        return f"not requeued ({why[:200]}): {outlook.AGAIN}"
+    held = f", but held: scontrol release {job} starts it" if is_held else ""
+    return f"requeued (restart {restarts + 1} of at most {max_requeues}){held}"
 
 
 def main(argv: list[str]) -> int:

@@ -1,17 +1,23 @@
 """What Slurm's controller knows about a job: the one caller and parser of ``scontrol show job``. Standard library only."""
 
+import contextlib
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
+from recipes.core.errors import Next
 from recipes.core.rundir import MachineError
 
 # States from which a job does not come back by itself. Not REVOKED: in a federation another cluster runs that job.
 ENDED = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
+# Between two starts of a requeued job, or ahead of its first one.
+WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"])
+COMPLETING = "COMPLETING"  # its last start is ending: what comes next shows in other fields
 ANSWER_S = 60.0
 # Fields whose value may contain spaces and "=": each stands on a line by itself, or at the end of its line.
 _LINE = re.compile(
@@ -45,6 +51,64 @@ class Job:
         """Whether it waits for a job that ended otherwise than its dependency requires: Slurm leaves it in the queue."""
         return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
 
+    @property
+    def waiting(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def held(self) -> bool:
+        """Whether Slurm starts it again only after ``scontrol release``."""
+        return (self.waiting or self.state == COMPLETING) and self.fields.get("Priority") == "0"
+
+    @property
+    def start(self) -> str:
+        """When a waiting job starts, as far as Slurm knows: a time, or ""."""
+        start = self.fields.get("StartTime", "")
+        return "" if start in ("Unknown", "N/A", "None") else start
+
+    def after_start(self, restarts: int) -> Next | None:
+        """What Slurm does with the job after the start with this number (0: the first); None while that start is running."""
+        if self.held:
+            return Next.held
+        if self.ended:
+            return Next.cancelled if self.state == "CANCELLED" else Next.not_requeued
+        if self.waiting or self.restarts > restarts:
+            return Next.requeued
+        if self.state == COMPLETING:  # Slurm hides the state that follows
+            by_slurm = self.fields.get("PreemptTime", "None") != "None" or self._reached_its_limit()
+            return Next.not_requeued if by_slurm else Next.cancelled
+        return None
+
+    def _reached_its_limit(self) -> bool:
+        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", self.fields.get("TimeLimit", ""))
+        with contextlib.suppress(KeyError, ValueError):
+            start, end = (datetime.fromisoformat(self.fields[name]) for name in ("StartTime", "EndTime"))
+            days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+            limit = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            return bool(found) and end - start >= limit
+        return False
+
+
+class Queue:
+    """Answers about several jobs. Each is asked for once, and nothing more after the controller has failed to answer."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
+        self._environ, self._timeout_s = environ, timeout_s
+        self._known: dict[str, Job | None] = {}
+        self._failure: MachineError | None = None
+
+    def find(self, job_id: str) -> Job | None:
+        """The job as `find` gives it. Raises MachineError."""
+        if self._failure:
+            raise self._failure
+        if job_id not in self._known:
+            try:
+                self._known[job_id] = next(iter(show(job_id, self._environ, self._timeout_s)), None)
+            except MachineError as error:
+                self._failure = error
+                raise
+        return self._known[job_id]
+
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
     """The job as the controller describes it, one entry per array task or component; [] where Slurm does not know it.
@@ -70,6 +134,20 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
 def find(job_id: str, environ: Mapping[str, str] = os.environ) -> Job | None:
     """The job, of an array or a heterogeneous job its first part; None where Slurm does not know it. Raises MachineError."""
     return next(iter(show(job_id, environ)), None)
+
+
+def describe(job: Job) -> str:
+    """A job's state in the queue, in one line."""
+    reason = f" ({job.reason})" if job.reason else ""
+    if job.held:
+        return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
+    if job.waiting:
+        when = f", expected to start at {job.start}" if job.start else ""
+        return f"job {job.id} is pending{reason}{when}"
+    if job.ended:
+        return f"job {job.id} has ended: {job.state}{reason}"
+    again = f", restart {job.restarts}" if job.restarts else ""
+    return f"job {job.id} is {job.state.lower()}{again}"
 
 
 def parse(text: str) -> list[Job]:

@@ -195,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in ``path``; None where there is none or it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
@@ -234,10 +234,11 @@ def write_status(
     write_json(run_dir / "status.json", content)
 
 
-def note_next(run_dir: Path, word: Next) -> None:
-    """Adds to ``status.json`` what happened to the job after the run was saved; nothing where it cannot be written."""
+def note_next(run_dir: Path, word: Next, attempt: int) -> None:
+    """Adds to ``status.json``, if it is still this attempt's, what happens to the job after the run was saved."""
     with contextlib.suppress(OSError):
-        if status := read_status(run_dir):
+        status = read_status(run_dir)
+        if status and status["attempt"] == attempt:
             write_json(run_dir / "status.json", {**status, "next": word})
 
 

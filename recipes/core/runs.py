@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipes.core import config, rundir
+from recipes.core import config, outlook, rundir
+from recipes.core.jobs import Queue
 
 DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID
 INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # of a run directory; no runs of their own
@@ -47,8 +48,8 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 print(f"{entry.path}: cannot be read ({error.strerror}), and is left out", file=sys.stderr)
 
 
-def look(folder: Path, now: float) -> Found:
-    """What a run directory says. now: of time.time()."""
+def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
+    """What a run directory says. now: of time.time(). queue: for the note on what comes next; None: not asked."""
     status, summary = rundir.read_status(folder) or {}, rundir.read_json(folder / "summary.json") or {}
     values, job = _keys(folder / "config.yaml"), rundir.read_json(folder / "job.yaml") or {}
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
@@ -56,8 +57,10 @@ def look(folder: Path, now: float) -> Found:
         summary = {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
     if state == "running":
-        note = f"last word {_ago(now - _number(status.get('updated'), now))} ago"
-    if (refused := rundir.read_json(folder / "refused.json")) and _is_newer(folder, "refused.json", "status.json"):
+        note = f"last word {ago(now - _number(status.get('updated'), now))} ago"
+    if queue and state == "preempted":
+        note = outlook.after_stop(folder, status, queue)
+    if (refused := rundir.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
         line = str(refused.get("line") or "")
         if not status:
             note = line
@@ -69,6 +72,8 @@ def look(folder: Path, now: float) -> Found:
         # The batch script may have ended before it started Python.
         lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
         note = lines[-1].decode(errors="replace") if lines else ""
+    if queue and not status and not note and (found := outlook.look(folder, queue)).asked:
+        note = found.line
     recipe = str(job.get("recipe") or config.recipe_of(folder))
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
@@ -79,7 +84,7 @@ def look(folder: Path, now: float) -> Found:
     )
 
 
-def _is_newer(folder: Path, name: str, other: str) -> bool:
+def is_newer(folder: Path, name: str, other: str) -> bool:
     """By the clock of the file system, whose both are; also where the other is not there."""
     try:
         return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
@@ -120,7 +125,8 @@ def _number(value: Any, otherwise: float) -> float:
     return value if isinstance(value, (int, float)) and abs(value) < 1e15 else otherwise
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
+    """A duration, rounded to its largest unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

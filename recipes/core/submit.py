@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from recipes.core import config, jobs, rundir, slurm
+from recipes.core import config, jobs, outlook, rundir, slurm
 from recipes.core.rundir import MachineError
 from recipes.core.slurm import Job
 
@@ -281,8 +281,9 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
 
     A controller that does not answer is asked again for ``patience_s`` seconds.
     """
-    shown, interval_s, silent_since = 0, 0.5, 0.0
+    shown, interval_s, silent_since, waits = 0, 0.5, 0.0, (False, 0)
     while True:
+        job = None
         try:
             job = jobs.find(submitted.job_id, _of_its_cluster(os.environ))
             state, code = (job.state, job.exit_status) if job else ("", 0)
@@ -301,6 +302,9 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
             if time.monotonic() - silent_since > patience_s:
                 raise MachineError(f"job {submitted.job_id} goes on, but {error}") from None
         shown = _follow(submitted.log, shown) if show else 0
+        if job and job.waiting and (job.held, job.restarts) != waits:
+            waits = (job.held, job.restarts)
+            print(jobs.describe(job), file=sys.stderr)
         if state in jobs.ENDED or state == "":
             break
         time.sleep(interval_s)
@@ -313,6 +317,8 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
         return rundir.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
+    if status and status["state"] == "preempted":
+        reason = f": {outlook.after_stop(submitted.run_dir, status, jobs.Queue(_of_its_cluster(os.environ)))}"
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
     return rundir.exit_code(status, code) or rundir.EXIT_CRASH
 

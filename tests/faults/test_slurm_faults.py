@@ -172,7 +172,7 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
     def back_in_the_queue(job: Job, reason: str) -> None:
         wait_requeued(job, 90)
         step = saved_at(job, reason)
-        assert f"broken: saved at step {step}; queued again (restart 1 of at most 20)" in job.said()
+        assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.said()
 
     def with_more_time(job: Job) -> None:
         slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
@@ -342,9 +342,7 @@ def test_a_job_is_queued_again_max_requeues_times(slurm: Cluster, clone: Path, t
             jobs.start_again(job.slurm, job.id)
     assert ended(job) == ("FAILED", "75:0")
     step = saved_at(job, "SIGUSR2", attempt=1)
-    assert said(job.log)[-1].startswith(
-        f"broken: saved at step {step}; not queued again, since max_requeues=1 is reached"
-    )
+    assert said(job.log)[-1].startswith(f"broken: saved at step {step}; not requeued, since max_requeues= is reached")
 
 
 @pytest.mark.fault(22)
@@ -362,7 +360,9 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     assert saved_at(job, "SIGUSR2", attempt=1) == step
-    assert said(job.log)[-1].startswith(f"broken: saved at step {step}; not queued again, since no step was gained")
+    assert said(job.log)[-1].startswith(
+        f"broken: saved at step {step}; not requeued, since its last start completed no step"
+    )
     assert job.fields()["Restarts"] == "1"
 
 
@@ -389,7 +389,7 @@ def test_without_scontrol_the_run_is_saved_and_it_is_said(
         if stub == "missing"
         else "Slurm's controller does not answer: no controller today"
     )
-    last = f"broken: saved at step {step}; not queued again ({why}"
+    last = f"broken: saved at step {step}; not requeued ({why}"
     assert said(job.log)[-1].startswith(last)
     assert job.fields()["Restarts"] == "0"
 

@@ -440,7 +440,7 @@ def test_ahead_of_the_time_limit_all_ranks_save_and_the_job_is_requeued(
     assert 3 <= step < 600
     assert [file.name for file in (run_dir / "checkpoints").glob("step-*.pt")] == [f"step-{step:08d}.pt"]
     assert not (run_dir / "summary.json").exists()
-    line = f"mnist: saved at step {step}; queued again (restart 1 of at most 20); run directory {run_dir}"
+    line = f"mnist: saved at step {step}; requeued (restart 1 of at most 20); run directory {run_dir}"
     wait_until(lambda: line in said(log), 10, line)
 
     wait_until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
@@ -484,4 +484,4 @@ def test_a_cancelled_job_is_saved_and_stays_cancelled(slurm: Cluster, repo: Path
     saved = read(run_dir / "status.json")
     assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
     assert (run_dir / f"checkpoints/step-{saved['step']:08d}.pt").exists()
-    assert "queued again (" not in log.read_text()
+    assert "requeued (restart" not in log.read_text()

@@ -1258,6 +1258,26 @@ def test_waiting_ends_with_the_jobs_outcome(
     assert capsys.readouterr().out.count("rank 0's words") == 1
 
 
+def test_waiting_says_that_a_requeued_job_is_held_and_what_came_of_the_saved_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = jobs.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
+    cancelled = jobs.Job("7", "CANCELLED", "", 75, 1)
+    answers = iter([jobs.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
+    monkeypatch.setattr(jobs, "find", lambda job, environ: next(answers))
+    monkeypatch.setattr(jobs, "show", lambda *asked: [cancelled])
+    monkeypatch.setattr(submit.time, "sleep", lambda s: None)
+    rundir.write_status(
+        tmp_path, "preempted", attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=5, reason="SIGUSR2"
+    )
+    assert submit.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == 75
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "job 7 is held (JobHeldUser): scontrol release 7 starts it"
+    assert last.startswith(
+        "job 7: cancelled: stopped by SIGUSR2, saved at step 5; job 7 has ended: CANCELLED; the job was cancelled:"
+    )
+
+
 def test_a_sweep_ends_with_the_first_status_that_is_not_good(monkeypatch: pytest.MonkeyPatch) -> None:
     one = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
@@ -1316,42 +1336,72 @@ def test_a_preempted_run_is_queued_again(
     assert calls(tmp_path, "scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     said = capsys.readouterr().out
     assert "saved at step 12" in said
-    assert "queued again (restart 1 of at most 20)" in said
+    assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in said
+    assert (rundir.read_status(preempted) or {})["next"] == "requeued"
 
 
 def test_an_array_task_queues_itself_alone(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch)
+    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=4")
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
     assert calls(tmp_path, "scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
     assert "restart 5 of at most 20" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "PREEMPTED", "COMPLETING", "PENDING", "RUNNING_LATER"])
-def test_a_job_that_slurm_is_ending_is_not_queued_again(
-    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
-) -> None:
-    scontrol(tmp_path, monkeypatch, f"JobId=7 JobState={state} Reason=None")
+@pytest.mark.parametrize(
+    ("state", "words", "next_word"),
+    [
+        ("JobState=COMPLETING Restarts=0", "the job was cancelled: to resume", "cancelled"),
+        ("JobState=CANCELLED Restarts=0", "the job was cancelled: to resume", "cancelled"),
+        ("JobState=COMPLETING Restarts=1", "requeued by Slurm;", "requeued"),
+        ("JobState=PENDING Restarts=1", "requeued by Slurm;", "requeued"),
+        ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
+         "requeued, but job 7 is held (JobHeldUser): scontrol release 7 starts it", "held"),
+        ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:29",
+         "not requeued by Slurm: to resume", "not-requeued"),
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:09",
+         "the job was cancelled: to resume", "cancelled"),
+        ("JobState=PREEMPTED Restarts=0", "not requeued by Slurm: to resume", "not-requeued"),
+    ],
+)  # fmt: skip
+def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, words: str,
+    next_word: str,
+) -> None:  # fmt: skip
+    scontrol(tmp_path, monkeypatch, f"JobId=7 JobName=x\n{state}")
     assert finish(preempted) == rundir.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
-    assert "not queued again from here" in capsys.readouterr().out
+    assert f"saved at step 12; {words}" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == next_word
+
+
+def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol(tmp_path, monkeypatch, RUNNING + "\nPriority=0")
+    finish(preempted)
+    assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
+    assert "requeued (restart 1 of at most 20), but held: scontrol release 7 starts it;" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "held"
 
 
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), ""), (("max_requeues=3",), "3")])
 def test_a_job_is_queued_again_so_often_and_no_more(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
 ) -> None:  # fmt: skip
-    scontrol(tmp_path, monkeypatch)
+    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts={restarts or 0}")
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == rundir.EXIT_REQUEUE
-    assert calls(tmp_path, "scontrol") == []
-    assert "max_requeues=" in capsys.readouterr().out
+    assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
+    assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "max-requeues"
 
 
 def test_one_requeue_below_the_limit_is_still_done(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scontrol(tmp_path, monkeypatch)
+    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=2")
     finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
     assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
 
@@ -1359,11 +1409,13 @@ def test_one_requeue_below_the_limit_is_still_done(
 def test_a_job_that_gains_no_step_is_not_queued_again_for_ever(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch)
+    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=1")
     monkeypatch.setattr(rundir, "gained_nothing", lambda run_dir, launch: True)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == rundir.EXIT_REQUEUE
-    assert calls(tmp_path, "scontrol") == []
-    assert "no step was gained" in capsys.readouterr().out
+    assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
+    assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "no-progress"
+    scontrol(tmp_path, monkeypatch)
     finish(preempted)  # the first start may be stopped before its first step
     assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
 
@@ -1383,7 +1435,8 @@ def test_no_scontrol_is_said_and_the_status_still_asks_for_a_requeue(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert finish(preempted) == rundir.EXIT_REQUEUE
-    assert "not queued again (scontrol is not on the PATH" in capsys.readouterr().out
+    assert "not requeued (scontrol is not on the PATH" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
 
 
 def test_a_failing_scontrol_is_said_in_one_line(
@@ -1392,7 +1445,8 @@ def test_a_failing_scontrol_is_said_in_one_line(
     scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
     assert finish(preempted) == rundir.EXIT_REQUEUE
     said = capsys.readouterr().out
-    assert "not queued again (slurm_update error: Access denied)" in said
+    assert "not requeued (slurm_update error: Access denied): to resume, start it again" in said
+    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
     assert len(said.splitlines()) == 1
 
 

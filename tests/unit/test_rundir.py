@@ -268,11 +268,13 @@ def test_the_records_of_an_earlier_version_are_read(tmp_path: Path) -> None:
 
 
 def test_what_happened_to_the_job_is_added_to_the_status(tmp_path: Path) -> None:
-    rundir.note_next(tmp_path, Next.requeued)
+    rundir.note_next(tmp_path, Next.requeued, 0)
     assert not (tmp_path / "status.json").exists()
     begun(tmp_path, "preempted")
     before = rundir.read_status(tmp_path)
-    rundir.note_next(tmp_path, Next.requeued)
+    rundir.note_next(tmp_path, Next.cancelled, 1)
+    assert rundir.read_status(tmp_path) == before
+    rundir.note_next(tmp_path, Next.requeued, 0)
     assert rundir.read_status(tmp_path) == {**(before or {}), "next": "requeued"}
 
 
