@@ -3,7 +3,7 @@
     srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # every node of an allocation; status 0 or 3
     python -m recipes.doctor                                                 # this machine alone, a login node too
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the head of a job
-    python -m recipes.doctor explain runs/imagenet/1234                      # why a run died, by its logs
+    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; of a folder of runs, each
     python -m recipes.doctor env my.env                                      # what is wrong in an env file
     python -m recipes.doctor network                                         # lines for an env file of one's own
 
@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.conf.doctor import Config
-from recipes.core import config, envfile, examine, network, ranks, reach, rundir, signatures, variables, verdict
+from recipes.core import config, envfile, errors, examine, explain, network, ranks, reach, rundir, variables, verdict
 from recipes.core.config import ConfigError, Device, Settings
 from recipes.core.errors import Kind
 from recipes.core.findings import Finding
+from recipes.core.jobs import Queue
 from recipes.core.ranks import RankInfo
 
 # Shares of ``seconds`` at which a part is given up.
@@ -388,8 +389,8 @@ def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, depu
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["explain"] and len(argv) == 2:
-        print("\n".join(signatures.explain(Path(argv[1])).lines()))
+    if argv[:1] == ["explain"] and len(argv) > 1:
+        errors.show("\n".join(explain.explain([Path(word) for word in argv[1:]], Queue())))
         return rundir.EXIT_DONE
     if argv[:1] == ["env"] and len(argv) > 1:
         return check_env_files(argv[1:])
@@ -397,10 +398,10 @@ def main(argv: list[str]) -> int:
         return propose(argv[1:])
     if argv and argv[0] in ("explain", "env"):
         raise ConfigError(
-            f"{argv[0]}: wants a path: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
+            f"{argv[0]}: a path is missing: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
         )
     if any(word in ("-h", "--help") for word in argv):
-        print((__doc__ or "").strip(), config.help_text("doctor"), sep="\n\n")
+        errors.show(f"{(__doc__ or '').strip()}\n\n{config.help_text('doctor')}")
         return rundir.EXIT_DONE
     keep_all()
     rundir.go_home(config.ROOT)

@@ -9,12 +9,13 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.core import rundir
+from recipes.core.errors import Kind
 from recipes.core.rundir import InputError
 
 # cause: what began it. error: an exception that is in no table. sign: something is wrong, and it does not say what.
@@ -25,6 +26,7 @@ HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; what lies between is 
 MOST_FILES = 4096
 MOST_NAMES = 200_000  # that a folder is looked through for logs
 MOST_LINES = 10_000  # of one wording in one file
+LONGEST_LINE = 2000  # characters of a line that is shown: a message of ours, with its fix, is shorter
 WIDTH = 4096  # characters on either side of a find that are taken for its line
 FAR = 100  # lines between two exceptions, after which the first one may have been caught
 LATE_S = 60.0  # a cause that is stamped so long after the first consequence did not begin it
@@ -55,7 +57,7 @@ SIGNATURES = (
     S("a rank that stood still", "got no further than | got no further with | made no progress for",
       "it hung, was stopped, or its node was cut off, and the others waited for it in vain",
       "its stack is in logs/ of that rank; where nothing hangs, a longer timeout_s=", SIGN),
-    S("a rank that ended without a word", "ended without a word",
+    S("a rank that left no error record", "exited without an error record | ended without a word",
       "it was killed from outside, or with its node", "srun's lines and dmesg on its host tell; often memory: more --mem", SIGN),
     S("ranks that never came", "did not come in time (timeout_s) | seconds waiting for clients | seconds waiting for workers",
       "the ranks waited for others that never reached them", "look for what kept those: their logs, or a lower task count",
@@ -215,6 +217,9 @@ SIGNATURES = (
     S("parameters without gradient", "Expected to have finished reduction in the prior iteration",
       "DDP waits for a gradient that this step did not make", "find_unused_parameters=True, or use all parameters in each step"),
 )  # fmt: skip
+PATTERNS = {signature.name: signature.pattern for signature in SIGNATURES}
+# Last lines of ours after which a rank's own error, found in a log, says more.
+HIDING = {"a rank lost its peers": Kind.peer_lost, "a rank that left no error record": Kind.killed}
 EXCEPTION = Signature(
     "the program's own error", "Traceback (most recent call last)", "Python's traceback says where", "read it there", "error",
 )  # fmt: skip
@@ -262,7 +267,17 @@ class Explanation:
             if rest:
                 more = f", and {len(rest) - 6} more" if len(rest) > 6 else ""
                 said.append(f"{title}: {', '.join(map(_counted, rest[:6]))}{more}")
-        return [_shown(line, 400) for line in said + list(self.notes[:3])]
+        return [shown(line) for line in said + list(self.notes[:3])]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a run's own records say: the verdict in a line, "" for none; the first rank to fail, its host, and why."""
+
+    verdict: str = ""
+    rank: int | None = None
+    host: str | None = None
+    kind: Kind | None = None
 
 
 @dataclass
@@ -285,9 +300,15 @@ class _Event:
     mild: bool
 
 
-def explain(folder: Path) -> Explanation:
+NOTHING = Own()
+
+
+def explain(
+    folder: Path, own: Own = NOTHING, batch_logs: Sequence[Path] = (), notes: tuple[str, ...] = ()
+) -> Explanation:
     """Reads the logs of a failed run: a run directory of ours, any folder of logs, or one file. Runs nothing, changes nothing.
 
+    own: what a run's own records say. batch_logs: files of its job, outside of the folder. notes: to be shown first of all notes.
     Raises InputError, with one line, for a path that is not there or holds no log.
     """
     folder = Path(folder)
@@ -296,32 +317,33 @@ def explain(folder: Path) -> Explanation:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(
-            _shown(f"{folder}: cannot be read ({why}): give a run directory, or a folder or file of logs")
+            shown(f"{folder}: cannot be read ({why}): give a run directory, or a folder or file of logs")
         ) from None
-    own = None if single else _own_words(folder)
-    if own and own[0] in ("done", "preempted", "refused"):
-        return Explanation(_shown(own[1]))
     files, left_out = ([folder], "") if single else _files(folder)
     told = _Told(hosts=_hosts_of(folder) if not single else {})
     roots = {path.parent.parent for path in files if re.fullmatch(r"(stdout|stderr)\.log", path.name)}
     for number, path in enumerate(files):
         name = path.name if single else str(path.relative_to(folder))
-        told.read(number, path, _shown(name, 120), _rank_in_name(name, len(roots) == 1))
-    if not told.files and not own:
+        told.read(number, path, shown(name, 120), _rank_in_name(name, len(roots) == 1))
+    for number, path in enumerate(batch_logs, len(files)):
+        name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+        rank = _rank_in_name(path.name, False)
+        told.read(number, path, shown(name), rank or None)  # rank 0's is the batch script's too
+    if not told.files and not own.verdict:
         why = told.unread[0] if told.unread else f"holds no log ({', '.join('*' + suffix for suffix in SUFFIXES)})"
-        raise InputError(_shown(f"{folder}: {why}: give a run directory, or a folder or file of logs"))
-    notes = [left_out] if left_out else []
-    if not single and isinstance(attempt := _json(folder / "attempt.json").get("attempt"), int) and attempt > 0:
-        notes.append(
+        raise InputError(shown(f"{folder}: {why}: give a run directory, or a folder or file of logs"))
+    said = [*notes, left_out] if left_out else [*notes]
+    if not single and isinstance(attempt := small_json(folder / "attempt.json").get("attempt"), int) and attempt > 0:
+        said.append(
             f"the ranks' logs hold {attempt} earlier attempt{'s' if attempt > 1 else ''} too: a cause may be an old one"
         )
     if told.unread:
-        notes.append(f"not read: {told.unread[0]}" + (f", and {len(told.unread) - 1} more" if told.unread[1:] else ""))
-    return _judge(told, own[1:] if own else told.recap, tuple(notes))
+        said.append(f"not read: {told.unread[0]}" + (f", and {len(told.unread) - 1} more" if told.unread[1:] else ""))
+    return _judge(told, own if own.verdict else told.recap, tuple(said))
 
 
-def _judge(told: "_Told", own: tuple[str, int | None, str | None] | None, notes: tuple[str, ...]) -> Explanation:
-    """Puts together what the files say. own: our own verdict with rank and host, where a run of ours has left one."""
+def _judge(told: "_Told", own: Own, notes: tuple[str, ...]) -> Explanation:
+    """Puts together what the files say. own: our own verdict, where a run of ours has left one."""
     events = told.settled()
     first = events[0] if events and events[0].signature.kind != HARMLESS else None
     rank, host, verdict = None, None, ""
@@ -330,8 +352,8 @@ def _judge(told: "_Told", own: tuple[str, int | None, str | None] | None, notes:
         first = first if first.rank is not None or first.host or not named else named[0]
         rank, host = first.rank, first.host
     grave = first is not None and first.signature.kind in KINDS[:2] and rank is not None
-    if own and not (grave and ("lost its peers" in own[0] or "without a word" in own[0])):
-        verdict, rank, host = own
+    if own.verdict and not (grave and own.kind in (Kind.peer_lost, Kind.killed)):
+        verdict, rank, host = own.verdict, own.rank, own.host
         if rank is not None:
             first = next((e for e in events if e.rank == rank and e.signature.kind != HARMLESS), None)
     elif first is None:
@@ -348,11 +370,13 @@ def _judge(told: "_Told", own: tuple[str, int | None, str | None] | None, notes:
         who, name = _who(rank, host), first.signature.name
         verdict = f"{who} failed first: {name}" if who else f"first came, on a rank that the logs do not name: {name}"
     error, where = (first.line, first.where) if first else ("", "")
+    if own.verdict and not own.kind and not first:  # a run that never began
+        where, error = told.last
     if first and first.order in told.later:
         notes = (told.later[first.order], *notes)
     if rank is not None and host and f"rank {rank} on" not in verdict and f"rank {rank}" in verdict:
         verdict = verdict.replace(f"rank {rank}", f"rank {rank} on {host}", 1)
-    return Explanation(_shown(verdict, 400), rank, host, error, where, tuple(_grouped(events)), notes)
+    return Explanation(shown(verdict), rank, host, error, where, tuple(_grouped(events)), notes)
 
 
 def _missed(events: list[_Event], known: set[int]) -> tuple[int, str] | None:
@@ -394,7 +418,7 @@ class _Told:
         self.rank_of: dict[tuple[str, str], int] = {}  # by host and process id, from NCCL's own lines
         self.named: set[int] = set()  # ranks that have a file
         self.files, self.unread, self.last = 0, list[str](), ("", "")
-        self.recap: tuple[str, int | None, str | None] | None = None
+        self.recap = NOTHING
         self.later: dict[tuple[int, int], str] = {}  # by the order of an exception, another one far below it
 
     def read(self, number: int, path: Path, name: str, rank: int | None) -> None:
@@ -431,7 +455,7 @@ class _Told:
                 when = own if own is not None else _when(text[max(0, start - 2 * WIDTH) : start], first=False)
                 order = (number, start + at * HEAD_BYTES)
                 first_of[key] = _Event(
-                    signature, name, where, _shown(line), order, said, host, process, when, own is not None, mild
+                    signature, name, where, shown(line), order, said, host, process, when, own is not None, mild
                 )
             self.events += first_of.values()
             for one, first in first_of.items():
@@ -440,7 +464,7 @@ class _Told:
                 start, end = last_of[one]
                 between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
                 if between >= FAR:
-                    line = _shown(text[start:end].strip())
+                    line = shown(text[start:end].strip())
                     self.later[first.order] = f"{name} goes on after that, until, {between} lines below: {line}"
         if pieces and (words := _last_line(pieces[-1][0])):
             self.last = (name, words)
@@ -453,8 +477,11 @@ class _Told:
                 self.rank_of[(prefix[1], prefix[2])] = int(rank[1])
                 self.hosts.setdefault(int(rank[1]), prefix[1])
         for start, end in _lines_with(text, "failed: rank ", begin):
-            if found := _RECAP.fullmatch(text[start : min(end, start + 1000)]):
-                self.recap = (found[1], int(found[2]), found[3])
+            if found := _RECAP.fullmatch(text[start : min(end, start + WIDTH)]):
+                # A log has words alone; the table's own wordings tell which of them hide a cause.
+                hides = {name: any(w in found[1] for w in PATTERNS[name].split(" | ")) for name in HIDING}
+                kind = next((HIDING[name] for name in HIDING if hides[name]), None)
+                self.recap = Own(found[1], int(found[2]), found[3], kind)
 
     def ranks(self) -> set[int]:
         """All ranks that are known to have been there."""
@@ -532,7 +559,7 @@ def _rank_in_name(name: str, one_node: bool) -> int | None:
     return int(found[1] or found[2]) if found else int(local[1]) if local else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def small_json(path: Path) -> dict[str, Any]:
     """A small JSON object in an ordinary file; else an empty one."""
     with contextlib.suppress(OSError, RecursionError):
         if stat.S_ISREG((status := path.stat()).st_mode) and status.st_size < HEAD_BYTES:
@@ -541,30 +568,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _hosts_of(folder: Path) -> dict[int, str]:
-    hosts = _json(folder / "attempt.json").get("hosts")
+    hosts = small_json(folder / "attempt.json").get("hosts")
     return {rank: host for rank, host in enumerate(hosts) if isinstance(host, str)} if isinstance(hosts, list) else {}
-
-
-def _own_words(folder: Path) -> tuple[str, str, int | None, str | None] | None:
-    """What a run directory says itself: state, verdict, rank and host; None where it says nothing."""
-    status, refused = _json(folder / "status.json"), _json(folder / "refused.json")
-    state, reason = str(status.get("state", "")), str(status.get("reason", ""))
-    rank, host = status.get("first_failing_rank"), status.get("first_failing_host")
-    if refused.get("line"):  # it goes when a run begins
-        return "refused", f"it was refused before it began: {refused['line']}", None, None
-    if state == "done":
-        return state, "status.json says done: nothing failed", None, None
-    if state == "preempted":
-        why = f"stopped by {reason}, saved at step {status.get('step')}: start it again on the same run_dir="
-        return state, why, None, None
-    with contextlib.suppress(KeyError, TypeError, ValueError, OSError, AttributeError, RecursionError):
-        records = list((folder / "failures").glob("attempt-*.json"))
-        if state == "running" and records and all(_json(path) for path in [*records, folder / "attempt.json"]):
-            reason, first, _ = rundir.verdict(folder)
-            rank, host = (first["rank"], first["host"]) if first else (None, None)
-    if not reason:
-        return None
-    return state, reason, rank if isinstance(rank, int) else None, host if isinstance(host, str) else None
 
 
 # --- lines
@@ -578,7 +583,7 @@ _RANK = re.compile(
 )
 _NCCL = re.compile(r"(?:\[[^\]\n]{1,40}\]:? ?|\s{0,8}\d{1,6}: ?)?([\w.-]{1,255}):(\d{1,10}):\d{1,10} \[\d{1,3}\] ")
 _NODE = re.compile(r"Node failure on ([\w.-]{1,255})|failed on node ([\w.-]{1,255})")
-_RECAP = re.compile(r"(?:\w{1,64}: )?failed: (rank (\d{1,6}) on ([\w.-]{1,255}) .{1,400}?)(?:; logs in .*)?")
+_RECAP = re.compile(r"(?:\w{1,64}: )?failed: (rank (\d{1,6}) on ([\w.-]{1,255}) .{1,1500}?)(?:; logs in .*)?")
 _STAMP = re.compile(
     r"\b[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)|\b(?:\d{4}[-/])?(\d\d)[-/](\d\d)[T_ ](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
 )
@@ -672,7 +677,7 @@ def _labelled(text: str) -> bool:
 
 def _last_line(text: str) -> str:
     words = text[-WIDTH:].split()
-    return _shown(re.split(r"[\n\r]", text[-WIDTH:].rstrip())[-1].strip()) if words else ""
+    return shown(re.split(r"[\n\r]", text[-WIDTH:].rstrip())[-1].strip()) if words else ""
 
 
 def _who(rank: int | None, host: str | None) -> str:
@@ -683,8 +688,8 @@ def _counted(found: Found) -> str:
     return f"{found.signature.name} ({found.count} {found.of}{'s' if found.count != 1 else ''})"
 
 
-def _shown(text: str, limit: int = 200) -> str:
-    """A text for a terminal: one line, cut, its control characters escaped."""
+def shown(text: str, limit: int = LONGEST_LINE) -> str:
+    """A text for a terminal: one line, cut where it is very long, its control characters escaped."""
     text = text.rstrip()[: limit + 1]
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

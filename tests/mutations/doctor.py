@@ -7,6 +7,7 @@ REACH = "tests/unit/test_reach.py"
 EXAMINE = "tests/unit/test_examine.py"
 DOCTOR = "tests/unit/test_doctor.py"
 SIGNATURES = "tests/unit/test_signatures.py"
+EXPLAIN = "tests/unit/test_explain.py"
 VARIABLES = "tests/unit/test_variables.py"
 MESSAGES = "tests/distributed/test_messages.py"
 
@@ -886,6 +887,27 @@ MUTATIONS = [
         "file.seek(HEAD_BYTES)",
         "the end of a large log is not read",
         f"{SIGNATURES}::test_of_a_large_file_both_ends_are_read",
+    ),
+    Mutation(
+        "recipes/core/explain.py",
+        "active = found.is_active or",
+        "active = False and",
+        "a run that trains is diagnosed as failed",
+        f"{EXPLAIN}::test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed",
+    ),
+    Mutation(
+        "recipes/core/explain.py",
+        "folders = list(runs.run_directories(path)) if is_folder else []",
+        "folders = []",
+        "the logs of several runs are one false diagnosis",
+        f"{EXPLAIN}::test_each_run_has_a_section_of_its_own",
+    ),
+    Mutation(
+        "recipes/core/signatures.py",
+        "shown(name), rank or None)",
+        "shown(name), rank)",
+        "what Slurm says of the whole job is blamed on rank 0",
+        f"{EXPLAIN}::test_sruns_lines_are_read_in_the_logs_of_the_job",
     ),
     # variables
     Mutation(

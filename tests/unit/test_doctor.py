@@ -514,6 +514,27 @@ def test_lines_for_an_env_file_of_ones_own() -> None:
     assert ended.out.startswith("# ")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["launch.py --help", "launch.py recipe=mnist launcher=print", "-m recipes.mnist --help", "-m recipes.doctor --help",
+     "-m recipes.prepare --help", "-m recipes.report --help"],
+)  # fmt: skip
+def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
+    """As with | head, where head has ended before the text comes."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=helpers.ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
+
+
 def test_a_dead_run_is_explained(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text(
         "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -527,9 +548,9 @@ def test_a_dead_run_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("explain",), "doctor: explain: wants a path"),
+        (("explain",), "doctor: explain: a path is missing"),
         (("explain", "/none/such"), "doctor: /none/such: cannot be read (No such file or directory)"),
-        (("env",), "doctor: env: wants a path"),
+        (("env",), "doctor: env: a path is missing"),
         (("env", "/none/such.env"), "/none/such.env: no such file"),
         (("look",), "doctor: 'look' is not key=value"),
         (("second=3",), "did you mean 'seconds'?"),

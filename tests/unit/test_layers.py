@@ -22,14 +22,14 @@ class Layer(NamedTuple):
 LAYERS = {
     "place": Layer("errors rundir jobs liveness hostlist ranks network findings outliers container", "", ""),
     "config": Layer("config envfile", "place", "omegaconf yaml"),
-    "run": Layer("entry gpus local logs preempt rehearsal runs snapshot watchdog", "place config", "omegaconf"),
+    "run": Layer("entry gpus local logs outlook preempt rehearsal runs snapshot watchdog", "place config", "omegaconf"),
     "launch": Layer("launch batch ready slurm submit", "place config run", "submitit"),
     "files": Layer("classfolder datafiles packing staging", "place run", "PIL"),
     "data": Layer("data images", "place run files", "*"),
     "train": Layer(
         "bandwidth checkpoint dist drawing lars metrics models session spawn train", "place config run files data", "*"
     ),
-    "doctor": Layer("examine reach signatures variables verdict", "place config run", ""),
+    "doctor": Layer("examine explain reach signatures variables verdict", "place config run", ""),
     "probes": Layer("gpucheck linkcheck", "", "torch"),  # started as processes of their own
     "conf": Layer("conf.cifar conf.collectives conf.doctor conf.imagenet conf.mnist conf.toy", "config", ""),
     "tools": Layer("recipes.doctor recipes.report", "place config run doctor conf", ""),
@@ -113,6 +113,7 @@ assert batch.main(["begin", "mnist", "epochs=1"]) == 0; check("a batch script")
 assert ready.main(["check"]) in (0, 1); import submitit; check("submitting")
 from recipes import report
 assert report.main(["--help"]) == 0; check("report")
+import recipes.doctor; check("doctor explain")
 """
 
 

@@ -1,0 +1,118 @@
+"""`doctor explain` over a folder of runs that real jobs have left: each has a section of its own, and its job is asked after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ENDLESS, PYTHON, read
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+ONE = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+RESUME = "to resume, start it again with the same run_dir="
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
+
+
+def explained(slurm: Cluster, repo: Path, *paths: str) -> dict[str, list[str]]:
+    """What `doctor explain` says of each run, by the run's id."""
+    done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", *paths, cwd=repo, env=PYTHON)
+    assert done.returncode == 0, done.stderr
+    sections: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("  "):
+            sections[list(sections)[-1]].append(line.strip())
+        else:
+            sections[line.removesuffix(":").rpartition("/")[2]] = []
+    return sections
+
+
+def test_each_run_is_explained_by_its_own_records_and_its_job(slurm: Cluster, repo: Path) -> None:
+    def submit(*words: str) -> str:
+        return slurm.submit(*ONE, "sbatch/mnist_1x1.sh", *ENDLESS, *words, cwd=repo, env=PYTHON)
+
+    runs = repo / "runs" / "mnist"
+    try:
+        stopped, running = submit(), submit()
+        done, failed, unread = submit("max_steps=3"), submit("lr=1e20"), submit("seed=x")
+        waits = jobs.launch(slurm, repo, *ENDLESS, "extra=--hold").stdout.split(":")[0].removeprefix("job ")
+        for job in (stopped, running):
+            jobs.wait_for_training(slurm, job, runs / job)
+        for job in (done, failed, unread):
+            slurm.wait_job(job, 150)
+        slurm.run("scancel", "--signal=USR2", stopped, check=True)
+        jobs.wait_requeued(slurm, stopped, repo / f"mnist-{stopped}.out", 30)
+
+        found = explained(slurm, repo, "runs")
+        assert set(found) == {stopped, running, done, failed, unread, waits}
+        step = read(runs / stopped / "status.json")["step"]
+        saved = f"stopped by SIGUSR2, saved at step {step}"
+        assert found[stopped][0].startswith(
+            f"{saved}; requeued: job {stopped} is pending (BeginTime), expected to start at 20"
+        )
+        assert len(found[stopped]) == 1
+        [line] = found[running]
+        assert line.startswith("it is running, at step ")
+        assert line.endswith(f" s ago; job {running} is running")
+        assert found[done] == ["status.json says done: nothing failed"]
+        assert found[failed][0].startswith("rank 0 on node")
+        assert " failed first: the loss at step " in found[failed][0]
+        assert not any(other in line for line in found[failed] for other in (stopped, running, done))
+        assert found[unread][0].startswith("it was refused before it began: seed=x: ")
+        assert found[waits] == [
+            f"it has not begun: job {waits} is held (JobHeldUser): scontrol release {waits} starts it"
+        ]
+        assert [read(runs / job / "status.json")["kind"] for job in (stopped, failed)] == ["stopped", "error"]
+        assert read(runs / stopped / "status.json")["next"] == "requeued"
+
+        slurm.run("scontrol", "hold", stopped, check=True)
+        slurm.run("scancel", running, check=True)
+        slurm.wait_job(running)
+        found = explained(slurm, repo, f"runs/mnist/{stopped}", f"runs/mnist/{running}")
+        assert found[stopped] == [
+            f"{saved}; requeued: job {stopped} is held (JobHeldAdmin): scontrol release {stopped} starts it"
+        ]
+        assert found[running][0].endswith(f"; job {running} has ended: CANCELLED; the job was cancelled: {RESUME}")
+        assert read(runs / running / "status.json")["next"] == "cancelled"
+        assert f"; the job was cancelled: {RESUME};" in (repo / f"mnist-{running}.out").read_text()
+
+        slurm.run("scancel", stopped, check=True)
+        table = slurm.run(sys.executable, "-m", "recipes.report", "runs", cwd=repo, env=PYTHON, check=True).stdout
+        [row] = [line for line in table.splitlines() if line.startswith(f"runs/mnist/{stopped} ")]
+        assert row.endswith(
+            f"{saved}; job {stopped} has ended: CANCELLED (JobHeldAdmin); the job was cancelled: {RESUME}"
+        )
+    finally:
+        jobs.leave_no_job(slurm)
+
+
+def test_what_srun_and_slurm_say_is_read_in_the_batch_log(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """A rank that is killed leaves no record, and no line in its own log."""
+    try:
+        log = tmp_path / "a log"
+        run_dir = tmp_path / "run"
+        job = jobs.sbatch(
+            slurm, repo, log, *jobs.TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, "timeout_s=20", f"run_dir={run_dir}"
+        )
+        jobs.wait_for_training(slurm, job, run_dir)
+        rank, _ = jobs.ranks(slurm, job)[1]
+        os.kill(rank.pid, signal.SIGKILL)
+        slurm.wait_job(job, 90)
+        done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
+        assert done.stdout.startswith("rank 1 on node2 exited without an error record"), done.stdout
+        assert "killed from outside (1 rank)" in done.stdout, done.stdout
+        assert f"{log}:" in done.stdout
+        assert read(run_dir / "status.json")["kind"] == "killed"
+        assert read(run_dir / "job.yaml")["log"] == str(log)  # for when Slurm no longer knows the job
+    finally:
+        jobs.leave_no_job(slurm)

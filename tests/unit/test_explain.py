@@ -1,0 +1,279 @@
+"""recipes/core/explain.py: how runs stand and why they ended, by their own records, their jobs and their logs."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.core import rundir
+from recipes.core.errors import Kind, Next
+from recipes.core.explain import explain, of_run
+from recipes.core.jobs import Job, Queue
+from recipes.core.rundir import MachineError
+from recipes.core.signatures import Explanation
+
+
+class Answers(Queue):
+    """A queue with these answers; without one, no Slurm that can be asked."""
+
+    def __init__(self, answers: dict[str, Job | None] | None = None) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def find(self, job_id: str) -> Job | None:
+        if self.answers is None:
+            raise MachineError("scontrol is not on the PATH")
+        return self.answers[job_id]
+
+
+NO_SLURM = Answers()
+
+
+def names(found: Explanation) -> list[str]:
+    return [cause.signature.name for cause in found.causes]
+
+
+def run_directory(
+    path: Path,
+    state: str = "failed",
+    reason: str = "",
+    rank: int | None = None,
+    host: str | None = None,
+    kind: Kind | None = None,
+    launch: str = "1.0",
+) -> Path:
+    for name in ("logs", "failures", "checkpoints"):
+        (path / name).mkdir(parents=True)
+    rundir.open_attempt(path, ["node1", "node1", "node2", "node2"], launch)
+    first = {"rank": rank, "host": host, "exit_status": 1} if rank is not None else None
+    rundir.write_status(path, state, attempt=0, step=7, reason=reason, kind=kind, first=first)
+    return path
+
+
+def grow_old(run: Path) -> None:
+    """The run has last written something an hour ago."""
+    then = time.time() - 3600
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "updated": then}))
+    for path in (run / "logs").iterdir():
+        os.utime(path, (then, then))
+
+
+def test_a_run_directorys_own_words_come_first(tmp_path: Path) -> None:
+    reason = "rank 3 on node2 failed first: RuntimeError: [Errno 5] Input/output error"
+    run = run_directory(tmp_path / "run", reason=reason, rank=3, host="node2")
+    (run / "logs" / "rank0.log").write_text("rank 0 on node1 lost its peers at step 7: Connection closed by peer\n")
+    (run / "logs" / "rank3.log").write_text("step 6\nOSError: [Errno 5] Input/output error\n")
+    (run / "checkpoints" / "x.log").write_text("CUDA out of memory\n")
+    found = of_run(run, NO_SLURM)
+    assert (found.verdict, found.rank, found.host) == (reason, 3, "node2")
+    assert found.where == "logs/rank3.log:2"
+    assert names(found) == ["disk cannot be read", "a rank lost its peers"]
+
+
+def test_without_a_record_of_the_rank_its_log_counts(tmp_path: Path) -> None:
+    reason = "rank 1 on node1 exited without an error record (killed, out of memory, or its node is gone)"
+    run = run_directory(tmp_path / "run", reason=reason, rank=1, host="node1", kind=Kind.killed)
+    assert of_run(run, NO_SLURM).verdict == reason
+    (run / "logs" / "rank2.log").write_text("RuntimeError: CUDA error: device-side assert triggered\n")
+    found = of_run(run, NO_SLURM)
+    assert found.verdict == "rank 2 on node2 failed first: assertion on the GPU"
+    assert (found.rank, found.host) == (2, "node2")
+
+
+def test_records_tell_where_all_was_killed_before_the_status(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", "running")
+    (run / "logs" / "rank0.log").write_text("step 6\n")
+    assert of_run(run, NO_SLURM).lines() == [
+        "it is running, at step 7, last wrote 0 s ago; scontrol is not on the PATH"
+    ]
+    grow_old(run)
+    found = of_run(run, NO_SLURM)
+    assert found.verdict == "it ended without a final status, at step 7, last wrote 1 h ago"
+    assert found.notes == ("scontrol is not on the PATH",)
+    rundir.record_failure(run, attempt=0, rank=2, host="node2", kind=Kind.error, error="ValueError: x")
+    assert of_run(run, NO_SLURM).verdict == "rank 2 on node2 failed first: ValueError: x"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("done", "nothing failed"), ("preempted", "saved at step 7; to resume, start it again")]
+)
+def test_a_run_that_did_not_fail_says_so(tmp_path: Path, state: str, words: str) -> None:
+    found = of_run(run_directory(tmp_path / "run", state, reason="SIGUSR2", launch="host.1.2"), NO_SLURM)
+    assert words in found.verdict
+    assert found.causes == ()
+
+
+def test_a_refusal_is_what_counts_where_it_came_last(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", "done")
+    rundir.refuse(run, "2.0", 2, "checkpoint x: differs from these keys")
+    assert of_run(run, NO_SLURM).lines() == ["it was refused before it began: checkpoint x: differs from these keys"]
+
+
+def test_a_launch_that_was_refused_beside_a_run_hides_nothing_of_it(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "running")
+    rundir.refuse(run, "2.0", 2, "run_dir= is used by job 1")
+    found = of_run(run, Answers({"1": job("RUNNING")})).lines()
+    assert found == [
+        "it is running, at step 7, last wrote 0 s ago; job 1 is running",
+        "a later launch was refused: run_dir= is used by job 1",
+    ]
+    rundir.write_status(run, "done", attempt=0, step=9)
+    os.utime(run / "refused.json", (1, 1))
+    assert of_run(run, NO_SLURM).lines() == ["status.json says done: nothing failed"]
+
+
+def test_logs_of_several_attempts_are_said_to_be_such(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", reason="x")
+    (run / "logs" / "rank1.log").write_text("CUDA out of memory\n")
+    assert not of_run(run, NO_SLURM).notes
+    rundir.open_attempt(run, ["node1"] * 4, "1.1")
+    assert of_run(run, NO_SLURM).lines()[-1] == "the ranks' logs hold 1 earlier attempt too: a cause may be an old one"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", "{", '{"attempt": []}', '{"state": "running", "hosts": 7, "attempt": 0}', "[" * 100_000, '{"state": {}, "reason": []}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["status.json", "attempt.json", "failures/attempt-0-rank-0.json", "refused.json"])
+def test_damaged_records_are_left_out(tmp_path: Path, name: str, content: str) -> None:
+    run = run_directory(tmp_path / "run", "running")
+    (run / "failures" / "attempt-0-rank-0.json").write_text("{}")
+    (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
+    grow_old(run)
+    (run / name).write_text(content)
+    assert names(of_run(run, NO_SLURM)) == ["disk is full"]
+
+
+def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
+    return Job("1", state, reason, 0, restarts, fields)
+
+
+@pytest.mark.parametrize(
+    ("found", "noted", "words"),
+    [
+        (job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"), Next.requeued,
+         "requeued: job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32"),
+        (job("COMPLETING", "", 1), None, "requeued: job 1 is completing, restart 1"),
+        (job("RUNNING", "", 1), Next.requeued, "requeued: job 1 is running, restart 1"),
+        (job("PENDING", "JobHeldUser", 1, Priority="0"), Next.requeued,
+         "requeued: job 1 is held (JobHeldUser): scontrol release 1 starts it"),
+        (job("CANCELLED"), None,
+         "job 1 has ended: CANCELLED; the job was cancelled: to resume, start it again with the same run_dir="),
+        (job("CANCELLED", "", 1), Next.requeued,
+         "job 1 has ended: CANCELLED; the job was cancelled: to resume, start it again with the same run_dir="),
+        (job("PREEMPTED"), None,
+         "job 1 has ended: PREEMPTED; not requeued by Slurm: to resume, start it again with the same run_dir="),
+        (job("FAILED", "NonZeroExitCode"), Next.max_requeues,
+         "job 1 has ended: FAILED (NonZeroExitCode); not requeued, since max_requeues= is reached: to resume, start it again with the"
+         " same run_dir="),
+        (job("RUNNING", BatchFlag="0"), None, "to resume, start it again with the same run_dir="),
+        (job("RUNNING", BatchFlag="1"), None, "job 1 is running, and its batch script has not ended yet"),
+        (None, Next.no_progress,
+         "not requeued, since its last start completed no step: to resume, start it again with the same run_dir="),
+        (None, Next.requeued,
+         "job 1 was requeued, and its state now is unknown (Slurm no longer knows job 1): to resume, start it again with the same run_dir="),
+        (None, None, "to resume, start it again with the same run_dir= (Slurm no longer knows job 1)"),
+    ],
+)  # fmt: skip
+def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, noted: Next | None, words: str) -> None:
+    run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
+    if noted:
+        rundir.note_next(run, noted, 0)
+    assert of_run(run, Answers({"1": found})).lines() == [f"stopped by SIGTERM, saved at step 7; {words}"]
+
+
+def test_a_job_that_was_submitted_since_is_the_one_that_counts(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
+    rundir.write_json(run / "job.yaml", {"job_id": "2"})
+    answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
+    expected = "stopped by SIGTERM, saved at step 7; submitted again: job 2 is pending (Resources)"
+    assert of_run(run, answers).lines() == [expected]
+    assert of_run(run, NO_SLURM).lines() == [
+        "stopped by SIGTERM, saved at step 7; to resume, start it again with the same run_dir= (scontrol is not on the PATH)"
+    ]
+
+
+def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "running")
+    (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
+    grow_old(run)
+    found = of_run(run, Answers({"1": job("RUNNING")}))
+    assert found.lines() == ["it is running, at step 7, last wrote 1 h ago; job 1 is running"]
+    found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    assert (found.verdict, names(found)) == ("rank 0 on node1 failed first: disk is full", ["disk is full"])
+    assert found.notes == ("job 1 is pending (BeginTime)",)
+
+
+def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error)
+    found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    assert found.lines() == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
+
+
+def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, reason in enumerate(("rank 1 on a failed first: x", "rank 2 on b failed first: y")):
+        run = run_directory(
+            tmp_path / "runs" / "mnist" / str(number), "failed", reason, number + 1, "ab"[number], Kind.error
+        )
+        (run / "logs" / f"rank{number + 1}.log").write_text("CUDA out of memory\n" if number else "Stale file handle\n")
+        os.utime(run, (number, number))
+    other = run_directory(tmp_path / "other", "done")
+    monkeypatch.chdir(tmp_path)
+    known = Answers({"1": None})
+    found = explain([Path("runs"), other], known)
+    heads = [line for line in found if not line.startswith(" ")]
+    assert heads == ["runs/mnist/0:", "runs/mnist/1:", "other:"]
+    first, second = found[: found.index(heads[1])], found[found.index(heads[1]) : found.index(heads[2])]
+    assert "  rank 1 on a failed first: x" in first
+    assert any("file changed below it" in line for line in first)
+    assert not any("CUDA" in line for line in first)
+    assert "  rank 2 on b failed first: y" in second
+    assert any("CUDA out of memory" in line for line in second)
+    assert found[-1] == "  status.json says done: nothing failed"
+    assert explain([run], known) == of_run(run, known).lines()  # one run needs no heading
+
+
+def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> None:
+    words = "x" * 900 + ": give another run_dir="
+    run = run_directory(tmp_path / "run", "failed", words, kind=Kind.input)
+    (run / "logs" / "rank0.log").write_text(f"mnist: PermissionError: Permission denied: {words}\n")
+    assert [line.endswith(words) for line in of_run(run, NO_SLURM).lines() if "xxx" in line] == [True, True]
+    rundir.refuse(run, "2.0", 2, words)
+    assert of_run(run, NO_SLURM).lines() == [f"it was refused before it began: {words}"]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_the_batch_log_of_a_run_that_never_began_says_why(tmp_path: Path, noted: bool) -> None:
+    run, log = tmp_path / "runs" / "mnist" / "1", tmp_path / "mnist-1.out"
+    run.mkdir(parents=True)
+    (tmp_path / "mnist-11.out").write_text("another job's\n")
+    log.write_text("no Python environment: activate yours before sbatch\n")
+    rundir.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path), "log": str(log) if noted else None})
+    assert explain([tmp_path / "runs"], Answers({"1": None})) == [
+        "it never began; Slurm no longer knows job 1",
+        f"  {log}: no Python environment: activate yours before sbatch",
+    ]
+
+
+def test_sruns_lines_are_read_in_the_logs_of_the_job(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "runs" / "1", "failed", "all ranks exited without an error record", kind=Kind.killed)
+    rundir.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path)})
+    folder = tmp_path / "runs" / "submitit"
+    folder.mkdir()
+    (folder / "1_0_log.out").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n")
+    (folder / "1_3_log.out").write_text("ModuleNotFoundError: No module named 'omegaconf'\n")
+    (folder / "1_3_0_log.out").write_text("another array's: Stale file handle\n")
+    found = of_run(run, Answers({"1": None}))
+    assert set(names(found)) == {"job's memory is used up", "module is missing"}
+    assert (found.rank, found.error) == (None, "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0")
+
+
+def test_nothing_is_changed_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", reason="x")
+    (run / "logs" / "rank0.log").write_text("CUDA out of memory\n")
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    of_run(run, NO_SLURM)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
