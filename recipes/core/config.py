@@ -642,7 +642,9 @@ def _saved(recipe_saved: DictConfig, run_saved: DictConfig, of_run: set[str], re
     )
     keys |= {name: value for name, value in others.items() if name in of_run}
     paths = {name: str(value) for name, value in keys.items() if name in path_keys((recipe_class,)) | {"network"}}
-    return OmegaConf.create({**keys, **absolute(paths, (recipe_class,), Path.cwd())})
+    with contextlib.suppress(FileNotFoundError):  # this folder is gone: a relative path stays as it was typed
+        paths = absolute(paths, (recipe_class,), Path())
+    return OmegaConf.create({**keys, **paths})
 
 
 def _run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
@@ -655,7 +657,10 @@ def _run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None
         path = Path(run.resume).expanduser()
         named += [path, path.parent, path.parent.parent]  # RUN, RUN/checkpoints or RUN/checkpoints/NAME
     for number, path in enumerate(named):
-        folder = Path(os.path.realpath(path.expanduser()))
+        try:
+            folder = Path(os.path.realpath(path.expanduser()))
+        except FileNotFoundError:  # this folder is gone, which launch.py tells
+            continue
         if not (folder / "config.yaml").is_file():
             continue
         other = recipe_of(folder)
@@ -717,7 +722,7 @@ def _want_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     ]
     if changed:
         raise ConfigError(
-            f"run_dir={shown(resumes)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
+            f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
             "give those, or another run_dir"
         )
     if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):

@@ -236,8 +236,9 @@ def _show_checkpoints(real: Path, place: Path) -> None:
     for name in names:
         if os.path.lexists(real / name):
             (place / name).symlink_to(real / name)
-    with contextlib.suppress(OSError):  # the keys that the run has
-        shutil.copy(real.parent / "config.yaml", place.parent)
+    for name in ("config.yaml", "status.json"):  # the run's keys, and whether it has finished
+        with contextlib.suppress(OSError):
+            shutil.copy(real.parent / name, place.parent)
 
 
 def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:

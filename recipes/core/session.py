@@ -34,6 +34,7 @@ ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
 # Under which a wait for another rank has no end, or one that NCCL makes of the process without a word on who did not come.
 SILENT_BACKENDS = {"nccl", "mpi"}
+FENCE_S = liveness.HEARTBEAT_S  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
@@ -583,7 +584,7 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
 
     Until then, shows that it is alive.
     """
-    while not over.wait(liveness.HEARTBEAT_S):
+    while not over.wait(FENCE_S):
         try:
             run.check_mine()
             with contextlib.suppress(OSError):

@@ -208,7 +208,15 @@ def test_the_last_checkpoint_outlives_it_all(run_dir: Path, killed: Stop, interr
     saved = int(killed.newest.removeprefix("step-").removesuffix(".pt"))
     assert saved > interrupted.status["step"]
     assert torch.load(run_dir / "checkpoints" / killed.newest, weights_only=True)["meta"]["step"] == saved
-    more = [*LOCAL, *WORDS, f"max_steps={saved + 3}", "ranks_per_node=1", "cpu_threads=1", f"run_dir={run_dir}"]
+    more = [
+        *LOCAL,
+        *WORDS,
+        f"max_steps={saved + 3}",
+        "force=true",
+        "ranks_per_node=1",
+        "cpu_threads=1",
+        f"run_dir={run_dir}",
+    ]
     ended = helpers.run_fork(more)
     assert ended.status == 0, ended.out
     summary = helpers.read(run_dir, "summary")
@@ -225,10 +233,10 @@ def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path:
             lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, helpers.START_S, "three rows"
         )
         alone = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", *WORDS, f"run_dir={tmp_path}"]
-        for word, expected in (("lr=0.5", "differs from these keys"), ("resume=never", "has a checkpoint")):
+        for word, expected in (("lr=0.5", "from these keys"), ("resume=never", " uses it: end it (kill ")):
             second = helpers.run([*alone, word])
             assert second.status == 2, second.out
-            assert expected in second.out
+            assert expected in second.out or " uses it: end it (kill " in second.out
         rows = len(helpers.rows(tmp_path))
         time.sleep(2 * session.FENCE_S)
         assert launcher.poll() is None
