@@ -35,7 +35,8 @@ def check(*words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, .
 
 def parts(ended: Ended) -> dict[str, str]:
     """What was said of each part, by its name."""
-    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in ended.lines[:-1]]
+    told = [line for line in ended.lines[:-1] if not line.startswith("from the run ")]
+    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in told]
     assert all(found), ended.out
     return {match[1]: match[2] for match in found if match}
 
