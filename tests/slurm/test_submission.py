@@ -270,6 +270,22 @@ def test_wait_ends_where_the_dependency_cannot_be_met(slurm: Cluster, repo: Path
 
 
 @pytest.mark.long
+def test_of_a_chain_on_one_run_directory_each_job_resumes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    job = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
+    words = ("sbatch/mnist_2x8.sh", *ENDLESS, "max_steps=150", "max_requeues=0", f"run_dir={run_dir}")
+    first = sbatch(slurm, repo, log, *job, *words)
+    second = sbatch(slurm, repo, log, *job, f"--dependency=afterany:{first}", *words)
+    wait_for_training(slurm, first, run_dir)
+    slurm.run("scancel", "--signal=USR2", first, check=True)
+    assert ended(slurm, first, log) == ("FAILED", "75:0"), jobs.tail(log)
+    step = read(run_dir / "status.json")["step"]
+    assert ended(slurm, second, log) == ("COMPLETED", "0:0"), jobs.tail(log)
+    assert read(run_dir / "summary.json")["resumed_from_step"] == step
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 151))
+
+
+@pytest.mark.long
 def test_wait_and_scancel(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "said", tmp_path / "run"
     with launched(slurm, repo, log, *ENDLESS, f"run_dir={run_dir}") as (process, job):
