@@ -265,7 +265,7 @@ def test_wait_ends_where_the_dependency_cannot_be_met(slurm: Cluster, repo: Path
     line = rf"job (\d+) never starts: its dependency afterok:{first}\(failed\) cannot be met; remove it: scancel \1"
     assert re.fullmatch(line, done.stderr.strip()), done.stderr
     assert "does not know job" not in done.stdout
-    words = ("device=cpu", f"dependency=afterany:{first}:1", "extra=--hold")  # no job here has the number 1
+    words = (*MINI, f"dependency=afterany:{first}:1", "extra=--hold")  # no job here has the number 1
     assert "; Slurm does not know job 1, whose dependency counts as met\n" in launch(slurm, repo, *words).stdout
 
 
