@@ -490,6 +490,7 @@ def test_the_readme_lists_every_fabric() -> None:
 PROFILE_KEYS = set(
     words(
         "partition account qos constraint gpus_per_node gpu_type cpus_per_rank network env_files modules environment container container_mounts"
+        " gpus exclusive mem segment switches extra data_dir"
     )
 )
 
