@@ -139,7 +139,7 @@ def test_averaged_weights_are_evaluated_and_a_resumed_run_goes_on_with_them(trai
     """Their decay is of a step of lr_batch_size samples; that of a batch half as large is its square root."""
     words = ("epochs=2", "ema=0.25", "lr_batch_size=16")
     first = train(*words, "max_steps=2")
-    again = train(*words, "max_steps=5")
+    again = train(*words, "max_steps=5", "force=true")
     weights = [forward.weights for forward in (first.training + again.training)][1:]  # each behind its step
     weights.append(list(again.run.state.model.parameters())[-1])
     average = weights[0]

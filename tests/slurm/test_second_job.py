@@ -73,6 +73,7 @@ def test_a_second_job_is_refused_while_the_first_is_alive_unless_it_takes_over(
         jobs.leave_no_job(slurm)
 
 
+@pytest.mark.long
 def test_elements_of_an_array_on_one_run_directory_are_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     keys = ("device=cpu", "dataset=fake", "max_steps=2", "takeover=true")

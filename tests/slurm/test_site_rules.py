@@ -57,6 +57,7 @@ def strict(slurm: Cluster) -> Iterator[Cluster]:
         jobs.leave_no_job(slurm)
 
 
+@pytest.mark.long
 def test_jobs_ask_in_the_way_that_the_site_requires(strict: Cluster, tmp_path: Path) -> None:
     repo, log, run_dir = jobs.copy_repository(tmp_path / "clone"), tmp_path / "log", tmp_path / "run"
     profile, script = repo / "env/clusters/here.yaml", tmp_path / "toy.sh"

@@ -93,6 +93,7 @@ def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
     check_origin(repo, elsewhere / "mine")
 
 
+@pytest.mark.long
 def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """Another clone is installed (PYTHONPATH stands for that), and Python leaves the working directory out of its path."""
     break_all(jobs.copy_repository(tmp_path / "other"))
@@ -110,6 +111,7 @@ def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, 
         assert jobs.read(repo / name / "status.json")["state"] == "done"
 
 
+@pytest.mark.long
 def test_a_folder_in_utf8_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> None:
     repo, log = jobs.copy_repository(tmp_path / "Übung" / "clone"), tmp_path / "log"
     posix = {**PYTHON, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
