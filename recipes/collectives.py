@@ -205,7 +205,8 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
     """``call``'s result, or why this backend has no such operation; every rank gets the same. Any other error is raised."""
     result, why = None, ""
     try:
-        result = call()
+        with run.world.meeting():
+            result = call()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())[:120]
         missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
@@ -213,8 +214,8 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
         if not missing or "CUDA error" in why or "NCCL error" in why:
             raise
     run.world.store.set(f"{name}/{run.world.rank}", why)
-    answers = run.world.store.multi_get([f"{name}/{rank}" for rank in range(run.world.size)])
-    return result, next((answer.decode() for answer in answers if answer), "")
+    answers = run.world.read([f"{name}/{rank}" for rank in range(run.world.size)])
+    return result, next((answer for answer in answers if answer), "")
 
 
 def learn(run: Run) -> dict[str, Any]:

@@ -5,11 +5,12 @@ import datetime
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -20,9 +21,9 @@ from recipes.core.config import Backend, Device
 from recipes.core.entry import Start
 from recipes.core.errors import Kind
 from recipes.core.ranks import RankInfo
-from recipes.core import gpus, local, rundir, watchdog
+from recipes.core import entry, gpus, local, rundir, watchdog
 from recipes.core.rundir import InputError, MachineError, NodeError, Stopped
-from recipes.core.watchdog import Pulse
+from recipes.core.watchdog import Pulse, RunningClock
 
 T = TypeVar("T")
 
@@ -30,6 +31,10 @@ POLL_S = 0.2
 STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
+# torch's timeouts count the time in which a job is suspended, so they are never to pass: timeout_s is kept by `RunningClock`. Not
+# more, since torch hands milliseconds to poll(2) as an int.
+TORCH_TIMEOUT = datetime.timedelta(days=7)
+WAIT = datetime.timedelta(seconds=1.0)  # between two looks at the clock
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
 READERS_S = 5.0  # that rank 0 waits for the others to have read why none of them goes on
 
@@ -59,16 +64,38 @@ class World:
     def host(self) -> str:
         return self.hosts[self.rank]
 
+    @property
+    def clock(self) -> RunningClock:
+        return self.pulse.clock
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around collectives outside of the step loop: there ``timeout_s`` holds for them too (torch's own timeout never passes)."""
+        _, _, phase = self.pulse.read()
+        if phase in watchdog.NOT_WATCHED:
+            self.pulse.beat(watchdog.MEETING)
+        try:
+            yield
+        finally:
+            if phase in watchdog.NOT_WATCHED:
+                self.pulse.beat(phase)
+
+    def read(self, names: list[str]) -> list[str]:
+        """The texts that the store has by these names, once it has all of them. Raises DistStoreError after ``timeout_s``."""
+        _await_keys(self.store, names, self.clock, self.timeout_s)
+        return [text.decode() for text in self.store.multi_get(names)]
+
     def sum(self, values: Tensor) -> Tensor:
         """``values`` summed over all ranks, in place; every rank has to call it."""
-        torch.distributed.all_reduce(values)
+        with self.meeting():
+            torch.distributed.all_reduce(values)
         return values
 
     def broadcast_text(self, name: str, text: str = "") -> str:
         """Rank 0's ``text``, on every rank. ``name`` is used once in a run."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
-        text = self.store.get(f"text/{name}").decode()
+        [text] = self.read([f"text/{name}"])
         self.store.add(f"read/{name}", 1)
         return text
 
@@ -122,16 +149,17 @@ class World:
     def _all_done(self, name: str) -> str:
         """Rank 0's: what becomes of all ranks' work: done, or failed and why. Passes on that they get on."""
         names = [f"{name}/{rank}" for rank in range(self.size)]
-        seen, since, changes = [b""], time.monotonic(), 0
+        _await_keys(self.store, names, self.clock, self.timeout_s)
+        seen, since, changes = [b""], self.clock.now(), 0
         while any(state != b"done" for state in seen):
             states = self.store.multi_get(names)
             if failed := [state.decode() for state in states if state.startswith(b"failed ")]:
                 return failed[0]
             if states != seen:
-                seen, since, changes = states, time.monotonic(), changes + 1
+                seen, since, changes = states, self.clock.now(), changes + 1
                 self.store.set(f"{name}/news", f"waiting {changes}")
                 self.pulse.beat(watchdog.START)
-            elif time.monotonic() - since > self.timeout_s:
+            elif self.clock.now() - since > self.timeout_s:
                 rank = next(rank for rank, state in enumerate(states) if state != b"done")
                 return f"failed {self.hosts[rank]}: rank {rank} got no further with {name} in {self.timeout_s:g} s (timeout_s)"
             time.sleep(POLL_S)
@@ -139,17 +167,17 @@ class World:
 
     def _await_news(self, name: str) -> None:
         """Waits for rank 0's word on all ranks' work. Raises MachineError where it failed, or none comes."""
-        news, seen, since = "", "", time.monotonic()
+        news, seen, since = "", "", self.clock.now()
         while news != "done":
-            news = self.store.get(f"{name}/news").decode()
+            [news] = self.read([f"{name}/news"])
             if news.startswith("failed "):
                 self._let_others_read()
                 text = news.removeprefix("failed ")
                 raise Stopped(text.removeprefix(STOPPED)) if text.startswith(STOPPED) else MachineError(text)
             if news != seen:
-                seen, since = news, time.monotonic()
+                seen, since = news, self.clock.now()
                 self.pulse.beat(watchdog.START)
-            elif time.monotonic() - since > self.timeout_s + 5:  # rank 0 notices first, and knows who it is
+            elif self.clock.now() - since > self.timeout_s + 5:  # rank 0 notices first, and knows who it is
                 raise MachineError(
                     f"{self.hosts[0]}: rank 0 got no further with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
@@ -217,7 +245,8 @@ class World:
         if self.size == 1 or not buffers:
             return
         flat = torch.cat([b.flatten() for b in buffers])
-        torch.distributed.broadcast(flat, 0)
+        with self.meeting():
+            torch.distributed.broadcast(flat, 0)
         for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
@@ -228,9 +257,10 @@ class World:
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        parallel = DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
-        )
+        with self.meeting():  # it compares the ranks' parameters
+            parallel = DistributedDataParallel(
+                model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
+            )
         # It begins with rank 0's buffers, where there are such: who waits for them is further than who has not come there.
         parallel.register_forward_pre_hook(
             lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
@@ -245,7 +275,7 @@ def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
         return None
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
     try:
-        return cast(torch.distributed.ProcessGroup, torch.distributed.new_group())
+        return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
     finally:
         torch.distributed.set_debug_level(level)
 
@@ -306,24 +336,23 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     not the same one on all.
     """
     info, run = start.ranks, start.settings.run
-    timeout = datetime.timedelta(seconds=run.timeout_s)
-    backend = choose_backend(run.backend, device)
+    clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":
         _take_gpu(device)
-    store = _meet(info, timeout)
-    hosts = _exchange_hosts(store, info, device, backend)
+    store = _meet(info, run.timeout_s, clock)
+    hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
+    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1}"
     try:
-        if backend == "mpi":  # which numbers the ranks itself, and knows no timeout: the watchdog's holds
-            torch.distributed.init_process_group("mpi")
-        else:
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-                timeout=timeout, device_id=device if backend == "nccl" else None,
-            )  # fmt: skip
+        with _within(run.timeout_s, clock, lambda: _refuse(start, f"{alone} in {run.timeout_s:g} s (timeout_s)")):
+            if backend == "mpi":  # it numbers the ranks itself
+                torch.distributed.init_process_group("mpi")
+            else:
+                torch.distributed.init_process_group(
+                    backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+                    timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
+                )  # fmt: skip
     except RuntimeError as error:
-        raise MachineError(
-            f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1} ({peer_words(error)})"
-        ) from None
+        raise MachineError(f"{alone} ({peer_words(error)})") from None
     try:
         _want_own_place(info)
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
@@ -333,6 +362,35 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(TEARDOWN_S)
+
+
+@contextlib.contextmanager
+def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]) -> Iterator[None]:
+    """Calls ``give_up``, from a thread, where the block takes longer than ``timeout_s``."""
+    over = threading.Event()
+
+    def watch() -> None:
+        end = clock.now() + timeout_s
+        while not over.wait(POLL_S):
+            if clock.now() > end:
+                give_up()
+                return
+
+    threading.Thread(target=watch, name="within", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _refuse(start: Start, line: str) -> NoReturn:
+    """Ends this process, whose main thread waits below Python, as a MachineError would."""
+    try:
+        print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
+        entry.note_refusal(start.settings, rundir.EXIT_MACHINE, line)
+        entry.remove_own_folder(start)
+    finally:
+        os._exit(rundir.EXIT_MACHINE)
 
 
 def _want_own_place(info: RankInfo) -> None:
@@ -400,7 +458,19 @@ def peer_words(error: BaseException) -> str:
     return re.sub(r"^\w+: \[\S+\] ", "", rundir.one_line(error)).partition(". This is typically")[0]
 
 
-def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Store:
+def _await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
+    """Until the store has these keys. Raises DistStoreError after ``timeout_s`` in which this process ran."""
+    end = clock.now() + timeout_s
+    while True:
+        try:
+            store.wait(names, WAIT)
+            return
+        except torch.distributed.DistStoreError:
+            if clock.now() > end:
+                raise
+
+
+def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distributed.Store:
     """The store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
@@ -408,14 +478,18 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
-    # Who does not reach rank 0 knows why, and is to say so before rank 0 has waited in vain, and ends the others.
-    patience = timeout if info.rank == 0 else datetime.timedelta(seconds=sooner(timeout.total_seconds()))
+    # A rank that does not reach rank 0 knows why. It reports that before rank 0 gives up and ends the others.
+    patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
+    stopped_s = clock.stopped_s
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:
+        clock.now()
+        if info.rank and clock.stopped_s > stopped_s:  # the job was suspended meanwhile
+            return _meet(info, timeout_s, clock)
         if "EADDRINUSE" in str(error):
             raise MachineError(
                 f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
@@ -427,7 +501,7 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> torch.distributed.Stor
     # A job's name in it: another job's rank that has drawn the same port and node finds nothing here, and says so.
     job = (info.run_id or "").partition(".")[0]
     store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}", store)
-    store.set_timeout(timeout)
+    store.set_timeout(TORCH_TIMEOUT)
     return store
 
 
@@ -443,15 +517,20 @@ def _odd_pair(found: list[list[str]], mine: int) -> str:
 
 
 def _exchange_hosts(
-    store: torch.distributed.Store, info: RankInfo, device: torch.device, backend: str
+    store: torch.distributed.Store,
+    info: RankInfo,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+    clock: RunningClock,
 ) -> tuple[str, ...]:
     """Every rank's host name. Raises MachineError when two ranks hold one GPU or have not one backend, or a rank does not come."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"host/{info.rank}", f"{socket.gethostname()} {backend} {gpu}")
+    names = [f"host/{rank}" for rank in range(info.world_size)]
     try:
-        found = [
-            text.decode().split(" ") for text in store.multi_get([f"host/{rank}" for rank in range(info.world_size)])
-        ]
+        _await_keys(store, names, clock, timeout_s)
+        found = [text.decode().split(" ") for text in store.multi_get(names)]
     except torch.distributed.DistError:
         missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import functional
 
-from recipes.core import classfolder, datafiles, packing, staging
+from recipes.core import classfolder, datafiles, packing, staging, watchdog
 from recipes.core.data import GlobalBatches, Shard, generator, share
 from recipes.core.packing import Unreadable
 from recipes.core.rundir import InputError, MachineError, Stopped
@@ -744,8 +744,12 @@ def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
 def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
     """chunks: by where they begin."""
     for begin, chunk in chunks.items():
+        clock = watchdog.RunningClock()
+        end = clock.now() + STALL_S
+        while not wait([chunk], watchdog.POLL_S).done and clock.now() < end:
+            pass
         try:
-            chunk.result(STALL_S)
+            chunk.result(0)
         except FutureTimeout:
             name = job.source.name(job.samples[job.at.get(begin, begin)])
             raise MachineError(

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from recipes.core import preempt, rundir
 from recipes.core.errors import Kind
 from recipes.core.rundir import MachineError
+from recipes.core.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
 STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written
@@ -194,25 +195,26 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
     first: int | None = None
     early: int | None = None
     told, deadline, saving = 0, float("inf"), _Saving(run_dir)
+    now = RunningClock().now
     while [rank for rank in ranks if not _ended(rank)]:  # all are asked, or one that has ended stays unseen
         if first is None and not told:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
             if first is None:
                 early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
             else:
-                deadline = time.monotonic() + PEERS_GRACE_S
+                deadline = now() + PEERS_GRACE_S
         if first is not None:
             _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it will never end by itself
         if stop.asked > told:
             told = stop.asked
             _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
             # On a machine that is not the first nothing shows whether rank 0 still saves: there the ranks' own timeouts bound it.
-            deadline = time.monotonic() + STOP_GRACE_S if run_dir else float("inf")
+            deadline = now() + STOP_GRACE_S if run_dir else float("inf")
             if told == 1:
                 _say("stopping: the ranks save and end; once more to stop at once")
-        if time.monotonic() > deadline and saving.goes_on():
-            deadline = time.monotonic() + PEERS_GRACE_S  # the others have yet to hear of its end
-        if time.monotonic() > deadline:
+        if now() > deadline and saving.goes_on():
+            deadline = now() + PEERS_GRACE_S  # the others have yet to hear of its end
+        if now() > deadline:
             _signal(ranks, signal.SIGTERM)
             time.sleep(TERM_GRACE_S)
             _signal(ranks, signal.SIGKILL)

@@ -60,10 +60,15 @@ def heeded() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
+def stop_flag(
+    tell: Callable[[str], None] = lambda name: None,
+    by_clock: bool = False,
+    continued: Callable[[], None] = lambda: None,
+) -> Iterator[StopFlag]:
     """A flag that each of SIGNALS sets. A second SIGINT, TOGETHER_S later, interrupts once.
 
     tell: called once, from a thread of its own, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
+    continued: called from a thread at each SIGCONT.
     """
     flag, main_thread = StopFlag(), threading.get_ident()
     saying = threading.Thread()  # the words on the first signal
@@ -113,6 +118,8 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
                 if interrupts == 2:
                     deadline = last + INTERRUPT_S
                     signal.pthread_kill(main_thread, signal.SIGINT)
+            if signal.SIGCONT in numbers:
+                continued()
             for number in numbers:
                 if number in SIGNALS and not told:
                     told = True
@@ -125,6 +132,7 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
     old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child is sent is not for this process
     before = {number: signal.signal(number, handle) for number in heeded()}
+    before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that is held back is forgotten, too
     listener.start()

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 import torch
 import torch.distributed
@@ -32,8 +32,6 @@ from recipes.core.rundir import InputError, MachineError, NodeError, RunError, S
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
-# Under which a wait for another rank has no end, or one that NCCL makes of the process without a word on who did not come.
-SILENT_BACKENDS = {"nccl", "mpi"}
 FENCE_S = liveness.HEARTBEAT_S  # between two looks at whose the run directory is
 LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
@@ -206,7 +204,8 @@ class Run:
     def told_to_stop(self) -> str:
         """Why a rank was told to stop, "" where none was; the same on all ranks. Called by all ranks."""
         reasons = [""] * self.world.size
-        torch.distributed.all_gather_object(reasons, self.stop.reason)
+        with self.world.meeting():
+            torch.distributed.all_gather_object(reasons, self.stop.reason)
         return next((reason for reason in reasons if reason), "")
 
     def agree(self) -> tuple[str, bool]:
@@ -391,6 +390,7 @@ class Run:
             if wait:
                 self.saver.wait()
         if wait:
+            self.world.pulse.beat(watchdog.SAVED)
             torch.distributed.barrier()
 
     def check_saved(self) -> None:
@@ -480,7 +480,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with (
             dist.process_group(start, device) as world,
-            preempt.stop_flag(tell, by_clock="RECIPES_BY_CLOCK" in os.environ) as stop,
+            preempt.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ, start.pulse.clock.continued) as stop,
             _end_of_job(start, stop, tell),
         ):
             code = _attempt(main, start, world, stop)
@@ -542,14 +542,11 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         )  # fmt: skip
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
-        if world.backend == "nccl":
-            keep_flight_records(os.environ, run_dir)
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
             threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
-        if world.size > 1 and world.backend in SILENT_BACKENDS:
-            threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+        threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
         stop.last_words = lambda: current.failing.acquire(blocking=False) and _fail(current, KeyboardInterrupt())
         try:
             _introduce(current, start)
@@ -558,6 +555,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             results = main(start.settings.config, current)
             stop.settling = True
             current.finish(results)
+            world.pulse.beat(watchdog.LEAVING)
             torch.distributed.barrier()
             return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
         except Over:
@@ -569,14 +567,14 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             return _fail(current, error)
 
 
-def keep_flight_records(environ: MutableMapping[str, str], run_dir: Path) -> None:
-    """Has torch leave its record of the last collectives, which it writes when one times out, in ``logs/``: a file a rank.
+def _keep_flight_record(run: Run) -> None:
+    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
 
-    It reads the variables when it writes; up to 2.8 or so it knows the second alone. `torchfrtrace` reads the files.
+    torch would write it when its own timeout passes, and that never does.
     """
-    if not {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & environ.keys():
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            environ[name] = str(run_dir / "logs" / "flight-")
+    if run.world.backend == "nccl":
+        record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
+        rundir.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
@@ -595,25 +593,30 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
 
 
 def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
-    """Ends this process, a little before ``timeout_s``, where it waits in vain for the other ranks, and says which one is behind."""
-    last, quiet_s, looked = run.world.pulse.read(), 0.0, time.monotonic()
-    # NCCL's own clock runs since the collective was begun, which can be some seconds before this rank's last beat.
-    patience_s = max(dist.sooner(run.keys.timeout_s) - dist.EARLIER_S, run.keys.timeout_s / 2)
+    """Ends this process where it waits for the other ranks for ``timeout_s`` without success, and names the rank that is behind.
+
+    This takes the place of torch's own timeouts, which would count the time in which the job was suspended.
+    """
+    world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
+    last, since, reported_s = world.pulse.read(), clock.now(), clock.stopped_s
     while not over.wait(dist.POLL_S):
-        now = run.world.pulse.read()
-        # Of the time in which this process was stopped nothing counts.
-        quiet_s, looked = quiet_s + min(time.monotonic() - looked, 5 * dist.POLL_S), time.monotonic()
+        now, moment = world.pulse.read(), clock.now()
+        if clock.stopped_s > reported_s and (suspended_s := clock.suspension_s()):
+            reported_s = clock.stopped_s
+            if world.ranks.local_rank == 0:
+                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
         if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
-            last, quiet_s = now, 0.0
-        elif quiet_s > patience_s and not run.failing.locked():
-            behind = run.world.behind()
-            # In these two a rank does nothing but wait: if nobody is behind, it is the network.
-            in_vain = behind or now[2] in (watchdog.SUM, watchdog.COUNT)
-            if in_vain and run.world.pulse.read() == last and run.failing.acquire(blocking=False):
-                words = f"Timed out waiting for the other ranks, for most of {run.keys.timeout_s:g} s (timeout_s)"
+            last, since = now, moment
+        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
+            behind = world.behind()
+            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, it is the network
+            if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
+                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = rundir.EXIT_CRASH
                 try:
                     code = _fail(run, dist.PeerTimeout(words), behind)
+                    with contextlib.suppress(Exception):  # it is of use only to who looks for the cause in NCCL
+                        _keep_flight_record(run)
                     entry.remove_own_folder(start)
                 finally:
                     _leave(code)
@@ -657,11 +660,14 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
             print(
                 f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
             )
+        if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
+            code, kind = rundir.EXIT_REQUEUE, Kind.suspended
+            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
     # At once, since the others lose their connections to this rank now, and would call it silent.
     recorded = _record(run, kind, line, code, moment, behind)
     if kind is Kind.timeout:
         behind = behind or world.behind()
-    elif kind is Kind.peer_lost:
+    elif kind in (Kind.peer_lost, Kind.suspended):
         world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
     if run.saver:
         with contextlib.suppress(Exception):  # why it could not be written is not why this rank ends
@@ -681,7 +687,10 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         found = rundir.verdict(run.dir, run.attempt)
         if not run.is_mine():  # the status is a later attempt's
             return code
-        if run.begun or rundir.read_status(run.dir) is None:
+        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is whole
+            saved = (rundir.read_status(run.dir) or {}).get("step", 0)
+            rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
+        elif run.begun or rundir.read_status(run.dir) is None:
             rundir.write_status(
                 run.dir,
                 "failed",
@@ -701,6 +710,12 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
             if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
                 print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
     return code
+
+
+def _others_failed(run: Run) -> bool:
+    """Whether a rank that was not suspended has failed: then this rank alone was stopped, and the others waited for it."""
+    found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    return any(record and kind_of(record) is not Kind.suspended for record in found)
 
 
 def _await_peers_words(run: Run) -> None:
@@ -845,8 +860,8 @@ def _say_network(run: Run, start: Start) -> None:
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
     elif world.size > 1:
         run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
-    for text in world.store.multi_get([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
-        host, _, other = text.decode().partition(" ")
+    for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
+        host, _, other = text.partition(" ")
         if other != used:
             run.say(f"network: {host} has {other or 'none proven'} instead")
 

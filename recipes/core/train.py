@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
 from recipes.core.rundir import InputError, RunError
 from recipes.core.session import Run
-from recipes.core.watchdog import Pulse
+from recipes.core.watchdog import Pulse, RunningClock
 
 PROGRESS_EVERY_S = 0.5
 
@@ -228,7 +227,7 @@ def fit(
         run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
         return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)
     pending: _Totals | None = None
-    clock, pulse = _Clock(), world.pulse
+    clock, pulse = _Clock(world.clock), world.pulse
     first_step = state.step + 1
     while state.step < total and not run.stopping:
         epoch, first_batch = divmod(state.step, batches.per_epoch)
@@ -380,11 +379,12 @@ def log_row(
 
 
 class _Clock:
-    """Samples and seconds of training, evaluation and saving left out; and when something is due."""
+    """Samples and seconds of training, without evaluation, saving and suspension; and when something is due."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: RunningClock) -> None:
+        self._now = running.now
         self.samples, self.train_s = 0, 0.0
-        self._lap_samples, self._lap_start = 0, time.monotonic()
+        self._lap_samples, self._lap_start = 0, self._now()
         self._saved_at = self._progress_at = self._lap_start
 
     def add(self, samples: int) -> None:
@@ -392,23 +392,23 @@ class _Clock:
 
     def lap(self) -> float:
         """Ends a stretch of training: its samples per second. Called twice around what is not training."""
-        seconds = time.monotonic() - self._lap_start
+        seconds = self._now() - self._lap_start
         speed = self._lap_samples / seconds if self._lap_samples else 0.0
         if self._lap_samples:
             self.samples, self.train_s = self.samples + self._lap_samples, self.train_s + seconds
-        self._lap_samples, self._lap_start = 0, time.monotonic()
+        self._lap_samples, self._lap_start = 0, self._now()
         return speed
 
     def save_due(self, every_s: float) -> bool:
-        due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        due = every_s > 0 and self._now() - self._saved_at >= every_s
         if due:
             self.saved()  # asked for once: the save comes a step later, when all ranks know of it
         return due
 
     def saved(self) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at = self._now()
 
     def progress_due(self) -> bool:
-        due = time.monotonic() - self._progress_at >= PROGRESS_EVERY_S
-        self._progress_at = time.monotonic() if due else self._progress_at
+        due = self._now() - self._progress_at >= PROGRESS_EVERY_S
+        self._progress_at = self._now() if due else self._progress_at
         return due

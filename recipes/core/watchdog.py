@@ -7,6 +7,7 @@ looks at it. Standard library only.
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import signal
@@ -23,18 +24,69 @@ PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
 NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
 # In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
 PHASES = (
-    "nothing that is watched", "start", "loss over all ranks", "start of an evaluation", "evaluation", "sum of the evaluation",
-    "row of metrics", "saving", "data", "forward", "forward, in the model", "backward", "update", "end",
+    "nothing that is watched", "start", "collective", "loss over all ranks", "start of an evaluation", "evaluation",
+    "sum of the evaluation", "row of metrics", "saving", "saved", "data", "forward", "forward, in the model", "backward", "update",
+    "end", "last barrier",
 )  # fmt: skip
 (
-    UNWATCHED, START, SUM, TO_EVALUATE, EVALUATION, COUNT, ROW, SAVING, DATA, FORWARD, MODEL, BACKWARD, UPDATE, END,
+    UNWATCHED, START, MEETING, SUM, TO_EVALUATE, EVALUATION, COUNT, ROW, SAVING, SAVED, DATA, FORWARD, MODEL, BACKWARD, UPDATE,
+    END, LEAVING,
 ) = range(len(PHASES))  # fmt: skip
 NOT_WATCHED = (UNWATCHED, END)
+WAITING = (MEETING, SUM, COUNT, SAVED, LEAVING)  # a rank does nothing but wait for the others
 POLL_S = 0.5
+STOP_S = 2.0  # a process that did not run for so long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
 TELL_S = 5.0  # for the run directory's file system to take the last words
+RECENT_S = 60.0  # after a stop: a connection that is lost then was lost because of it
 STACK_S = 3.0  # for faulthandler to write the stack
 PR_SET_PDEATHSIG = 1
+
+
+class RunningClock:
+    """A monotonic clock that stands still while this process is stopped: by scontrol suspend, gang scheduling or SIGSTOP.
+
+    A gap of `STOP_S` between two readings does not count, so it has to be read more often: in a loop, or by the thread of `start`.
+    An overloaded machine can cause such a gap too; only one at whose end SIGCONT arrived (`continued`) is reported as a suspension.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at = time.monotonic()
+        self._continued_at = -math.inf
+        self._gap = (-math.inf, -math.inf)  # begin and end of the last gap
+        self.stopped_s = 0.0  # all gaps
+
+    def now(self) -> float:
+        """Seconds, of which only differences have a meaning."""
+        with self._lock:
+            moment = time.monotonic()
+            before, self._read_at = self._read_at, moment
+            if moment - before > STOP_S:
+                self._gap = (before + POLL_S, moment)
+                self.stopped_s += moment - before - POLL_S
+            return moment - self.stopped_s
+
+    def continued(self) -> None:
+        """Called when this process received SIGCONT."""
+        self._continued_at = time.monotonic()
+
+    def suspension_s(self) -> float:
+        """How long the suspension was that ended in the last `RECENT_S`; 0 where there was none."""
+        self.now()
+        begin, end = self._gap
+        is_stop = begin <= self._continued_at <= end + STOP_S
+        return end - begin if is_stop and time.monotonic() - end < RECENT_S else 0.0
+
+    def start(self) -> None:
+        """Has a thread read this clock for as long as the process lives."""
+
+        def read() -> None:
+            while True:
+                time.sleep(POLL_S)
+                self.now()
+
+        threading.Thread(target=read, name="running clock", daemon=True).start()
 
 
 class Pulse:
@@ -45,6 +97,7 @@ class Pulse:
         os.ftruncate(self._descriptor, BYTES)
         self._memory = mmap.mmap(self._descriptor, BYTES)
         self._beats = 0
+        self.clock = RunningClock()
 
     def beat(self, phase: int, step: int | None = None) -> None:
         """phase: what begins now. step: completed optimiser steps; as before where it is left out."""
@@ -67,8 +120,9 @@ class Pulse:
         self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
 
     def watch(self, timeout_s: float, root: Path) -> None:
-        """Starts the watchdog, which ends with this process. It is told nothing but this memory."""
+        """Starts the watchdog, which ends with this process and shares only this memory with it; and this rank's clock."""
         self.beat(START)
+        self.clock.start()
         # A session of its own, so that what is typed at a terminal does not reach it; of Slurm's signals it heeds KILL alone.
         subprocess.Popen(
             [sys.executable, "-m", "recipes.core.watchdog", str(os.getpid()), str(self._descriptor), str(timeout_s)],
@@ -83,15 +137,14 @@ def place(step: int, phase: int) -> str:
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     """Looks at the pulse until the parent has ended, and ends it where there is none for ``timeout_s``."""
-    last, quiet_s, looked = PULSE.unpack_from(memory), 0.0, time.monotonic()
+    clock = RunningClock()  # a job that is suspended stops this process too
+    last, since = PULSE.unpack_from(memory), clock.now()
     while os.getppid() == parent:
         time.sleep(POLL_S)
-        now = PULSE.unpack_from(memory)
-        # A job that is suspended (scontrol suspend) stops both processes: time that this one did not see does not count.
-        quiet_s, looked = quiet_s + min(time.monotonic() - looked, 2 * POLL_S), time.monotonic()
+        now, moment = PULSE.unpack_from(memory), clock.now()
         if now != last or now[2] in NOT_WATCHED:
-            last, quiet_s = now, 0.0
-        elif quiet_s > timeout_s:
+            last, since = now, moment
+        elif moment - since > timeout_s:
             _end(parent, memory, timeout_s)
             return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False)
     )  # fmt: skip
 
 
-def test_ranks_side_by_side_have_one_thread_each_and_collectives_the_runs_timeout(
+def test_ranks_side_by_side_have_one_thread_each_and_collectives_no_timeout_of_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[int] = []
@@ -61,7 +61,7 @@ def test_ranks_side_by_side_have_one_thread_each_and_collectives_the_runs_timeou
     start = dataclasses.replace(start, ranks=rank())
     with pytest.raises(MachineError, match="enough"), dist.process_group(start, torch.device("cpu")):
         pass
-    assert asked["timeout"] == datetime.timedelta(seconds=7)
+    assert asked["timeout"] == dist.TORCH_TIMEOUT  # timeout_s is kept by our own clock
 
 
 # resolve_device
@@ -542,14 +542,10 @@ def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
     assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
 
 
-def test_torchs_flight_records_are_kept_with_the_logs_unless_somebody_wants_them_elsewhere(tmp_path: Path) -> None:
-    environ: dict[str, str] = {}
-    session.keep_flight_records(environ, tmp_path)
-    assert environ == {
-        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/flight-",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/logs/flight-",
-    }
-    for name in list(environ):
-        own = {name: "/elsewhere/trace"}
-        session.keep_flight_records(own, tmp_path)
-        assert own == {name: "/elsewhere/trace"}
+def test_nccls_flight_record_is_kept_with_the_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
+    for backend in ("gloo", "nccl"):
+        run: Any = SimpleNamespace(dir=tmp_path, world=SimpleNamespace(rank=1, backend=backend))
+        session._keep_flight_record(run)
+        assert (tmp_path / "logs" / "flight-1").exists() == (backend == "nccl")

@@ -171,7 +171,7 @@ def test_rows_and_the_summary_tell_the_rate_of_each_step_and_the_speed_of_traini
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained, begin = Trained(tmp_path), time.monotonic()
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: trained.now))
+    monkeypatch.setattr(watchdog.RunningClock, "now", lambda clock: trained.now)
     _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
     took_s = time.monotonic() - begin
     found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"]) for r in helpers.rows(tmp_path)]
@@ -468,8 +468,9 @@ def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
-        dist._meet(info, timedelta(seconds=40))
-    assert given == [40, 40, 30, 40]  # rank 1 gives up first, and says why
+        dist._meet(info, 40.0, watchdog.RunningClock())
+    never = dist.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
+    assert given == [40, never, 30, never]  # rank 1 gives up first, and reports why
 
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
 
@@ -478,10 +479,10 @@ def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.
     start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
     with dist.process_group(start, torch.device("cpu")) as world:
         assert world.timeout_s == 40
-    assert [by["timeout"] for by in made] == [timedelta(seconds=40)]
+    assert [by["timeout"] for by in made] == [dist.TORCH_TIMEOUT]
 
 
-def test_who_is_to_speak_before_nccl_ends_the_process_waits_a_little_less() -> None:
+def test_a_rank_that_cannot_reach_rank_0_gives_up_first() -> None:
     assert [dist.sooner(seconds) for seconds in (600, 20)] == [590, 15]
 
 
@@ -490,6 +491,8 @@ def test_who_is_to_speak_before_nccl_ends_the_process_waits_a_little_less() -> N
     [
         (watchdog.SUM, None, True),
         (watchdog.COUNT, None, True),
+        (watchdog.MEETING, None, True),
+        (watchdog.LEAVING, None, True),
         (watchdog.FORWARD, None, False),
         (watchdog.FORWARD, {"rank": 1}, True),
         (watchdog.END, {"rank": 1}, False),
@@ -508,7 +511,14 @@ def test_a_wait_for_nobody_in_particular_is_ended_where_a_rank_does_nothing_else
     start: Any = SimpleNamespace(own_folder=None)
     monkeypatch.setattr(entry, "remove_own_folder", lambda start: None)
     run: Any = SimpleNamespace(
-        world=SimpleNamespace(pulse=pulse, behind=lambda: behind),
+        world=SimpleNamespace(
+            pulse=pulse,
+            clock=pulse.clock,
+            size=2,
+            backend="gloo",
+            ranks=SimpleNamespace(local_rank=0),
+            behind=lambda: behind,
+        ),
         keys=SimpleNamespace(timeout_s=1.0),
         failing=threading.Lock(),
     )

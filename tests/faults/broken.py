@@ -4,7 +4,6 @@
 
 $FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4); or start, before a
 checkpoint is looked for; or evaluate. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
-$FAULT_SILENT: a wait is ended as under NCCL, which tells Python of none.
 $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, and ``go`` lets one that waits go on.
 The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
 """
@@ -296,6 +295,4 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
 
 if START:
-    if "FAULT_SILENT" in os.environ:
-        session.SILENT_BACKENDS.add("gloo")
     session.run(main, START)

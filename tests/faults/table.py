@@ -40,4 +40,5 @@ ROWS = {
     37: "a wrong key or file of keys",
     38: "a bad env file, variables that contradict each other",
     39: "SIGUSR1, and a signal that only the batch shell gets",
+    40: "a job that is suspended, by an operator or by preemption",
 }

@@ -874,7 +874,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/local.py",
-        "deadline = time.monotonic() + PEERS_GRACE_S\n        if first is not None:",
+        "deadline = now() + PEERS_GRACE_S\n        if first is not None:",
         'deadline = float("inf")\n        if first is not None:',
         "one dead rank leaves the others running for ever",
         "tests/distributed/test_local.py::test_a_rank_that_fails_ends_the_others_and_is_named",

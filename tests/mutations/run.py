@@ -106,16 +106,16 @@ MUTATIONS = [
     ),
     Mutation(
         DIST,
-        "timeout=timeout, device_id=",
-        "timeout=datetime.timedelta(minutes=30), device_id=",
-        "a collective waits 30 minutes instead of timeout_s for a rank that hangs",
+        "timeout=TORCH_TIMEOUT, device_id=",
+        "timeout=datetime.timedelta(seconds=run.timeout_s), device_id=",
+        "a job that was suspended longer than timeout_s dies of torch's own timeout",
         FIT,
     ),
     Mutation(
         DIST,
-        "    store.set_timeout(timeout)\n",
-        "    store.set_timeout(datetime.timedelta(minutes=30))\n",
-        "the ranks wait 30 minutes instead of timeout_s for one that never starts",
+        "    store.set_timeout(TORCH_TIMEOUT)\n",
+        "    store.set_timeout(datetime.timedelta(seconds=timeout_s))\n",
+        "a job that was suspended longer than timeout_s dies of the store's own timeout",
         FIT,
     ),
     Mutation(
@@ -318,7 +318,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/watchdog.py",
-        "elif quiet_s > timeout_s:",
+        "elif moment - since > timeout_s:",
         "elif quiet_s > 60 * timeout_s:",
         "the watchdog waits minutes where seconds were asked for",
         f"{UNIT}/test_watchdog.py",
@@ -501,8 +501,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/watchdog.py",
-        "quiet_s + min(time.monotonic() - looked, 2 * POLL_S)",
-        "quiet_s + (time.monotonic() - looked)",
+        "                self.stopped_s += moment - before - POLL_S\n",
+        "",
         "a job that was suspended longer than timeout_s is killed when it continues",
         GUARDS,
     ),
