@@ -565,7 +565,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/watchdog.py",
-        "            if gap_s > STOP_S:\n",
+        "            if moment - before > STOP_S:\n",
         "            if False:\n",
         "a job that was suspended is ended",
         "tests/distributed/test_guards.py::test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs",
