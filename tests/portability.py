@@ -44,7 +44,7 @@ IMAGE_PACKAGES = "apptainer debootstrap"
 IMAGE = "/srv/recipes.sif"
 DATA = os.environ.get("RECIPES_DATA", "")
 CLONE = "srv/recipes"  # in a system's folder
-# This machine's name resolution, package index and certificates, where it has a configuration of its own.
+# This machine's name resolution, package index and certificates, where it has its own configuration.
 NETWORK = ("/etc/resolv.conf",)
 PIP = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 STEP_S = 3 * 3600.0

@@ -338,7 +338,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return rundir.EXIT_MACHINE
     if status is None:
         where = "the lines above"
-        if "SUBMITIT_EXECUTOR" in environ:  # each rank has a log of its own
+        if "SUBMITIT_EXECUTOR" in environ:  # each rank has its own log
             where += f", or in {rundir.home(config.ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
         print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
         return srun_status or rundir.EXIT_CRASH

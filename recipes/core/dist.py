@@ -425,7 +425,7 @@ class PeerTimeout(RuntimeError):
 
 
 def peer_kind(error: BaseException) -> Kind | None:
-    """Whether this rank lost the connection to another one, or timed out waiting for it; None for an error of its own.
+    """Whether this rank lost the connection to another one, or timed out waiting for it; None for its own error.
 
     torch's errors differ in their words alone.
     """

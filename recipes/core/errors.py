@@ -9,7 +9,7 @@ from typing import Any
 class Kind(str, Enum):
     """Why a rank or a run ended: ``kind`` in status.json and in a rank's failure record."""
 
-    error = "error"  # an exception of its own, or an exit status other than 0
+    error = "error"  # its own exception, or an exit status other than 0
     peer_lost = "peer-lost"  # it lost the connection to another rank
     timeout = "timeout"  # another rank did not arrive within timeout_s
     hang = "hang"  # it made no progress itself for timeout_s

@@ -95,7 +95,7 @@ def ask_controller(job: Job) -> str:
 
 
 def _unknown_dependencies(job: Job) -> list[str]:
-    """Jobs that ``job`` depends on and that Slurm does not know (any more). Slurm 22.05 takes them for met without a word."""
+    """Jobs that ``job`` depends on and that Slurm does not know (any more). Slurm 22.05 takes such a dependency as met."""
     ids = re.findall(r":(\d+)", dict(job.directives).get("dependency", ""))
     return [one for one in ids if not jobs.find(one, _of_its_cluster(os.environ))]
 

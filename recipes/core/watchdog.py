@@ -44,7 +44,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class RunningClock:
-    """A monotonic clock that stands still while this process is stopped: by scontrol suspend, gang scheduling or SIGSTOP.
+    """A monotonic clock that does not count while this process is stopped: by scontrol suspend, gang scheduling or SIGSTOP.
 
     A gap of `STOP_S` between two readings does not count, so it has to be read more often: in a loop, or by the thread of `start`.
     An overloaded machine can cause such a gap too; only one at whose end SIGCONT arrived (`continued`) is reported as a suspension.

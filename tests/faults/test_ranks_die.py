@@ -393,6 +393,7 @@ def suspend(pids: list[int], seconds: float) -> None:
         time.sleep(0.3)
 
 
+@pytest.mark.long
 @pytest.mark.fault(40)
 def test_a_run_that_was_suspended_continues_and_one_that_breaks_by_it_is_to_be_requeued(
     start: Start, tmp_path: Path

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEBIAN = "trixie"
 BASE_PACKAGES = "python3,python3-pip,ca-certificates"
 SETS = {"NCCL_IB_TIMEOUT": "image", "NCCL_DEBUG": "image", "IMAGE_ONLY": "image"}
-# This machine's package index and certificates, where it has a configuration of its own.
+# This machine's package index and certificates, where it has its own configuration.
 PIP = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 # All of root's capabilities, also where the root of this machine lacks one.
 AS_ROOT = ("unshare", "--user", "--map-users=0,0,65536", "--map-groups=0,0,65536")

@@ -1,4 +1,4 @@
-"""`doctor explain` over a folder of runs that real jobs have left: each has a section of its own, and its job is asked after."""
+"""`doctor explain` over a folder of runs that real jobs have left: one section for each run, with the state of its job."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_wait_gives_the_status_of_a_failing_job(slurm: Cluster, repo: Path, tmp_
 
 
 def test_wait_ends_where_the_dependency_cannot_be_met(slurm: Cluster, repo: Path) -> None:
-    """Slurm leaves such a job in the queue for ever."""
+    """Slurm does not remove such a job from the queue."""
     first = slurm.submit("--output=/dev/null", "--wrap=exit 1")
     assert slurm.wait_job(first) == "FAILED"
     done = launch(slurm, repo, *MINI, f"dependency=afterok:{first}", "wait=true", timeout=30)

@@ -391,7 +391,7 @@ def test_launchs_script_in_a_hostile_repository_runs_nothing_but_the_recipe(tmp_
 def test_the_batch_jobs_status_is_the_runs_not_sruns(bench: Bench) -> None:
     run_dir = bench.folder / "run"
     run_dir.mkdir()
-    attempt = rundir.open_attempt(run_dir, ["a"], "7.0")
+    attempt = rundir.open_attempt(run_dir, ["a"], "7.0", "7")
     for state, expected in (("done", 0), ("failed", 143), ("running", 143)):
         rundir.write_status(run_dir, state, attempt=attempt, step=3)
         # A signal to all of the job's processes, the batch shell among them, ends the step alone.

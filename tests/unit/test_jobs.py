@@ -15,9 +15,9 @@ JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DO
    JobState=CANCELLED Reason=BeginTime Dependency=(null)
    Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9
    NodeList=node[1-2]
-   Command=/work/my jobs/x=1.sh
+   Command=/home/me/my jobs/x=1.sh
    StdErr=
-   StdOut=/work/my jobs/log
+   StdOut=/home/me/my jobs/log
 
 JobId=13 JobName=b
    JobState=RUNNING Reason=None Dependency=(null)
@@ -30,7 +30,7 @@ def test_every_job_that_scontrol_prints_is_read() -> None:
     assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
     assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
     assert task.fields["JobName"] == "a b JobState=DONE"
-    assert task.fields["Command"] == "/work/my jobs/x=1.sh"
+    assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
     assert task.fields["StdErr"] == ""
     assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
 

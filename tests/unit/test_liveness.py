@@ -42,7 +42,8 @@ def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ:
     return liveness.look(folder, environ, takeover, patience_s)
 
 
-def test_a_live_process_on_this_machine(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_a_live_process_on_this_machine(tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
     an_attempt(tmp_path, **other)
     pid = other["process"]["pid"]
     assert f"process {pid} on " in look(tmp_path).problem
