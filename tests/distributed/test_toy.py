@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_ends_it_in_a_line_before_it_is_saved(tmp_path
     assert "Traceback" not in ended.out
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two CPUs")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")
 def test_a_rank_that_is_bound_to_too_few_cpus_says_so(tmp_path: Path) -> None:
     """As Slurm does with TaskPlugin=task/affinity where srun is not told --cpus-per-task."""
     cpu = str(min(os.sched_getaffinity(0)))

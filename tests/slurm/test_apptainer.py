@@ -25,7 +25,7 @@ IMAGE = os.environ.get("RECIPES_TEST_IMAGE", "")
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.long,
-    pytest.mark.skipif(not IMAGE, reason="RECIPES_TEST_IMAGE names no image: see tests/image.py"),
+    pytest.mark.skipif(not IMAGE, reason="RECIPES_TEST_IMAGE names no image: see tests/slurm/image.py"),
 ]
 
 KEYS = ("device=cpu", "cpu_threads=1", "log_every_steps=1", "global_batch_size=60", "epochs=20")
