@@ -48,7 +48,9 @@ CLONE = "srv/recipes"  # in a system's folder
 NETWORK = ("/etc/resolv.conf",)
 PIP = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 STEP_S = 3 * 3600.0
-NEEDS_SLURM = "tests/slurm tests/faults/test_slurm_faults.py tests/faults/test_slurm_resume.py"
+NEEDS_SLURM = "tests/slurm " + " ".join(
+    sorted(f"tests/faults/{path.name}" for path in (ROOT / "tests/faults").glob("test_slurm_*.py"))
+)
 OTHERS = "tests " + " ".join(f"--ignore={path}" for path in NEEDS_SLURM.split())
 
 # $1: the system's folder; $2: pip's cache; $3: real data, or ""; $4: the command; then files of this machine that the system is to see.
