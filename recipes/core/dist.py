@@ -455,6 +455,8 @@ def is_peer_error(error: BaseException) -> bool:
 
 def peer_words(error: BaseException) -> str:
     """What a peer error says, without gloo's source path and advice."""
+    if isinstance(error, PeerTimeout):
+        return str(error)
     return re.sub(r"^\w+: \[\S+\] ", "", rundir.one_line(error)).partition(". This is typically")[0]
 
 

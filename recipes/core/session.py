@@ -690,7 +690,7 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is whole
             saved = (rundir.read_status(run.dir) or {}).get("step", 0)
             rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
-        elif run.begun or rundir.read_status(run.dir) is None:
+        elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
             rundir.write_status(
                 run.dir,
                 "failed",

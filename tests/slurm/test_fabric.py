@@ -31,7 +31,9 @@ V6 = {"node1": "fd77::1", "node2": "fd77::2"}
 BOUND_S = 40
 PATIENT_S = 60  # where the findings are compared as a whole: on a busy machine torch's import alone can take a third of the bound
 TRAINING = ("recipes.mnist", "device=cpu", "dataset=digits", "max_steps=5", "epochs=1", "cpu_threads=1")
-LATE = "timeout_s=20"  # of which rank 1 waits 15 s: it may be 5 s behind with its imports, and still speaks before rank 0 ends it
+LATE = (
+    "timeout_s=32"  # of which rank 1 waits 24 s: it may start 8 s later, and its line still comes before rank 0 ends it
+)
 
 
 @dataclass
@@ -166,7 +168,7 @@ def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) 
     refused = helpers.read(tmp_path / "run", "refused")
     assert refused["exit_status"] == 3
     assert re.fullmatch(
-        r"node1: rank 0 cannot join the other 1 \(RuntimeError: Gloo connectFullMesh failed with .*"
+        r"(node1: rank 0|node2: rank 1) cannot join the other 1 \(RuntimeError: Gloo connectFullMesh failed with .*"
         r"Connection refused, remote=\[172\.17\.0\.1\]:.*\)",
         refused["line"],
     ), refused
@@ -243,7 +245,7 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     ended = fabric.train(tmp_path, "timeout_s=10")
     status = helpers.read(tmp_path / "run", "status")
     assert (status["state"], status["step"], status["exit_status"]) == ("failed", 0, 1)
-    lost = r"rank ([01]) on node([12]) lost its peers: Timed out waiting 10000ms for (recv|send) operation to complete"
+    lost = r"rank ([01]) on node([12]) lost its peers: Timed out waiting for the other ranks for 10 s \(timeout_s\)"
     assert re.fullmatch(lost, status["reason"]), status
     assert f"mnist: failed: {status['reason']}; logs in {tmp_path}/run/logs" in ended.lines
     assert (

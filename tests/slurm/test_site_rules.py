@@ -81,7 +81,7 @@ def test_jobs_ask_in_the_way_that_the_site_requires(strict: Cluster, tmp_path: P
     job = jobs.sbatch(strict, repo, log, "--ntasks-per-node=1", str(script), *words)  # one rank, which is quicker
     assert jobs.ended(strict, job, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     assert jobs.read(run_dir / "summary.json")["world_size"] == 1
-    assert strict.jobs(job)[0]["TresPerTask"] == "gres:gpu:1"
+    assert strict.jobs(job)[0]["TresPerTask"] in ("gres:gpu:1", "cpu=1,gres/gpu=1")  # Slurm 22.05; 24.11
     # Through submitit; and without the profile's keys the site's own words.
     status, text, stderr = launch("time=5", "extra=--begin=now+1hour")
     assert status == 0, stderr
