@@ -559,7 +559,8 @@ def parse(
     environ = os.environ if environ is None else environ
     words = _split(argv)
     if "config" in words:
-        from_file = _read_yaml(words.pop("config"))
+        file = words.pop("config")
+        from_file = _read_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}")
         if "config" in from_file:
             raise ConfigError(
                 f"config={shown(from_file['config'])}: stands in a config= file; one file of keys is read"
@@ -611,17 +612,13 @@ def parse(
     chosen = {**defaults, **_by_dataset(recipe, dataset), **from_run, **given}
 
     job, _ = _build(JobKeys, {k: v for k, v in chosen.items() if k in job_names} if of_launch else {})
-    run, run_saved = _build(RunKeys, {k: v for k, v in chosen.items() if k in run_names})
+    run, run_saved = _build_resumed(RunKeys, chosen, from_run, resumes)
     try:
         env_variables(run.network, cluster)
     except envfile.EnvFileError as error:
-        given = chosen.get("network", "")
-        raise ConfigError(f"network={shown(given)}: {error}" if "${" in str(given) else str(error)) from None
-    try:
-        config, recipe_saved = _build(recipe_class, {k: v for k, v in chosen.items() if k in recipe_names_})
-    except ConfigError as error:
-        inherited = resumes and str(error).partition("=")[0] in from_run
-        raise ConfigError(f"{error} (from {resumes}/config.yaml)") from None if inherited else error
+        network = chosen.get("network", "")
+        raise ConfigError(f"network={shown(network)}: {error}" if "${" in str(network) else str(error)) from None
+    config, recipe_saved = _build_resumed(recipe_class, chosen, from_run, resumes)
     typed = {k: v for k, v in words.items() if k not in job_names}
     of_job = tuple(name for name in words if name in job_names)
     of_run = run_names & {*given, *from_run} - _declared(RunKeys, "of_launch")
@@ -652,20 +649,21 @@ def _run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None
 
     Raises ConfigError where ``run_dir=`` is another recipe's.
     """
-    named = [Path(run.run_dir)] if run.run_dir else []
+    named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
     if run.resume not in RESUME_WORDS:
-        path = Path(run.resume).expanduser()
-        named += [path, path.parent, path.parent.parent]  # RUN, RUN/checkpoints or RUN/checkpoints/NAME
-    for number, path in enumerate(named):
+        path = Path(run.resume)
+        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN/checkpoints/NAME at most
+    for name, path in named:
         try:
             folder = Path(os.path.realpath(path.expanduser()))
         except FileNotFoundError:  # this folder is gone, which launch.py tells
             continue
-        if not (folder / "config.yaml").is_file():
+        # A file beside a checkpoint that was copied elsewhere may belong to another program.
+        is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
+        if not is_run or not (folder / "config.yaml").is_file():
             continue
         other = recipe_of(folder)
         if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
-            name = "resume" if number or not run.run_dir else "run_dir"
             raise ConfigError(
                 f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: give another {name}="
             )
@@ -690,17 +688,14 @@ def _keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     """The keys of a run that a resume inherits, as the words that give them. Raises ConfigError."""
     path = run_dir / "config.yaml"
     try:
-        words = _read_yaml(str(path))
+        words = _read_yaml(path, shown(path, 4096))
     except ConfigError as error:
-        why = str(error).partition(": ")[2].rpartition("; ")[0]
-        raise ConfigError(
-            f"run_dir={shown(run_dir)}: its config.yaml {why}: remove {path} to resume with typed keys alone"
-        ) from None
+        raise ConfigError(f"{error}, or remove the file to resume with typed keys alone") from None
     known = _names(RunKeys) | _names(recipe_class)
     if unknown := sorted(words.keys() - known):
         raise ConfigError(
-            f"run_dir={shown(run_dir)}: its config.yaml has {shown(unknown[0])}=, which recipe {recipe} does not have: "
-            "use the code that it was trained with, or another run_dir="
+            f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
+            "use the code that the run was trained with, or start another run"
         )
     launch = _declared(RunKeys, "of_launch") | _declared(recipe_class, "of_launch")
     return {name: value for name, value in words.items() if name not in launch}
@@ -956,13 +951,13 @@ def _split(argv: Sequence[str]) -> dict[str, str]:
     return words
 
 
-def _read_yaml(file: str) -> dict[str, str]:
-    """The keys of a ``config=`` file as the words that would give the same."""
+def _read_yaml(file: Path, given: str) -> dict[str, str]:
+    """The keys of a ``config=`` file, or of a run's config.yaml, as the words that would give the same. ``given``: as in `_load_yaml`."""
     words = []
-    for name, value in _load_yaml(Path(os.path.expanduser(file)), f"config={shown(file)}").items():
+    for name, value in _load_yaml(file, given).items():
         if isinstance(value, (dict, list)):
             raise ConfigError(
-                f"config={shown(file)}: '{shown(name)}' wants one plain value; keys stand side by side, not nested"
+                f"{given}: '{shown(name)}' must be one plain value; write the keys side by side, not nested"
             )
         words.append(f"{name}={value}")
     return _split(words)
@@ -998,7 +993,7 @@ def _load_yaml(path: Path, given: str) -> dict[str, Any]:
     if content in (None, ""):
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{given}: wants 'key: value' lines")
+        raise ConfigError(f"{given}: is not a mapping; write 'key: value' lines")
     return content
 
 
@@ -1013,6 +1008,23 @@ def _misplaced(name: str, value: str) -> str:
     if options.startswith("--") and " " not in options:
         options += f"={shown(value)}"
     return f"{given}: the job's size and place are not the recipe's to set; give sbatch or srun {options}, or use launch.py"
+
+
+def _build_resumed(
+    cls: type, chosen: Mapping[str, Any], from_run: Mapping[str, str], resumes: Path | None
+) -> tuple[Any, DictConfig]:
+    """`_build` of those of the ``chosen`` keys that ``cls`` has. Its message names the run's file where the keys from there are the cause."""
+    values = {name: value for name, value in chosen.items() if name in _names(cls)}
+    try:
+        return _build(cls, values)
+    except ConfigError as error:
+        if values.keys().isdisjoint(from_run):
+            raise
+        try:
+            _build(cls, {name: value for name, value in values.items() if name not in from_run})
+        except ConfigError:  # what was typed is invalid already
+            raise error from None
+        raise ConfigError(f"{error} (from {resumes}/config.yaml)") from None
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> tuple[Any, DictConfig]:

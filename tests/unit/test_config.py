@@ -193,6 +193,7 @@ def test_a_wrong_value_names_the_key_the_value_and_what_is_wanted(word: str, wan
     message = refusal(word)
     assert message.startswith(f"{word}: ")
     assert wanted in message
+    assert "config.yaml" not in message
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
@@ -601,9 +602,11 @@ def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr: [", "its config.yaml is not YAML"),
-        ("lr: x\n", r"lr=x: wants a number \(from .*/run/config.yaml\)"),
-        ("colour: red\n", "its config.yaml has colour=, which recipe mnist does not have"),
+        ("lr: [", r"^/.*/run/config.yaml: is not YAML .*, or remove the file to resume with typed keys alone$"),
+        ("- lr\n", r"/run/config.yaml: is not a mapping; write 'key: value' lines, or remove the file"),
+        ("lr: x\n", r"^lr=x: wants a number \(from /.*/run/config.yaml\)$"),
+        ("timeout_s: x\n", r"^timeout_s=x: wants a number \(from /.*/run/config.yaml\)$"),
+        ("colour: red\n", "^/.*/run/config.yaml: has colour=, which recipe mnist does not have"),
     ],
 )
 def test_a_damaged_config_of_a_run_is_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -611,6 +614,21 @@ def test_a_damaged_config_of_a_run_is_one_line(tmp_path: Path, text: str, words:
     (run / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         parse(f"run_dir={run}")
+
+
+def test_a_typed_key_that_is_invalid_is_not_said_to_come_from_the_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 5, lr=0.1)
+    for words in (["epochs=-1"], ["epochs=-1", f"run_dir={run}"], ["lr=x", f"run_dir={run}"]):
+        with pytest.raises(ConfigError) as raised:
+            parse(*words)
+        assert "config.yaml" not in str(raised.value)
+
+
+def test_a_file_beside_a_checkpoint_that_is_no_runs_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("colour: red\n")
+    (tmp_path / "model.pt").touch()
+    found = parse(f"resume={tmp_path}/model.pt")
+    assert (found.resumes, found.from_run) == (None, {})
 
 
 def test_a_run_directory_without_a_record_of_its_recipe_is_known_by_its_keys(tmp_path: Path) -> None:
