@@ -21,7 +21,7 @@ COMPLETING = "COMPLETING"  # its last start is ending: what comes next shows in 
 ANSWER_S = 60.0
 # Fields whose value may contain spaces and "=": each stands on a line by itself, or at the end of its line.
 _LINE = re.compile(
-    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|Comment|AdminComment)=(.*)"
+    r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
 _WORD = re.compile(r"(\S+?)=(\S*)")
 
@@ -118,14 +118,16 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     """
     try:
         asked = subprocess.run(
-            ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True, timeout=timeout_s
-        )
+            ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True, timeout=timeout_s,
+            encoding="utf-8", errors="surrogateescape",  # any user's job name or path may be in it
+        )  # fmt: skip
     except FileNotFoundError:
         raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
     if asked.returncode:
-        if "Invalid job id" in asked.stderr:
+        # scontrol's only signs of it: no job of that number, or (on stdout) no such element of an array that it knows.
+        if "Invalid job id" in asked.stderr or re.fullmatch(r"Job \S+ not found\s*", asked.stdout):
             return []
         raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
     return parse(asked.stdout)

@@ -18,6 +18,8 @@ JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DO
    Command=/home/me/my jobs/x=1.sh
    StdErr=
    StdOut=/home/me/my jobs/log
+   Comment=Restarts=7 x
+   SystemComment=see JobState=RUNNING
 
 JobId=13 JobName=b
    JobState=RUNNING Reason=None Dependency=(null)
@@ -39,6 +41,7 @@ def test_every_job_that_scontrol_prints_is_read() -> None:
     ("script", "expected"),
     [
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
+        ("echo Job 7 not found; exit 1", None),  # printed for 7_1 while other elements of array 7 are known
         ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
         ("", "not on the PATH"),
     ],
@@ -55,3 +58,10 @@ def test_an_unknown_job_is_none_and_a_silent_controller_an_error(
     else:
         with pytest.raises(MachineError, match=expected):
             jobs.show("7", os.environ)
+
+
+def test_a_job_whose_name_is_not_utf_8_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [job.state for job in jobs.show("7", os.environ)] == ["RUNNING"]
