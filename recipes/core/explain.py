@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.core import config, outlook, rundir, runs, signatures
+from recipes.core import config, liveness, outlook, rundir, runs, signatures
 from recipes.core.errors import Kind, kind_of
 from recipes.core.jobs import Queue
 from recipes.core.rundir import InputError
 from recipes.core.signatures import Explanation, Own, shown, small_json
 
-QUIET_S = 120.0  # a run whose scheduler cannot be asked counts as running until it has written nothing for so long
+QUIET_S = 120.0  # a run counts as ended after so long without a heartbeat or a written line, where Slurm does not tell
 
 
 def explain(paths: Sequence[Path], queue: Queue) -> list[str]:
@@ -60,13 +60,11 @@ def of_run(run_dir: Path, queue: Queue) -> Explanation:
         return Explanation("status.json says done: nothing failed")
     if state == "preempted":
         return Explanation(shown(outlook.after_stop(run_dir, status, queue)))
-    found = outlook.look(run_dir, queue)
+    found, quiet_s = outlook.look(run_dir, queue), _quiet_s(run_dir, status)
     if state == "running":
         own = _records(run_dir)
-        quiet_s = _quiet_s(run_dir, status)
         where = f"at step {runs.look(run_dir, time.time()).step}, last wrote {runs.ago(quiet_s)} ago"
-        active = found.is_active or (not found.asked and quiet_s < QUIET_S)
-        if active and not own.verdict:
+        if _is_alive(run_dir, found, quiet_s) and not own.verdict:
             by = "" if not found.id else f"; {found.line}"
             return Explanation(shown(f"it is running, {where}{by}"), notes=tuple(notes))
         notes += [found.line] if found.id else []
@@ -78,11 +76,24 @@ def of_run(run_dir: Path, queue: Queue) -> Explanation:
         own = own if own.kind or not own.verdict else replace(own, kind=_records(run_dir).kind)
         if found.job and not found.job.ended:
             notes.append(found.line)
-    elif found.job and not found.job.ended:
+    elif (found.job and not found.job.ended) or _is_alive(run_dir, found, quiet_s):
         return Explanation(shown(f"it has not begun: {found.line}"))
     elif not (run_dir / "attempt.json").exists():
         own = Own(f"it never began; {found.line}")
+    else:
+        own = Own(f"it ended before its first status; {found.line}", kind=Kind.killed)
     return signatures.explain(run_dir, own, batch_logs(run_dir, found), tuple(notes))
+
+
+def _is_alive(run_dir: Path, found: outlook.Outlook, quiet_s: float) -> bool:
+    """Whether the run has a process, as far as can be known: by Slurm for a batch job, else by its heartbeat and what it has written.
+
+    salloc keeps a job running after its step has ended.
+    """
+    is_batch = found.job is not None and found.job.fields.get("BatchFlag") != "0"
+    if found.asked and (is_batch or not found.is_active):
+        return found.is_active
+    return min(quiet_s, time.time() - liveness.newest_heartbeat(run_dir)) < QUIET_S
 
 
 def _records(run_dir: Path) -> Own:

@@ -175,16 +175,16 @@ def _watch(record: Mapping[str, Any], run_dir: Path, patience_s: float, why: str
     """By the heartbeat, where nothing else tells."""
     job, host = record.get("job"), (record.get("hosts") or ["unknown"])[0]
     who = f"job {job} on {host}" if job else f"a process on {host}"
-    first, begin = _beat(run_dir), time.monotonic()
+    first, begin = newest_heartbeat(run_dir), time.monotonic()
     while patience_s and time.time() - first < OLD_S and time.monotonic() - begin < min(WATCH_S, patience_s):
         time.sleep(1.0)
-        if _beat(run_dir) > first:
+        if newest_heartbeat(run_dir) > first:
             return _used(run_dir, f"{who} (its heartbeat advances; {why})", "end it")
     return Found(note=f"{run_dir}: {who} has used it; it counts as ended, since it has no heartbeat ({why})")
 
 
-def _beat(run_dir: Path) -> float:
-    """The time of the newest heartbeat. Opened, since a network file system looks at the server then."""
+def newest_heartbeat(run_dir: Path) -> float:
+    """Its time; 0 for none. The file is opened, so that a network file system asks its server."""
     try:
         with open(run_dir / "attempt.json", "rb") as file:
             return os.fstat(file.fileno()).st_mtime

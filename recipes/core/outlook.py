@@ -77,10 +77,9 @@ def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
     if found.next in (Next.requeued, Next.held):
         return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
     if found.next:
-        known = (
-            noted if noted not in (None, Next.requeued, Next.held) and found.next is Next.not_requeued else found.next
-        )
-        return f"{saved}; {found.line}; {WORDS[known or found.next]}"
+        # Its batch script has noted why it did not requeue the job; while that ends, Slurm shows it like a cancelled one.
+        is_final = noted not in (None, Next.requeued, Next.held) and not found.submitted_since
+        return f"{saved}; {found.line}; {WORDS[noted if noted and is_final else found.next]}"
     if found.job.fields.get("BatchFlag") == "0":  # salloc or srun: nothing requeues it
         return f"{saved}; {AGAIN}"
     return f"{saved}; {found.line}, and its batch script has not ended yet"

@@ -890,8 +890,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/explain.py",
-        "active = found.is_active or",
-        "active = False and",
+        "        return found.is_active\n",
+        "        return False\n",
         "a run that trains is diagnosed as failed",
         f"{EXPLAIN}::test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed",
     ),

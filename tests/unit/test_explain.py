@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import rundir
+from recipes.core import liveness, rundir
 from recipes.core.errors import Kind, Next
 from recipes.core.explain import explain, of_run
 from recipes.core.jobs import Job, Queue
@@ -57,7 +57,7 @@ def grow_old(run: Path) -> None:
     then = time.time() - 3600
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "updated": then}))
-    for path in (run / "logs").iterdir():
+    for path in (run / "attempt.json", *(run / "logs").iterdir()):
         os.utime(path, (then, then))
 
 
@@ -144,6 +144,7 @@ def test_damaged_records_are_left_out(tmp_path: Path, name: str, content: str) -
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
     grow_old(run)
     (run / name).write_text(content)
+    os.utime(run / name, (1, 1))
     assert names(of_run(run, NO_SLURM)) == ["disk is full"]
 
 
@@ -169,6 +170,8 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
         (job("FAILED", "NonZeroExitCode"), Next.max_requeues,
          "job 1 has ended: FAILED (NonZeroExitCode); not requeued, since max_requeues= is reached: to resume, start it again with the"
          " same run_dir="),
+        (job("COMPLETING", "NonZeroExitCode"), Next.max_requeues,
+         "job 1 is completing; not requeued, since max_requeues= is reached: to resume, start it again with the same run_dir="),
         (job("RUNNING", BatchFlag="0"), None, "to resume, start it again with the same run_dir="),
         (job("RUNNING", BatchFlag="1"), None, "job 1 is running, and its batch script has not ended yet"),
         (None, Next.no_progress,
@@ -205,6 +208,28 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert (found.verdict, names(found)) == ("rank 0 on node1 failed first: disk is full", ["disk is full"])
     assert found.notes == ("job 1 is pending (BeginTime)",)
+
+
+def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "running")
+    grow_old(run)
+    of_salloc = Answers({"1": job("RUNNING", BatchFlag="0")})
+    for answers in (NO_SLURM, of_salloc):
+        assert "it ended without a final status" in of_run(run, answers).verdict
+    liveness.heartbeat(run)
+    for answers in (NO_SLURM, of_salloc):
+        assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers).verdict
+
+
+def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:
+    done = run_directory(tmp_path / "done", "done")
+    killed = run_directory(tmp_path / "killed")
+    (killed / "status.json").unlink()
+    assert "  it has not begun: scontrol is not on the PATH" in explain([killed, done], NO_SLURM)
+    os.utime(killed / "attempt.json", (1, 1))
+    assert "  it ended before its first status; Slurm no longer knows job 1" in explain(
+        [killed, done], Answers({"1": None})
+    )
 
 
 def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
