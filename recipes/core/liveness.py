@@ -62,16 +62,22 @@ def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: 
     A requeue of the same job is not another one. takeover: only other elements of this job's array count. A requeued job does not
     take over again.
     """
-    newest = rundir.read_json(run_dir / "attempt.json")
     takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
     note = ""
-    for record in (newest, rundir.begun(newest)):
-        if record and (not takes_over or of_array(rundir.job_id(environ), record.get("job"))):
+    for record in _attempts(run_dir):
+        if not takes_over or of_array(rundir.job_id(environ), record.get("job")):
             found = _look_at(record, run_dir, environ, patience_s)
             if found.problem:
                 return found
             note = note or found.note
     return Found(note=note)
+
+
+def _attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """The newest attempt, which may be refused yet, and the one that has begun last, where that is another."""
+    newest = rundir.read_json(run_dir / "attempt.json")
+    begun = rundir.begun(newest)
+    return [record for record in (newest, begun if begun is not newest else None) if record]
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
@@ -85,11 +91,12 @@ def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
         for job in re.findall(r"\d+(?:_\d+)?", jobs_of)
     }
     submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    newest = rundir.read_json(run_dir / "attempt.json")
-    records = [{"job": submitted, "cluster": ""}] if submitted else []
-    for record in (*records, newest, rundir.begun(newest)):
-        job = str((record or {}).get("job") or "")
-        if not record or "singleton" in dependency or {job, job.partition("_")[0]} & ended_first:
+    records = _attempts(run_dir)
+    if submitted:
+        records = [{"job": submitted, "cluster": ""}, *(one for one in records if one.get("job") != submitted)]
+    for record in records:
+        job = str(record.get("job") or "")
+        if "singleton" in dependency or {job, job.partition("_")[0]} & ended_first:
             continue
         if found := _look_at(record, run_dir, environ, 0.0).problem:
             return found
@@ -128,7 +135,8 @@ def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str
     here = environ.get("SLURM_CLUSTER_NAME", "")
     if in_slurm and (not here or record["cluster"] in ("", here)):
         try:
-            return _ask(str(job), run_dir, environ, patience_s)
+            stopped = is_its and status.get("state") == "preempted"
+            return _ask(str(job), run_dir, environ, patience_s, stopped)
         except MachineError as error:
             why = str(error)
     elif in_slurm:
@@ -154,18 +162,23 @@ def _runs(record: Mapping[str, Any]) -> bool | None:
     return bool(its["started"]) and _started(int(its["pid"])) == its["started"] and its["pid"] != os.getpid()
 
 
-def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float) -> Found:
-    """By Slurm's word. Raises MachineError where it cannot be asked."""
+def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, stopped: bool) -> Found:
+    """By the job's state in Slurm. stopped: the attempt was saved; nothing requeues it in salloc, whose job goes on without it.
+
+    Raises MachineError where Slurm cannot be asked.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         found = next(iter(jobs.show(job, environ, timeout_s=ASK_S)), None)
-        if not found or found.ended or (found.state == "COMPLETING" and not patience_s):
+        if not found or found.ended or (found.state == jobs.COMPLETING and not patience_s):
             return Found()
-        if found.state != "COMPLETING" or time.monotonic() > deadline:
+        if stopped and found.fields.get("BatchFlag") == "0":
+            return Found()
+        if found.state != jobs.COMPLETING or time.monotonic() > deadline:
             break
         time.sleep(1.0)
     end = f"cancel it (scancel {job})"
-    if found.state == "PENDING":
+    if found.waiting:
         state = "was requeued and is pending" if found.restarts else "is pending"
         return _used(run_dir, f"job {job}, which {state},", end, "will use it")
     return _used(run_dir, f"job {job} ({found.state.lower()})", end)

@@ -48,6 +48,7 @@ def test_a_live_process_on_this_machine(tmp_path: Path, other: dict[str, Any], m
     pid = other["process"]["pid"]
     assert f"process {pid} on " in look(tmp_path).problem
     assert f"end it (kill {pid})" in look(tmp_path).problem
+    assert f"process {pid} on " in liveness.queued(tmp_path, "", {})
     assert look(tmp_path, takeover=True) == liveness.Found()
     rundir.open_attempt(tmp_path, ["a"])  # a later launch that was refused does not hide it
     assert f"process {pid} on " in look(tmp_path).problem
@@ -126,3 +127,45 @@ def test_who_was_taken_over_is_known(tmp_path: Path) -> None:
     rundir.begin_attempt_at(tmp_path, 3)
     assert rundir.taken_over_by(tmp_path, "1.0") == "2.0"
     assert rundir.taken_over_by(tmp_path, "0.0") == ""
+
+
+def answering(folder: Path, *fields: str) -> dict[str, str]:
+    """The environment of a job, with a scontrol that says this of job 7 and notes each question."""
+    folder.mkdir()
+    lines = "\\n".join(["JobId=7 JobName=x", *fields])
+    (folder / "scontrol").write_text(f"#!/bin/sh\necho asked >>{folder}/asked\nprintf '{lines}\\n'\n")
+    (folder / "scontrol").chmod(0o755)
+    return {"SLURM_JOB_ID": "8", "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "fields", "used"),
+    [
+        ("running", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("running", "0", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("preempted", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
+        ("preempted", "0", ("JobState=RUNNING",), ""),  # salloc
+        ("preempted", "1", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7, which was requeued and is pending, will use it"),
+        ("running", "1", ("JobState=FAILED",), ""),
+    ],
+)  # fmt: skip
+def test_slurm_is_asked_once_whether_the_attempts_job_goes_on(
+    tmp_path: Path, state: str, batch: str, fields: tuple[str, ...], used: str
+) -> None:
+    environ = answering(tmp_path / "bin", *fields, f"BatchFlag={batch}")
+    an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
+    problem = look(tmp_path, **environ).problem
+    assert used in problem if used else not problem
+    assert (tmp_path / "bin/asked").read_text() == "asked\n"
+    assert bool(liveness.queued(tmp_path, "", environ)) == bool(used)
+    assert (tmp_path / "bin/asked").read_text() == "asked\n" * 2
+    assert liveness.queued(tmp_path, "afterany:7", environ) == ""
+
+
+def test_a_submitted_job_that_slurm_starts_again_will_use_the_run_directory(tmp_path: Path) -> None:
+    environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
+    an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
+    assert liveness.queued(tmp_path, "", environ) == ""
+    rundir.write_json(tmp_path / "job.yaml", {"job_id": "7"})
+    assert "job 7, which was requeued and is pending, will use it" in liveness.queued(tmp_path, "", environ)
+    assert (tmp_path / "bin/asked").read_text() == "asked\n"
