@@ -4,6 +4,7 @@ The rank writes its pulse into memory that it shares with a small process of its
 looks at it. Standard library only.
 """
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -54,7 +55,9 @@ class RunningClock:
         self._lock = threading.Lock()
         self._read_at = time.monotonic()
         self._continued_at = -math.inf
-        self._gap = (-math.inf, -math.inf)  # begin and end of the last gap
+        self._gaps = collections.deque[tuple[float, float]](
+            maxlen=16
+        )  # begin and end; a busy machine adds some after a resume
         self.stopped_s = 0.0  # all gaps
 
     def now(self) -> float:
@@ -63,7 +66,7 @@ class RunningClock:
             moment = time.monotonic()
             before, self._read_at = self._read_at, moment
             if moment - before > STOP_S:
-                self._gap = (before + POLL_S, moment)
+                self._gaps.append((before + POLL_S, moment))
                 self.stopped_s += moment - before - POLL_S
             return moment - self.stopped_s
 
@@ -73,10 +76,10 @@ class RunningClock:
 
     def suspension_s(self) -> float:
         """How long the suspension was that ended in the last `RECENT_S`; 0 where there was none."""
-        self.now()
-        begin, end = self._gap
-        is_stop = begin <= self._continued_at <= end + STOP_S
-        return end - begin if is_stop and time.monotonic() - end < RECENT_S else 0.0
+        moment = self.now() + self.stopped_s
+        with self._lock:
+            recent = [(begin, end) for begin, end in self._gaps if moment - end < RECENT_S]
+        return next((end - begin for begin, end in recent if begin <= self._continued_at <= end + STOP_S), 0.0)
 
     def start(self) -> None:
         """Has a thread read this clock for as long as the process lives."""

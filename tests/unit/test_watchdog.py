@@ -24,6 +24,31 @@ def test_a_pulse_has_room_for_a_run_directory_of_any_name() -> None:
     watchdog.Pulse().tell(recipe="toy", rank=3, host="node7" * 50, run_dir="/" + "\U0001f984" * 1024, attempt=1)
 
 
+@pytest.mark.parametrize(
+    ("continued", "busy_s", "suspension_s"),
+    [(True, (), 100.0), (True, (5.0, 5.0), 100.0), (True, (70.0,), 0.0), (False, (), 0.0)],
+    ids=["suspended", "suspended, then the machine was busy", "long ago", "busy alone"],
+)
+def test_the_clock_of_a_rank_leaves_out_gaps_and_reports_those_that_sigcont_ended(
+    monkeypatch: pytest.MonkeyPatch, continued: bool, busy_s: tuple[float, ...], suspension_s: float
+) -> None:
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    clock = watchdog.RunningClock()
+    begin = clock.now()
+    moment += watchdog.POLL_S + 100.0
+    if continued:
+        clock.continued()
+    clock.now()
+    for seconds in busy_s:
+        moment += watchdog.POLL_S
+        clock.now()
+        moment += watchdog.POLL_S + seconds
+        clock.now()
+    assert clock.suspension_s() == suspension_s
+    assert clock.now() - begin == pytest.approx(watchdog.POLL_S * (1 + 2 * len(busy_s)))
+
+
 RANK = """
 import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
