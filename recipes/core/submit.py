@@ -164,6 +164,7 @@ def _beyond_limits(job: Job) -> list[str]:
             found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
         if most.isdecimal() and job.nodes > int(most):
             found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
+        least = least or most  # sinfo shows a single number where both are equal
         if least.isdecimal() and 0 < job.nodes < int(least):
             found.append(f"nodes={job.nodes}, a job in partition {name} must have at least {least}")
         kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"

@@ -22,7 +22,7 @@ UNEVEN = {"node1": 2, "node2": 1}
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
     helpers.need(missing())
-    conf = "MaxArraySize=3\nPartitionName=pairs Nodes=node[1-2] MinNodes=2"
+    conf = "MaxArraySize=3\nPartitionName=pairs Nodes=node[1-2] MinNodes=2\nPartitionName=two Nodes=node[1-2] MinNodes=2 MaxNodes=2"
     with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()), extra_conf=conf)) as cluster:
         yield cluster
 
@@ -62,6 +62,7 @@ def test_a_job_beyond_what_the_site_has_is_refused_with_the_numbers(uneven: Clus
         (("nodes=2", "gpus_per_node=2"), "GPUs: 2, CPUs: 2), partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("gpus=4",), "gpus=4, partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("partition=pairs",), "invalid; nodes=1, a job in partition pairs must have at least 2"),
+        (("partition=two",), "invalid; nodes=1, a job in partition two must have at least 2"),
     ):  # fmt: skip
         argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *words)
         done = uneven.run(*argv, cwd=repo, env=jobs.PYTHON)
