@@ -174,19 +174,27 @@ def difference(code: Path) -> bytes:
     if len(diff) > MOST_DIFF:
         return b"# more than can be kept here\n"
     listed = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
-    new = (path.relative_to(code) for path in _files(code)) if listed - {b""} else ()
     left_out = b""
-    for path in new:
+    for path in _new_files(code, listed):
         name = os.fsencode(path)
-        if name not in listed:
+        try:
+            size = (code / path).stat().st_size
+        except OSError:  # removed since, by an editor for example
             continue
-        size = (code / path).stat().st_size
         added = _git(code, "diff", "--no-index", *PLAIN, "--", os.devnull, str(path)) if size <= MOST_DIFF else b""
         if added and len(diff) + len(added) <= MOST_DIFF:
             diff += added
         else:
             left_out += b"# new file %s, %d bytes: not kept here\n" % (name, size)
     return left_out + diff
+
+
+def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
+    """The code's files, by their paths under ``code``, that are in ``listed``; none where the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        if listed - {b""}:
+            return [path for file in _files(code) if os.fsencode(path := file.relative_to(code)) in listed]
+    return []
 
 
 def _git(root: Path, *words: str) -> bytes:

@@ -109,6 +109,9 @@ def test_new_files_of_the_code_are_in_the_difference_up_to_a_size(
     (root / "recipes/weights.bin").write_bytes(os.urandom(8192))
     limited = snapshot.difference(root)
     assert limited == b"# new file recipes/weights.bin, 8192 bytes: not kept here\n" + diff
+    found = list(snapshot._files(root))
+    monkeypatch.setattr(snapshot, "_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
+    assert snapshot.difference(root) == diff  # one that is removed meanwhile
 
 
 def test_one_that_was_changed_or_thinned_out_is_not_taken(root: Path) -> None:
