@@ -698,7 +698,8 @@ def _keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             "use the code that the run was trained with, or start another run"
         )
     launch = _declared(RunKeys, "of_launch") | _declared(recipe_class, "of_launch")
-    return {name: value for name, value in words.items() if name not in launch}
+    unset = {name for name in path_keys((recipe_class,)) if not words.get(name)}  # a default of the site's holds
+    return {name: value for name, value in words.items() if name not in launch | unset}
 
 
 def _want_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:

@@ -104,11 +104,14 @@ def test_every_key_of_a_profile_is_taken(site: Path) -> None:
     assert {name: str(getattr(keys[name], "name", keys[name])) for name in profile} == profile
 
 
-def test_a_profiles_data_dir_is_the_recipes_default(site: Path) -> None:
+def test_a_profiles_data_dir_is_the_recipes_default(site: Path, tmp_path: Path) -> None:
     site.write_text("data_dir: /site/data\n")
     assert parse("cluster=here").config.data_dir == "/site/data"
     assert parse("cluster=here", "data_dir=/mine").config.data_dir == "/mine"
     assert parse("cluster=here", RECIPES_DATA="/mine").config.data_dir == ""  # which stands for that variable
+    for data_dir, expected in (("''", "/site/data"), ("/old", "/old")):
+        run = a_run(tmp_path / expected[1:], 5, data_dir=data_dir)
+        assert parse("cluster=here", f"run_dir={run}").config.data_dir == expected
     assert config.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
 
 
