@@ -48,6 +48,8 @@ def look(run_dir: Path, queue: Queue) -> Outlook:
     """The outlook of a run directory's newest job: of the one that was submitted last, where that has not begun yet."""
     attempt, described = rundir.owner(run_dir) or {}, rundir.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
+    if attempt.get("cluster", "") is None:  # outside Slurm: a number is torchrun's --rdzv-id
+        of_attempt = ""
     ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
     if not ids:
         return Outlook("", None, False, "it is no Slurm job", None)

@@ -221,6 +221,13 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
         assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers).verdict
 
 
+def test_a_number_that_torchrun_was_given_is_no_job(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "running", launch="")
+    record = json.loads((run / "attempt.json").read_text())
+    rundir.write_json(run / "attempt.json", {**record, "job": "1", "cluster": None})
+    assert of_run(run, Answers({"1": None})).lines() == ["it is running, at step 7, last wrote 0 s ago"]
+
+
 def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:
     done = run_directory(tmp_path / "done", "done")
     killed = run_directory(tmp_path / "killed")
