@@ -157,22 +157,20 @@ def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, st
 def look_for_data(settings: Settings, root: Path, base: Path) -> str:
     """Looks for the files of the run's dataset, and opens none. Gives why it could not look, "" where it could.
 
-    root: the repository. base: what paths typed are relative to. Raises InputError where data_dir exists and lacks the files.
+    root: the repository. base: what paths typed are relative to. Raises InputError where the files are missing in a folder that exists,
+    or in the repository's own data/.
     """
     keys = settings.config
     dataset = getattr(keys, "dataset", "")
-    if (
-        dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts
-    ):  # a mount may show other folders inside
+    if dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts:  # a mount may show other folders
         return ""
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir} is known on the nodes alone: the data was not looked for"
-    typed = config.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
-    folder = typed or str(root / datafiles.default_dir())
-    if typed and not datafiles.kind(Path(folder)):
-        return (
-            f"data_dir={folder} does not exist on this machine: the data was not looked for, and the nodes must have it"
-        )
+    named = config.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
+    folder = named or str(root / datafiles.default_dir())
+    if (named or os.environ.get("RECIPES_DATA")) and not datafiles.kind(Path(folder)):
+        key = "data_dir" if named else "RECIPES_DATA"
+        return f"{key}={folder} does not exist on this machine: the data was not looked for, and the nodes must have it"
     {"mnist": datafiles.find_mnist, "cifar10": datafiles.find_cifar10, "imagenet": datafiles.find_imagenet}[dataset](
         folder
     )

@@ -70,8 +70,8 @@ def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: 
         (("recipe=mnist",), {}, f"data_dir='{repo}/data' lacks train-images-idx3-ubyte, "),
         (
             ("recipe=mnist",),
-            {"RECIPES_DATA": f"{tmp_path}/no"},
-            f"data_dir='{tmp_path}/no' lacks train-images-idx3-ubyte, ",
+            {"RECIPES_DATA": f"{tmp_path}/empty"},
+            f"data_dir='{tmp_path}/empty' lacks train-images-idx3-ubyte, ",
         ),
         (("recipe=cifar", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, "),
         (("recipe=imagenet", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' has neither train/<class>/*.JPEG"),
@@ -81,9 +81,13 @@ def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: 
         assert stderr.startswith(f"launch.py: {named}")
         assert "python -m recipes.prepare " in stderr
     assert jobs.queue(slurm) == before
-    status, stderr = launch("recipe=imagenet", f"data_dir={tmp_path}/node-local", "extra=--begin=now+1hour")
-    assert (status, len(stderr.splitlines())) == (0, 1), stderr
-    assert f"data_dir={tmp_path}/node-local does not exist on this machine" in stderr
+    for words, environ, named in (
+        ((f"data_dir={tmp_path}/node-local",), {}, f"data_dir={tmp_path}/node-local"),
+        ((), {"RECIPES_DATA": f"{tmp_path}/node-local"}, f"RECIPES_DATA={tmp_path}/node-local"),
+    ):
+        status, stderr = launch("recipe=imagenet", "extra=--begin=now+1hour", *words, **environ)
+        assert (status, len(stderr.splitlines())) == (0, 1), stderr
+        assert f"launch.py: {named} does not exist on this machine" in stderr
     jobs.leave_no_job(slurm)
 
 
