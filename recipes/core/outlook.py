@@ -12,9 +12,8 @@ from recipes.core.jobs import Job, Queue, describe
 from recipes.core.rundir import MachineError
 
 AGAIN = "to resume, start it again with the same run_dir="
+# Why nothing starts the run again.
 WORDS = {
-    Next.requeued: "requeued",
-    Next.held: "requeued and held: scontrol release starts it again",
     Next.cancelled: f"the job was cancelled: {AGAIN}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {AGAIN}",
     Next.no_progress: f"not requeued, since its last start completed no step: {AGAIN}",
