@@ -73,7 +73,7 @@ def main(argv: "list[str]") -> int:
 
 
 def environment(settings: "Settings") -> str:
-    """Which Python environment is used in place of the profile's, in words; "" where it is the profile's, or that has none.
+    """Which Python environment is used in place of the profile's, in words; "" if the profile's is used, or it names none.
 
     Raises MachineError where the profile's is missing.
     """
@@ -107,7 +107,7 @@ def _active_environment() -> str:
 
 
 def _in_conda_base() -> bool:
-    """conda activates base in each of its users' shells, so it is no choice of theirs."""
+    """Whether conda's base is active. conda activates it in every shell, so it is not the user's choice."""
     return os.environ.get("CONDA_DEFAULT_ENV") == "base"
 
 

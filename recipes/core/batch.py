@@ -88,12 +88,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _used_by_another(settings: config.Settings, run_dir: Path, job: str, environ: Mapping[str, str]) -> str:
-    """Who else uses the run directory, in words. Asked here too, since a container may have no Slurm; noted as a refusal."""
+    """A line on who else uses the run directory, noted as a refusal too. The ranks ask again; in a container they may have no scontrol."""
     if not settings.config.starts_a_run:
         return ""
     place = rundir.for_evaluation(run_dir) if settings.config.evaluate else run_dir
     submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if liveness.of_array(job, submitted):  # it has started, and has yet to begin
+    if liveness.of_array(job, submitted):  # that element has started, and its run has not begun yet
         found = liveness.element(run_dir, submitted)
     else:
         found = liveness.look(place, environ, settings.run.takeover)
@@ -355,8 +355,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
 
 
 def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str, str]) -> str:
-    """Requeues this job if it may be, unless Slurm has decided what becomes of it: one that was cancelled stays so, and one that
-    Slurm preempts it requeues itself. Notes what comes next in ``status.json``, and gives it in a few words."""
+    """Requeues this job if it may be. Where Slurm has decided, nothing is done: a cancelled job stays cancelled, and Slurm requeues a
+    preempted one itself. Notes what comes next in ``status.json``, and gives it in a few words."""
     job, restarts = rundir.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     found, failure = None, ""
     try:

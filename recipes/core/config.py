@@ -93,7 +93,7 @@ def may_change(keys: type) -> set[str]:
 
 
 def _declared(keys: type, what: str) -> set[str]:
-    """The keys of a dataclass that it, or a base of it, declares so."""
+    """The keys of a dataclass that itself or a base declares with ``what``, a flag of `key`."""
     declared = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
     return {field.name for field in declared if field.metadata.get(what)}
 
@@ -553,8 +553,8 @@ def parse(
 
     With ``recipe`` the words stand behind that recipe (or its batch script), where job keys are refused; without, behind
     launch.py, where ``recipe=`` is one of them. ``environ`` is read for ``$RECIPES_CLUSTER`` and ``$RECIPES_CONTAINER…`` alone (default: the process's).
-    Where ``run_dir=`` or ``resume=`` names a run, keys that are not typed come from it. to_start: whether this run is to be started;
-    False for who only looks at how it ended. Raises ConfigError, one line, for the first thing wrong.
+    Where ``run_dir=`` or ``resume=`` names a run, keys that are not typed come from it. to_start: whether the run is to be started;
+    False to look at how it ended. Raises ConfigError, one line, for the first thing wrong.
     """
     environ = os.environ if environ is None else environ
     words = _split(argv)
@@ -673,7 +673,7 @@ def _run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None
 
 
 def recipe_of(run_dir: Path) -> str:
-    """The recipe that a run directory is of, by its records, else by the names of its keys; "" where neither tells."""
+    """The recipe of a run directory, by its records, else by the names of its keys; "" if neither shows it."""
     begun = rundir.owner(run_dir) or {}
     if begun.get("recipe"):
         return str(begun["recipe"])
@@ -703,7 +703,7 @@ def _keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
 
 
 def _want_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
-    """Raises ConfigError where the typed keys would make another experiment of the run that is resumed from a checkpoint."""
+    """Raises ConfigError where typed keys would change the experiment of a run that is resumed from a checkpoint."""
     now, folder = settings.config, resumes / "checkpoints"
     if now.evaluate or not any(folder.glob("step-*.pt")):
         return
@@ -737,7 +737,7 @@ def _is_finished(run_dir: Path, resume: str) -> bool:
 
 
 def change_of_length(then: Any, now: Any, finished: bool) -> str:
-    """Why other ``epochs`` or ``max_steps`` than the run has had require consent, in words; "" where they do not.
+    """Why a change of ``epochs`` or ``max_steps`` requires force=true, in words; "" if it does not.
 
     A finished run may be made longer; another one too, where the learning rate does not depend on its length.
     """

@@ -199,7 +199,7 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
 
 
 def find_imagenet(data_dir: str | Path) -> Path:
-    """The folder of class folders, train and val, or of a packed copy: `data_dir`, or imagenet in it; what is in them is not looked at.
+    """The folder of class folders, train and val, or of a packed copy: `data_dir`, or imagenet in it. Their content is not checked.
 
     Raises DataFileError where there is none.
     """

@@ -31,8 +31,8 @@ POLL_S = 0.2
 STOPPED = "stopped by "
 PULSE_S = 1.0  # between two words of a rank on how far it is
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
-# torch's timeouts count the time in which a job is suspended, so they are never to pass: timeout_s is kept by `RunningClock`. Not
-# more, since torch hands milliseconds to poll(2) as an int.
+# torch's timeouts count the time in which a job is suspended, so this one is too long to expire, and timeout_s is measured with
+# `RunningClock`. A longer one overflows: torch passes milliseconds to poll(2) as an int.
 TORCH_TIMEOUT = datetime.timedelta(days=7)
 WAIT = datetime.timedelta(seconds=1.0)  # between two looks at the clock
 TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
@@ -70,7 +70,7 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
-        """Around collectives outside of the step loop: there ``timeout_s`` holds for them too (torch's own timeout never passes)."""
+        """For collectives outside the step loop: ``timeout_s`` applies in this context (torch's own timeout never expires)."""
         _, _, phase = self.pulse.read()
         if phase in watchdog.NOT_WATCHED:
             self.pulse.beat(watchdog.MEETING)
@@ -384,7 +384,7 @@ def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]
 
 
 def _refuse(start: Start, line: str) -> NoReturn:
-    """Ends this process, whose main thread waits below Python, as a MachineError would."""
+    """Ends this process as a MachineError would, while its main thread is blocked in C++."""
     try:
         print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
         entry.note_refusal(start.settings, rundir.EXIT_MACHINE, line)
@@ -461,7 +461,7 @@ def peer_words(error: BaseException) -> str:
 
 
 def _await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
-    """Until the store has these keys. Raises DistStoreError after ``timeout_s`` in which this process ran."""
+    """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``, without the time of suspensions."""
     end = clock.now() + timeout_s
     while True:
         try:

@@ -54,7 +54,7 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
 
 
 def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str) -> None:
-    """The same for words that are not valid keys, of which ``run_dir=`` alone is read."""
+    """`note_refusal` for words that are not valid keys: only ``run_dir=`` is read from them."""
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
     if (job := rundir.job_id(os.environ)) and recipe in config.recipe_names() and not set("$\0") & set(run_dir):
         with rundir.umask(0o077):

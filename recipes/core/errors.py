@@ -1,4 +1,4 @@
-"""Words with a closed list: why a run ended and what comes next; and output to a person's pipe. Standard library only."""
+"""Closed lists of words, why a run ended (`Kind`) and what follows (`Next`), and `show`, which prints help and tables. Standard library only."""
 
 import signal
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def _member(of: Any, word: object) -> Any:
 
 
 def show(text: str) -> None:
-    """Prints ``text`` for a person. Ends the process quietly, as other commands end, where the reader has closed the pipe (``| head``).
+    """Prints ``text``. Where the reader has closed the pipe (``| head``), SIGPIPE ends the process, as it ends other commands.
 
     Called from the main thread.
     """

@@ -1,4 +1,4 @@
-"""Why runs ended, or how they stand: each run's own records, its job in Slurm's queue, and its logs. Never torch."""
+"""Why runs ended, or their current state: by each run's own records, its job in Slurm, and its logs. Never torch."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, Explanation]]:
 
 
 def of_run(run_dir: Path, queue: Queue) -> Explanation:
-    """How a run stands or why it ended. Reads its logs where it failed."""
+    """The state of a run, or why it ended. Reads its logs if it failed."""
     status, refused = small_json(run_dir / "status.json"), small_json(run_dir / "refused.json")
     state, reason = status.get("state"), str(status.get("reason") or "")
     own, notes = Own(), list[str]()
@@ -132,10 +132,9 @@ def _quiet_s(run_dir: Path, status: dict[str, Any]) -> float:
 
 
 def batch_logs(run_dir: Path, found: outlook.Outlook) -> list[Path]:
-    """The logs of the run's job: what its batch script, srun and Slurm have printed, which no rank's log holds.
+    """The logs of the run's job, with the lines of its batch script, of srun and of Slurm, which are in no rank's log.
 
-    The path is noted in job.yaml by a ready script; else Slurm tells it while it knows the job; else it is looked for where
-    ``launch.py`` and the ready scripts put it.
+    Their paths come from job.yaml, and from Slurm while it knows the job; else from where ``launch.py`` and the ready scripts put them.
     """
     if not found.id:
         return []

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def never_starts(self) -> bool:
-        """Whether it waits for a job that ended otherwise than its dependency requires: Slurm leaves it in the queue."""
+        """Whether its dependency can never be met. Slurm leaves such a job in the queue."""
         return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
 
     @property
@@ -90,7 +90,7 @@ class Job:
 
 
 class Queue:
-    """Answers about several jobs. Each is asked for once, and nothing more after the controller has failed to answer."""
+    """Answers about several jobs. Asks for each job once, and for none after the controller has failed to answer."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
         self._environ, self._timeout_s = environ, timeout_s

@@ -1,4 +1,4 @@
-"""Whether another job or process still trains in a run directory: by Slurm, by its process, else by its heartbeat. Standard library only."""
+"""Whether another job or process still uses a run directory: by its job in Slurm, else its process, else its heartbeat. Standard library only."""
 
 import os
 import re
@@ -13,10 +13,10 @@ from typing import Any
 from recipes.core import jobs, rundir
 from recipes.core.rundir import MachineError
 
-ENDING_S = 60.0  # for a job that Slurm is ending, or another that may be
+ENDING_S = 60.0  # wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # between two heartbeats of a run; session's fence makes them
-WATCH_S = 4 * HEARTBEAT_S  # without a heartbeat, after which an attempt is not alive
-OLD_S = 300.0  # a heartbeat that is older is not waited for; more than clocks differ
+WATCH_S = 4 * HEARTBEAT_S  # an attempt that has no heartbeat for so long is not alive
+OLD_S = 300.0  # after a heartbeat that is older, no next one is awaited; clocks differ by less
 ASK_S = 20.0  # for the controller's answer
 
 
@@ -57,10 +57,10 @@ def heartbeat(run_dir: Path) -> None:
 
 
 def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: float = ENDING_S) -> Found:
-    """Who else uses ``run_dir``. patience_s: for a job that is ending, and for a heartbeat; 0 on a login node, long before the job starts.
+    """Who else uses ``run_dir``; an earlier start of this same job does not count. takeover: only other elements of its array count.
 
-    A requeue of the same job is not another one. takeover: only other elements of this job's array count. A requeued job does not
-    take over again.
+    patience_s: how long to wait for a job that is ending and for a heartbeat; 0 on a login node. A requeued job does not take over
+    again.
     """
     takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
     note = ""
@@ -74,16 +74,16 @@ def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: 
 
 
 def _attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest attempt, which may be refused yet, and the one that has begun last, where that is another."""
+    """The newest attempt, and the last one that has begun if that is another: the newest may still be refused."""
     newest = rundir.read_json(run_dir / "attempt.json")
     begun = rundir.begun(newest)
     return [record for record in (newest, begun if begun is not newest else None) if record]
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """Which job, pending or running, uses ``run_dir``, in words, for a submission; "" for none, or where that cannot be known.
+    """A line on the pending or running job that uses ``run_dir``, for a submission; "" if there is none, or none is known.
 
-    A job that ``dependency`` waits for is none.
+    Jobs that ``dependency`` waits for do not count.
     """
     ended_first = {
         job
@@ -110,7 +110,7 @@ def of_array(job: str | None, other: object) -> bool:
 
 
 def element(run_dir: Path, other: object) -> Found:
-    """For two elements of an array on one run directory."""
+    """The refusal of a second element of an array on one run directory."""
     return Found(
         f"run_dir={run_dir}: element {other} of this job array uses it, and each element needs its own: "
         "launch.py makes such an array (sweep.KEY=A,B)"
@@ -128,7 +128,7 @@ def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str
     runs = _runs(record)
     in_slurm = record.get("cluster") is not None
     if own is not None and own == job:
-        # Another start of this job; or another step of it, of which only the process tells whether it is over.
+        # An earlier start of this job, or another step of it: only its process shows whether that step still runs.
         if record.get("launch") == rundir.launch_id(environ) and runs:
             return _used(run_dir, f"another step of this job (process {record['process']['pid']})", "wait for its end")
         return Found()
@@ -163,7 +163,7 @@ def _runs(record: Mapping[str, Any]) -> bool | None:
 
 
 def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, stopped: bool) -> Found:
-    """By the job's state in Slurm. stopped: the attempt was saved; nothing requeues it in salloc, whose job goes on without it.
+    """By the job's state in Slurm. stopped: the attempt was saved. In salloc nothing requeues it, and its job continues without it.
 
     Raises MachineError where Slurm cannot be asked.
     """
@@ -185,7 +185,7 @@ def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float,
 
 
 def _watch(record: Mapping[str, Any], run_dir: Path, patience_s: float, why: str) -> Found:
-    """By the heartbeat, where nothing else tells."""
+    """By the heartbeat, where nothing else can be asked."""
     job, host = record.get("job"), (record.get("hosts") or ["unknown"])[0]
     who = f"job {job} on {host}" if job else f"a process on {host}"
     first, begin = newest_heartbeat(run_dir), time.monotonic()
@@ -207,5 +207,5 @@ def newest_heartbeat(run_dir: Path) -> float:
 
 def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> Found:
     return Found(
-        f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir; takeover=true starts all the same"
+        f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir; takeover=true starts anyway"
     )

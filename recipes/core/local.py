@@ -213,7 +213,7 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
             if told == 1:
                 _say("stopping: the ranks save and end; once more to stop at once")
         if now() > deadline and saving.goes_on():
-            deadline = now() + PEERS_GRACE_S  # the others have yet to hear of its end
+            deadline = now() + PEERS_GRACE_S  # the others notice its end a little later
         if now() > deadline:
             _signal(ranks, signal.SIGTERM)
             time.sleep(TERM_GRACE_S)

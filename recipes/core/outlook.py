@@ -27,7 +27,7 @@ class Outlook:
     """A run's job. id: "" outside Slurm. job: None where Slurm does not know it, or could not be asked. asked: whether it answered.
 
     line: one line about the job. next: what happens to it after the run's newest start; None while that start runs, or where
-    nothing is known. submitted_since: it is another job than the run's newest start was of.
+    nothing is known. submitted_since: it is not the job that started the run last, but one that was submitted after it.
     """
 
     id: str
@@ -44,14 +44,14 @@ class Outlook:
 
 
 def look(run_dir: Path, queue: Queue) -> Outlook:
-    """The outlook of a run directory's newest job: of the one that was submitted last, where that has not begun yet."""
+    """The outlook of the job that was submitted last, if it has not begun yet; else of the job that started the run last."""
     attempt, described = rundir.owner(run_dir) or {}, rundir.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
     if attempt.get("cluster", "") is None:  # outside Slurm: a number is torchrun's --rdzv-id
         of_attempt = ""
     ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
     if not ids:
-        return Outlook("", None, False, "it is no Slurm job", None)
+        return Outlook("", None, False, "it is not a Slurm job", None)
     try:
         found = {one: job for one in ids if (job := queue.find(one))}
     except MachineError as error:
@@ -66,7 +66,7 @@ def look(run_dir: Path, queue: Queue) -> Outlook:
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
-    """One line on a run that was stopped: by what, where it was saved, and what comes next."""
+    """One line on a run that was stopped: what stopped it, where it was saved, and what comes next."""
     found, noted = look(run_dir, queue), next_of(status)
     saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
     if found.job is None:  # its own record is all that is known

@@ -136,7 +136,8 @@ def start(
 
 
 def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, str], patience_s: float = 120.0) -> str:
-    """Loads the profile's modules here, as the batch script does by its shell ``function``. Raises MachineError where one does not load."""
+    """Loads the profile's modules on this machine, by the shell ``function`` of the batch script. Gives their names, or why they were not
+    tried. Raises MachineError where one does not load."""
     script = 'stop() { echo "$1" >&2; exit 3; }\n' + function
     known = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
     if subprocess.run(["bash", "-c", known], env=dict(environ), capture_output=True).returncode:
@@ -155,7 +156,7 @@ def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, st
 
 
 def look_for_data(settings: Settings, root: Path, base: Path) -> str:
-    """Looks for the files of the run's dataset, and opens none. Gives why it could not look, "" where it could.
+    """Looks for the files of the run's dataset without opening them. Gives why it could not look, "" if it could.
 
     root: the repository. base: what paths typed are relative to. Raises InputError where the files are missing in a folder that exists,
     or in the repository's own data/.

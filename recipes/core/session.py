@@ -580,7 +580,7 @@ def _keep_flight_record(run: Run) -> None:
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
     """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next.
 
-    Until then, shows that it is alive.
+    Until then, writes heartbeats.
     """
     while not over.wait(FENCE_S):
         try:
@@ -615,7 +615,7 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
                 code = rundir.EXIT_CRASH
                 try:
                     code = _fail(run, dist.PeerTimeout(words), behind)
-                    with contextlib.suppress(Exception):  # it is of use only to who looks for the cause in NCCL
+                    with contextlib.suppress(Exception):  # the record is only an aid to find a cause in NCCL
                         _keep_flight_record(run)
                     entry.remove_own_folder(start)
                 finally:

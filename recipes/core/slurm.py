@@ -19,8 +19,8 @@ GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
 # One dead rank ends the step; the ranks have this script's environment also where the site's sbatch exports none.
 # A step has all memory of its job, which no variable of an outer allocation can then contradict.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
-# Variables by which srun asks for GPUs, each with the field of scontrol that shows whether the job itself asked this way; "" for
-# those that no step needs: they show each task one GPU alone, and srun fails where two of them differ.
+# Variables by which srun asks for GPUs, each with the field of scontrol that shows whether the job itself asked this way. "": no step
+# needs this one. It would show each task only one GPU, and srun fails where two of these differ.
 ASKS_FOR_GPUS = {
     "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
     "SLURM_GPUS_PER_TASK": "", "SLURM_TRES_PER_TASK": "", "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
@@ -263,9 +263,9 @@ def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) 
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:
-    """``--gpus`` for a step of fewer tasks than the job, where the job asked for GPUs by the task: all of them. "" where it did not.
+    """The value of ``--gpus`` with which a step has all GPUs of a job that asked for them per task; "" for any other job.
 
-    Otherwise such a step has the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and 26.05).
+    Without it, a step of fewer tasks has only the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and 26.05).
     """
     tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
     if not tasks.isdecimal():

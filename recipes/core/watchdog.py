@@ -61,7 +61,7 @@ class RunningClock:
         self.stopped_s = 0.0  # all gaps
 
     def now(self) -> float:
-        """Seconds, of which only differences have a meaning."""
+        """Seconds since an arbitrary moment."""
         with self._lock:
             moment = time.monotonic()
             before, self._read_at = self._read_at, moment
@@ -75,14 +75,14 @@ class RunningClock:
         self._continued_at = time.monotonic()
 
     def suspension_s(self) -> float:
-        """How long the suspension was that ended in the last `RECENT_S`; 0 where there was none."""
+        """Length of the suspension that ended within the last `RECENT_S`; 0 if there was none."""
         moment = self.now() + self.stopped_s
         with self._lock:
             recent = [(begin, end) for begin, end in self._gaps if moment - end < RECENT_S]
         return next((end - begin for begin, end in recent if begin <= self._continued_at <= end + STOP_S), 0.0)
 
     def start(self) -> None:
-        """Has a thread read this clock for as long as the process lives."""
+        """Starts a thread that reads this clock until the process ends."""
 
         def read() -> None:
             while True:
