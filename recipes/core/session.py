@@ -598,11 +598,12 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
     This takes the place of torch's own timeouts, which would count the time in which the job was suspended.
     """
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
-    last, since, reported_s = world.pulse.read(), clock.now(), clock.stopped_s
+    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
     while not over.wait(dist.POLL_S):
         now, moment = world.pulse.read(), clock.now()
-        if clock.stopped_s > reported_s and (suspended_s := clock.suspension_s()):
-            reported_s = clock.stopped_s
+        suspended_s = clock.suspension_s()
+        if suspended_s not in (0.0, reported_s):  # one that is not reported yet
+            reported_s = suspended_s
             if world.ranks.local_rank == 0:
                 run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
         if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
