@@ -1028,8 +1028,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/snapshot.py",
-        "for path in _files(code)) if listed",
-        "for path in ()) if listed",
+        "for file in _files(code) if os.fsencode(",
+        "for file in () if os.fsencode(",
         "code.diff lacks a new file that git does not track: the run cannot be reproduced",
         SNAPSHOT,
     ),
