@@ -28,6 +28,9 @@ DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
+    said = _said_of(environ)
+    left_over = slurm.left_over(environ, said)
+    environ = {name: value for name, value in environ.items() if name not in left_over}
     try:
         slurm.want_printable(config.ROOT, rundir.home(config.ROOT))
         settings = config.parse(words, recipe=recipe)
@@ -36,13 +39,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         bound = slurm.container_folders(settings, typed, folder) if here else []
     except config.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
-        entry.note_refusal_of(recipe, words, rundir.EXIT_CONFIG, str(error))
+        entry.note_refusal_of(recipe, words, rundir.EXIT_CONFIG, str(error), environ)
         return rundir.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
     run_dir = _run_dir(settings, environ)
-    # A job that was submitted inside a heterogeneous one has its variables, but not its job id.
-    if environ.get("SLURM_JOB_ID_HET_GROUP_0", "") == environ.get("SLURM_JOB_ID") and job:
+    if "SLURM_JOB_ID_HET_GROUP_0" in environ and job:
         line = (
             f"this heterogeneous job has {environ.get('SLURM_HET_SIZE')} components, and its step would run on the first alone. For nodes"
             f" with different numbers of GPUs: python launch.py recipe={recipe} gpus=NUMBER, the number over all nodes"
@@ -54,7 +56,6 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         print(f"{recipe}: {problem}", file=sys.stderr)
         return rundir.EXIT_CONFIG
     code = _code(environ) if job else config.ROOT
-    said = _said_of(environ)
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if by_clock and (left := preempt.seconds_left(environ)):  # in a container there is nobody to ask
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
-    lines += [f"unset {name}" for name in slurm.foreign_gpu_requests(environ, said)]
+    lines += [f"unset {name}" for name in (*left_over, *slurm.foreign_gpu_requests(environ, said))]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, config.env_variables(settings.run.network, settings.job.cluster))
@@ -312,10 +313,9 @@ def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, s
 
 def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
     """This job's fields, by scontrol's names; empty outside a job, or where the controller cannot be asked."""
-    job = rundir.job_id(environ)
+    job = environ.get("SLURM_JOB_ID")  # and not the array's variables, which may be another job's
     with contextlib.suppress(rundir.MachineError):
-        if job and (found := jobs.find(job)):
-            return found.fields
+        return next((found.fields for found in jobs.show(job) if found.fields.get("JobId") == job), {}) if job else {}
     return {}
 
 

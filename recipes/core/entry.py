@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -53,12 +53,12 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
             rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
 
 
-def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str) -> None:
+def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, environ: Mapping[str, str]) -> None:
     """`note_refusal` for words that are not valid keys: only ``run_dir=`` is read from them."""
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
-    if (job := rundir.job_id(os.environ)) and recipe in config.recipe_names() and not set("$\0") & set(run_dir):
+    if (job := rundir.job_id(environ)) and recipe in config.recipe_names() and not set("$\0") & set(run_dir):
         with rundir.umask(0o077):
-            rundir.refuse(rundir.choose(run_dir, recipe, job, config.ROOT), rundir.launch_id(os.environ), status, line)
+            rundir.refuse(rundir.choose(run_dir, recipe, job, config.ROOT), rundir.launch_id(environ), status, line)
 
 
 _through: list[int] = []  # the status of a rank that has done all it had to
@@ -105,7 +105,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         settings = config.parse(argv, recipe=recipe)
     except ConfigError as error:
         if _rank_hint() == "0":
-            note_refusal_of(recipe, argv, rundir.EXIT_CONFIG, str(error))
+            note_refusal_of(recipe, argv, rundir.EXIT_CONFIG, str(error), os.environ)
         _refuse(recipe, str(error), rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
     try:
         info = ranks.detect(os.environ)

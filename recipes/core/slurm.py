@@ -4,6 +4,7 @@ Values are checked where keys are (recipes/core/config.py) and quoted here: noth
 """
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -243,6 +244,22 @@ def _element(job: Job) -> list[str]:
 def srun_options(job: Job) -> tuple[str, ...]:
     """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
     return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
+
+
+def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
+    """The variables of an array, a heterogeneous job or a requeue that are not this job's, but of the job that it was submitted in.
+
+    By them it would take that job's run directory for its own and not be requeued, or its step would not start. sbatch passes them on
+    (seen with Slurm 22.05). ``fields``: the job's, by scontrol's names; {} where they are not known.
+    """
+    found = []
+    if fields and "ArrayJobId" not in fields:
+        found += [name for name in environ if name.startswith("SLURM_ARRAY_")]
+    if fields.get("Restarts") == "0":
+        found += [name for name in environ if name == "SLURM_RESTART_COUNT"]
+    if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
+        found += [name for name in environ if re.fullmatch(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+", name)]
+    return found
 
 
 def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:

@@ -423,6 +423,34 @@ def test_what_asks_for_gpus_in_an_outer_allocation_does_not_reach_srun(
     assert unset == {"unset SLURM_GPUS", "unset SLURM_GPUS_PER_TASK"}
 
 
+# What a job that is submitted in another one has of that one's variables, recorded with Slurm 22.05. Its own id is 7.
+@pytest.mark.parametrize(
+    ("fields", "environ", "unset"),
+    [
+        ("Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", "SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID"),
+        ("ArrayJobId=5 ArrayTaskId=4 Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
+        ("Restarts=0", "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
+        ("Restarts=1", "SLURM_RESTART_COUNT=1", ""),
+        ("", "SLURM_ARRAY_JOB_ID=5 SLURM_RESTART_COUNT=1", ""),  # the controller does not answer
+        (
+            "Restarts=0",
+            "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=5 SLURM_NTASKS_HET_GROUP_1=1",
+            "SLURM_HET_SIZE SLURM_JOB_ID_HET_GROUP_0 SLURM_NTASKS_HET_GROUP_1",
+        ),
+    ],
+)
+def test_variables_of_the_job_that_it_was_submitted_in_are_unset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: str, environ: str, unset: str
+) -> None:
+    stub(tmp_path, monkeypatch, "scontrol", f"echo JobId=7 {fields}" if fields else "exit 1")
+    variables = dict(word.split("=") for word in environ.split())
+    with open(tmp_path / "lines", "w") as lines:
+        own = {"SLURM_JOB_ID": "7", "RECIPES_LINES": str(lines.fileno()), "RECIPES_SNAPSHOT": "false"}
+        assert batch.begin("mnist", [f"run_dir={tmp_path}/run"], own | variables) == 0
+    found = re.findall("^unset (SLURM_.*)$", (tmp_path / "lines").read_text(), re.MULTILINE)
+    assert sorted(found) == sorted(unset.split())
+
+
 # Recorded in batch scripts: what the job's fields are, its variables, and of these what must not reach srun.
 GPU_REQUESTS = {
     "22.05 --gpus-per-task": ("TresPerTask=gres:gpu:1", "SLURM_GPUS_PER_TASK=1", "SLURM_GPUS_PER_TASK"),
