@@ -87,11 +87,27 @@ def ask_controller(job: Job) -> str:
         raise MachineError(
             "Slurm's controller has not answered within 120 s: ask for its state with scontrol ping"
         ) from None
+    every = _nodes()
     if asked.returncode != 0:
+        # Slurm asks whether it could start the job on the nodes that are up now; sbatch takes one that waits for others.
+        if waits := _waits_for(job, every):
+            return f"to start when nodes that are down or drained are back: {waits}"
         raise MachineError(_refusal(asked.stderr, "sbatch --test-only", job))
-    return _words(asked.stderr) + "".join(
-        f"; Slurm does not know job {one}, whose dependency counts as met" for one in _unknown_dependencies(job)
-    )
+    partitions = [[nodes for nodes in every if nodes.partition == name] for name in _partitions(job, every)]
+    over = [phrase for there in partitions for phrase in _over_limits(job, there)]
+    if over and all(_over_limits(job, there) for there in partitions) and not _qos(job):
+        # EnforcePartLimits=NO, Slurm's default: it takes such a job.
+        raise MachineError(
+            f"Slurm would take this job and never start it: {'; '.join(over)}; where a QOS lifts that limit, give qos="
+        )
+    closed = [there[0] for there in partitions if there and there[0].state != "up"]
+    shut = f"; but partition {closed[0].partition} is {closed[0].state}: the job waits until it is up" if closed else ""
+    unknown = (f"; Slurm does not know job {one}, whose dependency counts as met" for one in _unknown_dependencies(job))
+    return _words(asked.stderr) + shut * (len(closed) == len(partitions)) + "".join(unknown)
+
+
+def _qos(job: Job) -> str:
+    return dict(job.directives).get("qos") or os.environ.get("SBATCH_QOS", "")
 
 
 def _unknown_dependencies(job: Job) -> list[str]:
@@ -106,20 +122,24 @@ def _words(said: str) -> str:
 
 
 def _refusal(said: str, by: str, job: Job) -> str:
-    reasons = [_words(said)[:300] or f"{by} gave no reason", *_beyond_limits(job)]
+    reasons = [_words(said)[:300] or f"{by} gave no reason", *_beyond_limits(job, _nodes()), *_beyond_arrays(job)]
     return f"Slurm refuses this job: {'; '.join(reasons)}"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike. time_limit, size: of a job there, in sinfo's words. gres: GPUs among them, "gpu:a100:4"."""
+    """Nodes of a partition that are alike. time_limit, size: of a job there, in sinfo's words, like the partition's ``state``: up, down,
+    drain or inact. cpus: of each, that a job may have. gres: GPUs among them, "gpu:a100:4". names: a list of hosts."""
 
     partition: str
+    state: str
     time_limit: str
     size: str
     count: int
     cpus: int
     gres: str
+    names: str
+    is_default: bool = False
 
     def __str__(self) -> str:
         gpus = "" if self.gres == "(null)" else f" and {self.gres}"
@@ -135,51 +155,101 @@ class Nodes:
         return self.gpus(job.gpu_type) >= job.gpus_per_node and self.cpus >= job.ranks_per_node * job.cpus_per_rank
 
 
-def _beyond_limits(job: Job) -> list[str]:
-    """What ``job`` asks for beyond the limits of its partitions, a phrase each; nothing where Slurm does not answer."""
+def _ask(*command: str) -> str:
+    """What a command of Slurm's says; "" where it does not answer."""
     environ = {k: v for k, v in _of_its_cluster(os.environ).items() if not k.startswith("SINFO_")}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    return ""
 
-    def ask(*command: str) -> str:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
-        return ""
 
-    rows = [line.split("|") for line in ask("sinfo", "-h", "-e", "-o", "%P|%l|%s|%D|%c|%G").splitlines()]
-    every = [
-        Nodes(name, limit, size, int(count), int(cpus.rstrip("+")), gres)  # "64+" where nodes differ
-        for name, limit, size, count, cpus, gres in (row for row in rows if len(row) == 6)
+def _nodes(*states: str) -> list[Nodes]:
+    """All nodes of all partitions, or those in ``states``; none where Slurm does not answer."""
+    only = [f"--states={','.join(states)}"] if states else []
+    rows = [
+        line.split("|") for line in _ask("sinfo", "-h", "-e", *only, "-o", "%P|%a|%l|%s|%D|%c|%B|%G|%N").splitlines()
     ]
-    default = next((nodes.partition for nodes in every if nodes.partition.endswith("*")), "")
-    every = [dataclasses.replace(nodes, partition=nodes.partition.rstrip("*")) for nodes in every]
-    known = dict.fromkeys(nodes.partition for nodes in every)
-    asked = dict(job.directives).get("partition") or environ.get("SBATCH_PARTITION") or default.rstrip("*")
     found = []
-    for name in asked.split(",") if known else ():
+    for name, state, limit, size, count, cpus, most, gres, names in (row for row in rows if len(row) == 9):
+        of_each = min(int(cpus.rstrip("+")), int(most) if most.isdecimal() else sys.maxsize)  # "64+" where nodes differ
+        found.append(Nodes(name.rstrip("*"), state, limit, size, int(count), of_each, gres, names, name.endswith("*")))
+    return found
+
+
+def _partitions(job: Job, every: list[Nodes]) -> list[str]:
+    """The partitions that ``job`` asks for, else the default one; [] where there is none."""
+    default = next((nodes.partition for nodes in every if nodes.is_default), "")
+    asked = dict(job.directives).get("partition") or os.environ.get("SBATCH_PARTITION") or default
+    return asked.split(",") if asked else []
+
+
+def _over_limits(job: Job, there: list[Nodes]) -> list[str]:
+    """What ``job`` asks for beyond the limits that the partition of ``there`` has for a job, a phrase each."""
+    if not there:
+        return []
+    found, name = [], there[0].partition
+    limit, (least, _, most) = there[0].time_limit, there[0].size.rpartition("-")
+    if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):
+        found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
+    if most.isdecimal() and job.nodes > int(most):
+        found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
+    least = least or most  # sinfo shows a single number where both are equal
+    if least.isdecimal() and 0 < job.nodes < int(least):
+        found.append(f"nodes={job.nodes}, a job in partition {name} must have at least {least}")
+    return found
+
+
+def _beyond_nodes(job: Job, name: str, there: list[Nodes]) -> str:
+    """What ``job`` asks for beyond the nodes of a partition, in a phrase; "" where they have it."""
+    kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"
+    if job.ranks and job.gpus_per_node and job.ranks > sum(nodes.count * nodes.gpus(kind) for nodes in there):
+        return f"gpus={job.ranks}, {has}"
+    if job.ranks and job.ranks > sum(nodes.count * (nodes.cpus // job.cpus_per_rank) for nodes in there):
+        return f"gpus={job.ranks} (CPUs of each: {job.cpus_per_rank}), {has}"
+    if sum(nodes.count for nodes in there if nodes.fits(job)) < max(1, job.nodes):
+        gpus = f"{kind + ' ' if kind else ''}GPUs: {job.gpus_per_node}, " if job.gpus_per_node else ""
+        cpus = job.ranks_per_node * job.cpus_per_rank
+        return f"nodes={max(1, job.nodes)} (of each: {gpus}CPUs: {cpus}), {has}"
+    return ""
+
+
+def _beyond_limits(job: Job, every: list[Nodes]) -> list[str]:
+    """What ``job`` asks for beyond its partitions, a phrase each; nothing where Slurm does not answer."""
+    known = dict.fromkeys(nodes.partition for nodes in every)
+    if every and not _partitions(job, every):
+        return [f"there is no default partition: give partition=, one of {', '.join(known)}"]
+    found = []
+    for name in _partitions(job, every) if every else ():
         there = [nodes for nodes in every if nodes.partition == name]
         if not there:
             found.append(f"there is no partition {name}, only {', '.join(known)}")
             continue
-        limit, (least, _, most) = there[0].time_limit, there[0].size.rpartition("-")
-        if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):
-            found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
-        if most.isdecimal() and job.nodes > int(most):
-            found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
-        least = least or most  # sinfo shows a single number where both are equal
-        if least.isdecimal() and 0 < job.nodes < int(least):
-            found.append(f"nodes={job.nodes}, a job in partition {name} must have at least {least}")
-        kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"
-        if job.ranks and job.gpus_per_node and job.ranks > sum(nodes.count * nodes.gpus(kind) for nodes in there):
-            found.append(f"gpus={job.ranks}, {has}")
-        elif sum(nodes.count for nodes in there if nodes.fits(job)) < max(1, job.nodes):
-            gpus = f"{kind + ' ' if kind else ''}GPUs: {job.gpus_per_node}, " if job.gpus_per_node else ""
-            cpus = job.ranks_per_node * job.cpus_per_rank
-            found.append(f"nodes={max(1, job.nodes)} (of each: {gpus}CPUs: {cpus}), {has}")
+        found += _over_limits(job, there)
+        found += filter(None, [_beyond_nodes(job, name, there)])
+    return found
+
+
+def _beyond_arrays(job: Job) -> list[str]:
     largest = re.search(
-        r"^MaxArraySize\s*= (\d+)", ask("scontrol", "show", "config") if job.elements else "", re.MULTILINE
+        r"^MaxArraySize\s*= (\d+)", _ask("scontrol", "show", "config") if job.elements else "", re.MULTILINE
     )
     if largest and len(job.elements) > int(largest[1]):
-        found.append(f"the sweep has {len(job.elements)} runs, and an array may have {largest[1]} here")
-    return found
+        return [f"the sweep has {len(job.elements)} runs, and an array may have {largest[1]} here"]
+    return []
+
+
+def _waits_for(job: Job, every: list[Nodes]) -> str:
+    """The nodes that are down or drained, if ``job`` could start with them; "" where it could not, or does not require them."""
+    if not every or _beyond_limits(job, every):
+        return ""
+    away = _nodes("down", "drain", "fail", "maint")
+    asked = _partitions(job, every)
+    for name in asked:
+        up = [nodes for nodes in every if nodes.partition == name]
+        up += [dataclasses.replace(nodes, count=-nodes.count) for nodes in away if nodes.partition == name]
+        if not _beyond_nodes(job, name, up):
+            return ""
+    return ", ".join(dict.fromkeys(nodes.names for nodes in away if nodes.partition in asked))
 
 
 def submit(job: Job, python: str, run_dir: str) -> Submitted:

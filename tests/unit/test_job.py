@@ -1145,6 +1145,64 @@ def test_a_machine_by_hand_has_its_own_share(monkeypatch: pytest.MonkeyPatch) ->
         launch.local_layout(config.parse(["recipe=mnist", *words], environ={}))
 
 
+# What sinfo says of partitions: main, the default, has two nodes of 8 CPUs; in small a job may have 15 minutes and 2 CPUs of a node.
+PARTITIONS = "main*|up|infinite|1-infinite|2|8|UNLIMITED|gpu:2|n[1-2]\nsmall|up|15:00|1|2|8|2|gpu:2|n[1-2]\n"
+REFUSES = 'echo "sbatch: error: Requested node configuration is not available" >&2; exit 1'
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "away", "words", "said"),
+    [
+        ("exit 0", "", ("time=50",), ""),
+        ("exit 0", "", ("time=50", "partition=main,small"), ""),
+        ("exit 0", "", ("time=50", "partition=small", "qos=long"), ""),
+        ("exit 0", "", ("time=50", "partition=small"), "!never start it: time= is 50 minutes, partition small allows 15:00; "),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=2",), "to start when nodes that are down or drained are back: n2"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=1",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=3",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "", ("nodes=2",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "", ("time=5", "partition=small", "ranks_per_node=4"), "!partition small has 2 nodes of 2 CPUs"),
+        (REFUSES, "", ("gpus=20",), "!gpus=20 (CPUs of each: 1), partition main has 2 nodes of 8 CPUs"),
+    ],
+)  # fmt: skip
+def test_slurms_word_is_checked_against_the_partitions_limits_and_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, away: str, words: tuple[str, ...], said: str
+) -> None:
+    """sbatch --test-only refuses what waits for a drained node, and with EnforcePartLimits=NO takes what never starts."""
+    stub(tmp_path, monkeypatch, "sbatch", sbatch)
+    stub(
+        tmp_path,
+        monkeypatch,
+        "sinfo",
+        f"case $* in *--states=*) echo '{away}' ;; *) printf '%b' '{PARTITIONS}' ;; esac",
+    )
+    job = describe("device=cpu", *words, root=tmp_path)
+    if said.startswith("!"):
+        with pytest.raises(MachineError, match=re.escape(said[1:])):
+            submit.ask_controller(job)
+    else:
+        assert submit.ask_controller(job) == said
+
+
+@pytest.mark.parametrize(
+    ("of_small", "partition", "said"),
+    [("down", "small", "; but partition small is down: the job waits until it is up"), ("down", "main,small", "")],
+)
+def test_a_partition_that_starts_no_job_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_small: str, partition: str, said: str
+) -> None:
+    stub(tmp_path, monkeypatch, "sbatch", "")
+    stub(tmp_path, monkeypatch, "sinfo", f"printf '%b' '{PARTITIONS.replace('small|up', f'small|{of_small}')}'")
+    assert submit.ask_controller(describe("device=cpu", "time=5", f"partition={partition}", root=tmp_path)) == said
+
+
+def test_without_a_default_partition_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "sbatch", "echo no partition >&2; exit 1")
+    stub(tmp_path, monkeypatch, "sinfo", f"printf '%b' '{PARTITIONS.replace('main*', 'main')}'")
+    with pytest.raises(MachineError, match="there is no default partition: give partition=, one of main, small"):
+        submit.ask_controller(describe("device=cpu", root=tmp_path))
+
+
 def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
