@@ -550,6 +550,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         stop.last_words = lambda: current.failing.acquire(blocking=False) and _fail(current, KeyboardInterrupt())
         try:
             _introduce(current, start)
+            _check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
             results = main(start.settings.config, current)
@@ -806,6 +807,27 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
         for name in ("logs", "failures"):
             (path / name).mkdir(parents=True, exist_ok=True)
     return path, message["attempt"], message["launch"], message["was_done"]
+
+
+def _check_shared(run: Run) -> None:
+    """Raises MachineError, on all ranks, where a node of the job does not see what rank 0 writes into the run directory.
+
+    Started on other nodes, the job would find no checkpoint, and train from the beginning. Called by all ranks.
+    """
+    world = run.world
+
+    def look(tell: Callable[[object], None]) -> None:
+        deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
+        while world.ranks.local_rank == 0 and not rundir.owner(run.dir, attempt=run.attempt, launch=run.launch):
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
+                )
+            os.listdir(run.dir)  # makes NFS look again
+            time.sleep(0.1)
+
+    if world.ranks.in_slurm and world.ranks.num_nodes > 1:
+        world.together("run_dir", look)
 
 
 def _introduce(run: Run, start: Start) -> None:

@@ -213,6 +213,20 @@ def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, rep
 
 
 @pytest.mark.long
+def test_a_run_directory_on_the_nodes_own_disks_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """There a job that is queued again, and starts on other nodes, would train from the beginning."""
+    log, run_dir = tmp_path / "log", f"/dev/shm/{tmp_path.name}"
+    options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+    job = sbatch(slurm, repo, log, *options, "sbatch/mnist_2x8.sh", *MINI, "timeout_s=10", f"run_dir={run_dir}")
+    assert ended(slurm, job, log, 90) == ("FAILED", "3:0"), log.read_text()
+    line = f"node2: run_dir={run_dir}: what rank 0 on node1 writes there is not seen here: give a folder that all nodes share"
+    lines = [text for text in said(log) if "not seen here" in text]
+    assert lines[0] == f"mnist: {line}", log.read_text()
+    assert lines[-1] == f"mnist: rank 0 on node1 failed first: {line}", log.read_text()
+    assert not [text for text in said(log) if text.startswith("epoch")]
+
+
+@pytest.mark.long
 def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
     job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
