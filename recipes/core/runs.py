@@ -58,13 +58,15 @@ def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
     row = {} if summary else _last_row(folder / "metrics.jsonl")
     if state == "running":
         note = f"last word {ago(now - _number(status.get('updated'), now))} ago"
+        if queue and (found := outlook.look(folder, queue)).asked and not found.is_active:  # it was killed, or its node
+            state, note = "not running", f"{note}; {found.line}"
     if queue and state == "preempted":
         note = outlook.after_stop(folder, status, queue)
     if (refused := rundir.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
         line = str(refused.get("line") or "")
         if not status:
             note = line
-        elif state == "running":
+        elif state in ("running", "not running"):
             note = f"{note}; a later launch was refused: {line}"
         else:
             state, note = "refused", f"{line} (before that: {state}{note and f', {note}'})"

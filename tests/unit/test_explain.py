@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import liveness, rundir
+from recipes.core import liveness, rundir, runs
 from recipes.core.errors import Kind, Next
 from recipes.core.explain import explain, of_run
 from recipes.core.jobs import Job, Queue
@@ -243,6 +243,25 @@ def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error)
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert found.lines() == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "line"),
+    [
+        ({"1": job("CANCELLED")}, "not running", "; job 1 has ended: CANCELLED"),
+        ({"1": job("PENDING", "BeginTime", 1)}, "not running", "; job 1 is pending (BeginTime)"),
+        ({"1": job("RUNNING")}, "running", ""),
+        ({"1": job("SUSPENDED")}, "running", ""),
+        (None, "running", ""),
+    ],
+)
+def test_the_table_says_of_a_run_whose_job_has_no_processes_that_it_is_not_running(
+    tmp_path: Path, answers: dict[str, Job | None] | None, state: str, line: str
+) -> None:
+    run = run_directory(tmp_path, "running")
+    found = runs.look(run, time.time(), Answers(answers))
+    assert (found.state, found.note.startswith("last word")) == (state, True)
+    assert found.note.endswith(line or " ago")
 
 
 def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
