@@ -123,7 +123,9 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
         )  # fmt: skip
     except FileNotFoundError:
         raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
+    except OSError as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
     if asked.returncode:
         # scontrol's only signs of it: no job of that number, or (on stdout) no such element of an array that it knows.

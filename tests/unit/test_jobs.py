@@ -43,6 +43,7 @@ def test_every_job_that_scontrol_prints_is_read() -> None:
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
         ("echo Job 7 not found; exit 1", None),  # printed for 7_1 while other elements of array 7 are known
         ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
+        ("exec /bin/sleep 60", r"^Slurm's controller has not answered within 0\.5 s$"),
         ("", "not on the PATH"),
     ],
 )
@@ -57,7 +58,7 @@ def test_an_unknown_job_is_none_and_a_silent_controller_an_error(
         assert jobs.find("7", os.environ) is None
     else:
         with pytest.raises(MachineError, match=expected):
-            jobs.show("7", os.environ)
+            jobs.show("7", os.environ, timeout_s=0.5 if "sleep" in script else jobs.ANSWER_S)
 
 
 def test_a_job_whose_name_is_not_utf_8_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
