@@ -147,8 +147,15 @@ def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
 
 @pytest.mark.long
 def test_a_runtime_that_is_not_there_is_one_line(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Also on a machine that has Apptainer: it is not in the PATH of this job."""
     (tmp_path / "torch.sif").write_text("")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for folder in jobs.PYTHON["PATH"].split(":"):
+        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            if program.name != "apptainer" and not (tools / program.name).is_symlink():
+                (tools / program.name).symlink_to(program)
     words = ["recipe=toy", *KEYS, f"container={tmp_path}/torch.sif", "wait=true"]
-    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON)
+    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env={**jobs.PYTHON, "PATH": str(tools)})
     assert done.returncode == 3, shlex.join(done.args) + done.stdout + done.stderr
     assert "container=: no apptainer on node1" in done.stdout
