@@ -91,7 +91,7 @@ def ask_controller(job: Job) -> str:
     if asked.returncode != 0:
         # Slurm asks whether it could start the job on the nodes that are up now; sbatch takes one that waits for others.
         if waits := _waits_for(job, every):
-            return f"to start when nodes that are down or drained are back: {waits}"
+            return f"to start when nodes that are down, drained or do not answer are back: {waits}"
         raise MachineError(_refusal(asked.stderr, "sbatch --test-only", job))
     partitions = [[nodes for nodes in every if nodes.partition == name] for name in _partitions(job, every)]
     over = [phrase for there in partitions for phrase in _over_limits(job, there)]
@@ -155,6 +155,9 @@ class Nodes:
         return self.gpus(job.gpu_type) >= job.gpus_per_node and self.cpus >= job.ranks_per_node * job.cpus_per_rank
 
 
+NODES = "%P|%a|%l|%s|%D|%c|%B|%G|%N"  # of each kind of nodes, for sinfo -o
+
+
 def _ask(*command: str) -> str:
     """What a command of Slurm's says; "" where it does not answer."""
     environ = {k: v for k, v in _of_its_cluster(os.environ).items() if not k.startswith("SINFO_")}
@@ -163,12 +166,15 @@ def _ask(*command: str) -> str:
     return ""
 
 
-def _nodes(*states: str) -> list[Nodes]:
-    """All nodes of all partitions, or those in ``states``; none where Slurm does not answer."""
-    only = [f"--states={','.join(states)}"] if states else []
-    rows = [
-        line.split("|") for line in _ask("sinfo", "-h", "-e", *only, "-o", "%P|%a|%l|%s|%D|%c|%B|%G|%N").splitlines()
-    ]
+# sinfo's short words for nodes on which Slurm starts no job now; "*" behind any word is one that does not answer.
+AWAY = re.compile(r"(down|drain|drng|failg?|inval|maint|unk)\W*|.*\*")
+
+
+def _nodes(away: bool = False) -> list[Nodes]:
+    """All nodes of all partitions, or those that are ``away``; none where Slurm does not answer."""
+    rows = [line.split("|") for line in _ask("sinfo", "-h", "-e", "-o", f"{NODES}|%t" if away else NODES).splitlines()]
+    if away:
+        rows = [row[:-1] for row in rows if AWAY.fullmatch(row[-1])]
     found = []
     for name, state, limit, size, count, cpus, most, gres, names in (row for row in rows if len(row) == 9):
         of_each = min(int(cpus.rstrip("+")), int(most) if most.isdecimal() else sys.maxsize)  # "64+" where nodes differ
@@ -239,10 +245,11 @@ def _beyond_arrays(job: Job) -> list[str]:
 
 
 def _waits_for(job: Job, every: list[Nodes]) -> str:
-    """The nodes that are down or drained, if ``job`` could start with them; "" where it could not, or does not require them."""
+    """The nodes that are down, drained or do not answer, if ``job`` could start with them; "" where it could not, or does not
+    require them."""
     if not every or _beyond_limits(job, every):
         return ""
-    away = _nodes("down", "drain", "fail", "maint")
+    away = _nodes(away=True)
     asked = _partitions(job, every)
     for name in asked:
         up = [nodes for nodes in every if nodes.partition == name]

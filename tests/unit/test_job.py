@@ -1157,9 +1157,11 @@ REFUSES = 'echo "sbatch: error: Requested node configuration is not available" >
         ("exit 0", "", ("time=50", "partition=main,small"), ""),
         ("exit 0", "", ("time=50", "partition=small", "qos=long"), ""),
         ("exit 0", "", ("time=50", "partition=small"), "!never start it: time= is 50 minutes, partition small allows 15:00; "),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=2",), "to start when nodes that are down or drained are back: n2"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=1",), "!Slurm refuses this job: Requested node"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2", ("nodes=3",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=2",), "to start when nodes that are down, drained or do not answer are back: n2"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle*", ("nodes=2",), "to start when nodes that are down, drained or do not answer are back: n2"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle~", ("nodes=2",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drng", ("nodes=1",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=3",), "!Slurm refuses this job: Requested node"),
         (REFUSES, "", ("nodes=2",), "!Slurm refuses this job: Requested node"),
         (REFUSES, "", ("time=5", "partition=small", "ranks_per_node=4"), "!partition small has 2 nodes of 2 CPUs"),
         (REFUSES, "", ("gpus=20",), "!gpus=20 (CPUs of each: 1), partition main has 2 nodes of 8 CPUs"),
@@ -1174,7 +1176,7 @@ def test_slurms_word_is_checked_against_the_partitions_limits_and_nodes(
         tmp_path,
         monkeypatch,
         "sinfo",
-        f"case $* in *--states=*) echo '{away}' ;; *) printf '%b' '{PARTITIONS}' ;; esac",
+        f"case $* in *%t*) echo '{away}' ;; *) printf '%b' '{PARTITIONS}' ;; esac",
     )
     job = describe("device=cpu", *words, root=tmp_path)
     if said.startswith("!"):
