@@ -838,6 +838,12 @@ def _introduce(run: Run, start: Start) -> None:
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
+    if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
+        # An earlier start may have ended before it came here; or it was on a node whose disk this one does not see.
+        run.say(
+            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
+            " if it is on a node's own disk, give one that all nodes share"
+        )
     if words := run.settings.words_from_run():
         run.say(f"from the run: {words}")
     _say_network(run, start)

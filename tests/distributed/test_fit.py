@@ -402,6 +402,25 @@ def test_a_folder_that_ends_with_the_run_is_no_place_for_data(
     Path(os.environ["TMPDIR"]).rmdir()
 
 
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_restart_that_finds_nothing_of_an_earlier_start_says_so(tmp_path: Path, restarts: str) -> None:
+    step = {
+        name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name == "SLURM_STEP_ID"
+    }
+    step |= {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "a",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "TMPDIR": str(tmp_path),
+    }
+    environ = helpers.clean_environment(**step, SLURM_RESTART_COUNT=restarts)
+    words = ("device=cpu", "max_steps=1", f"run_dir={tmp_path}/run")
+    said = [helpers.run([sys.executable, "-m", "recipes.toy", *words], environ=environ) for _ in range(2)]
+    assert [ended.status for ended in said] == [0, 0], said[0].out
+    line = "warning: this is restart 1 of the job, and no earlier start has left anything in the run directory"
+    assert [line in ended.out for ended in said] == [restarts == "1", False], said[0].out
+
+
 def test_one_machine_with_a_master_of_its_own_listens_on_it() -> None:
     port = helpers.free_port()
     with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
