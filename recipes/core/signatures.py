@@ -165,9 +165,9 @@ SIGNATURES = (
     S("time limit", "DUE TO TIME LIMIT", "the job ran until its --time",
       "a longer --time; with --signal=USR2@120 a recipe saves before, and is queued again", whole=True),
     S("preemption", "DUE TO PREEMPTION", "a job of higher priority took the nodes",
-      "start it again on the same run_dir=; --requeue lets Slurm do so", whole=True),
+      "if its job is not pending again, start it again on the same run_dir=; --requeue lets Slurm do so", whole=True),
     S("node failure", "Node failure on | DUE TO NODE FAILURE", "a node died or was cut off",
-      "queue it again with --exclude= that node, and tell the site"),
+      "if its job is not pending again, start it again with --exclude= that node; report the node to the site"),
     S("job's memory is used up", "oom_kill event | oom-kill event | : Out Of Memory | OOM Killed | xceeded job memory limit | xceeded step memory limit"
       " | exceeded memory limit | is killed by signal: Killed",
       "Slurm or the kernel killed a process for its memory", "more --mem (--mem=0 is all of the node), or fewer num_workers="),
