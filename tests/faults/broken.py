@@ -16,6 +16,7 @@ import ctypes
 import faulthandler
 import fnmatch
 import os
+import pathlib
 import resource
 import signal
 import time
@@ -207,6 +208,8 @@ def blind(run: Run) -> float:
 
     os.stat, os.scandir = seen, Scanned  # type: ignore[assignment,misc]
     os.listdir = lambda path=".": [name for name in listdir(path) if not is_hidden(name)]  # type: ignore[assignment,misc]
+    own = getattr(pathlib, "_normal_accessor", os)  # what Path calls: functions of its own in Python 3.10
+    own.stat, own.scandir, own.listdir = os.stat, os.scandir, os.listdir
     reach(run)
     return 1.0
 

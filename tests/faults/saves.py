@@ -11,6 +11,7 @@ import builtins
 import importlib
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MODULE = "recipes.broken"
+PATHLIB_OS = getattr(pathlib, "_normal_accessor", os)  # what Path calls: functions of its own in Python 3.10
 EVERY_WRITE = 100  # of a checkpoint's many small ones; test_checkpoints.py looks at each of them, without a kill
 
 
@@ -126,6 +128,8 @@ def watched(call: Callable[[str], None], every_write: int = EVERY_WRITE) -> None
         unlink(path, **options)
 
     builtins.open, os.fsync, os.unlink = opened, flushed, removed  # type: ignore[assignment]
+    if PATHLIB_OS is not os:
+        PATHLIB_OS.unlink = removed
     for name in ("replace", "rename", "link"):
         setattr(os, name, moved(getattr(os, name)))
 

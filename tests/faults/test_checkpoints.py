@@ -155,6 +155,7 @@ def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
     for module, name in [
         (builtins, "open"),
         *((os, name) for name in ("fsync", "unlink", "replace", "rename", "link")),
+        (saves_module.PATHLIB_OS, "unlink"),
     ]:
         monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
     folder, points, copies = tmp_path / "checkpoints", [], tmp_path / "copies"
