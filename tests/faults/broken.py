@@ -147,20 +147,24 @@ def operation(run: Run) -> float:
     return 1.0
 
 
+class Sleepy(torch.utils.data.Dataset[int]):
+    """Notes the process that loads a sample, and takes WAIT_S for it. Of the module, since Python 3.14 sends it to that process."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        write(self.mark, str(os.getpid()))
+        time.sleep(WAIT_S)
+        return i
+
+
 def loader(run: Run) -> float:
     """A loader process that sleeps over a sample; its process id is in worker.<rank>."""
-    mark = marks() / f"worker.{run.world.rank}"
-
-    class Sleepy(torch.utils.data.Dataset[int]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, i: int) -> int:
-            write(mark, str(os.getpid()))
-            time.sleep(WAIT_S)
-            return i
-
-    next(iter(torch.utils.data.DataLoader(Sleepy(), num_workers=1)))
+    next(iter(torch.utils.data.DataLoader(Sleepy(marks() / f"worker.{run.world.rank}"), num_workers=1)))
     return 1.0
 
 
