@@ -82,7 +82,9 @@ class RunningClock:
         return next((end - begin for begin, end in recent if begin <= self._continued_at <= end + STOP_S), 0.0)
 
     def start(self) -> None:
-        """Starts a thread that reads this clock until the process ends."""
+        """Starts a thread that reads this clock until the process ends. The time before counts as running."""
+        with self._lock:
+            self._read_at = time.monotonic()
 
         def read() -> None:
             while True:

@@ -49,6 +49,19 @@ def test_the_clock_of_a_rank_leaves_out_gaps_and_reports_those_that_sigcont_ende
     assert clock.now() - begin == pytest.approx(watchdog.POLL_S * (1 + 2 * len(busy_s)))
 
 
+def test_the_time_before_the_clock_of_a_rank_is_started_was_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is imported in it."""
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    clock = watchdog.RunningClock()
+    moment += 100.0
+    clock.start()
+    moment += watchdog.POLL_S
+    clock.now()
+    assert clock.stopped_s == 0
+
+
 RANK = """
 import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
