@@ -81,7 +81,9 @@ cd "$root"
 pivot_root . mnt
 cd /
 umount --lazy /mnt
-exec /bin/bash -c "$command"
+status=0
+/bin/bash -c "$command" || status=$? # no exec: this shell is process 1, and waits for orphans too
+exit $status
 """
 
 
