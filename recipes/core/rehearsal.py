@@ -140,13 +140,17 @@ def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, st
     tried. Raises MachineError where one does not load."""
     script = 'stop() { echo "$1" >&2; exit 3; }\n' + function
     known = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
-    if subprocess.run(["bash", "-c", known], env=dict(environ), capture_output=True).returncode:
-        return f"not tried, this machine has no command module: {', '.join(modules)}"
-    try:
-        done = subprocess.run(
-            ["bash", "-c", f'{script}load "$@"', "bash", *modules], env=dict(environ), capture_output=True, text=True,
-            errors="replace", timeout=patience_s, stdin=subprocess.DEVNULL,
+
+    def bash(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", *words], env=dict(environ), capture_output=True, text=True, errors="replace", timeout=patience_s,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
+
+    try:
+        if bash(known).returncode:
+            return f"not tried, this machine has no command module: {', '.join(modules)}"
+        done = bash(f'{script}load "$@"', "bash", *modules)
     except subprocess.TimeoutExpired:
         raise MachineError(f"module load {' '.join(modules)}: not loaded within {patience_s:g} s") from None
     if done.returncode:
