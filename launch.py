@@ -38,18 +38,18 @@ def main(argv: "list[str]") -> int:
 
     if not argv or {"-h", "--help", "help"} & set(argv):
         errors.show(config.help_text())
-        return 0 if argv else rundir.EXIT_CONFIG
+        return 0 if argv else errors.EXIT_CONFIG
     checked = argv[:1] == ["check"]
     try:
         settings = config.parse(argv[1:] if checked else argv)
         spawn, home = getattr(settings.config, "spawn", 0), rundir.home(ROOT)
         if spawn:
             mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
-            raise config.ConfigError(
+            raise errors.ConfigError(
                 f"spawn={spawn}: is for plain python, and launch.py starts the ranks itself: {mend}"
             )
         if home != ROOT:
-            raise config.ConfigError(f"{ROOT} is the copy of the code that a job runs: type it in {home}")
+            raise errors.ConfigError(f"{ROOT} is the copy of the code that a job runs: type it in {home}")
         os.umask(int(settings.run.umask, 8))
         words = settings.words_from_run()
         if words:
@@ -61,12 +61,12 @@ def main(argv: "list[str]") -> int:
             print(f"launch.py: {unlike_profile}", file=sys.stderr)
         run = {"print": show, "local": run_here, "slurm": submit}[settings.job.launcher.name]
         return check(settings) if checked else run(settings)
-    except (config.ConfigError, rundir.InputError) as error:
+    except (errors.ConfigError, errors.InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
-        return rundir.EXIT_CONFIG
-    except rundir.MachineError as error:
+        return errors.EXIT_CONFIG
+    except errors.MachineError as error:
         print(f"launch.py: {error}", file=sys.stderr)
-        return rundir.EXIT_MACHINE
+        return errors.EXIT_MACHINE
     finally:
         if checked:
             print("nothing was submitted", flush=True)
@@ -78,7 +78,7 @@ def environment(settings: "Settings") -> str:
     Raises MachineError where the profile's is missing.
     """
     from recipes.core import config
-    from recipes.core.rundir import MachineError
+    from recipes.core.errors import MachineError
 
     cluster = settings.job.cluster
     named = str(config.cluster_profile(cluster).get("environment", "")) if cluster else ""
@@ -166,7 +166,7 @@ def _ask(job: "Job", settings: "Settings") -> str:
 
 def _want_free(settings: "Settings") -> None:
     """Raises ConfigError where another job that is queued or running uses the run directory that was typed."""
-    from recipes.core import config, liveness, rundir
+    from recipes.core import errors, liveness, rundir
 
     run_dir = _run_dir(settings)
     if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
@@ -177,7 +177,7 @@ def _want_free(settings: "Settings") -> None:
             path = rundir.for_evaluation(path)
         problem = liveness.queued(path, settings.job.dependency, os.environ)
         if problem:
-            raise config.ConfigError(problem)
+            raise errors.ConfigError(problem)
 
 
 def _said_of(layout: "Layout") -> str:
@@ -188,7 +188,7 @@ def _said_of(layout: "Layout") -> str:
 
 def _ranks_here(settings: "Settings") -> int:
     """The ranks of launcher=local; one where this machine cannot run them, which is said where it is asked."""
-    from recipes.core.rundir import MachineError
+    from recipes.core.errors import MachineError
 
     try:
         return sum(local_layout(settings).ranks)
@@ -273,31 +273,31 @@ def run_here(settings: "Settings") -> int:
 
 def local_layout(settings: "Settings") -> "Layout":
     """Ranks of each machine, from the keys and the GPUs that are here. Raises ConfigError or MachineError."""
-    from recipes.core import config, local, slurm
-    from recipes.core.rundir import MachineError
+    from recipes.core import config, errors, local, slurm
+    from recipes.core.errors import MachineError
 
     job, on_cpu = settings.job, settings.run.device is config.Device.cpu
     if settings.sweep:
-        raise config.ConfigError(
+        raise errors.ConfigError(
             f"{', '.join(config.SWEEP + name for name in settings.sweep[0])}: a sweep is a job array of Slurm's; here give one value each"
         )
     if job.nodes not in (None, 1):
-        raise config.ConfigError(
+        raise errors.ConfigError(
             f"nodes={job.nodes}: launcher=local is this machine; for several by hand give gpus=8,8 node_rank= master="
         )
     if job.gpus:
         ranks = tuple(int(n) for n in job.gpus.split(","))
         if 0 in ranks:
-            raise config.ConfigError(f"gpus={job.gpus}: a machine without a rank has no part in the run; leave it out")
+            raise errors.ConfigError(f"gpus={job.gpus}: a machine without a rank has no part in the run; leave it out")
         if job.node_rank >= len(ranks):
-            raise config.ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
+            raise errors.ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
         if len(ranks) > 1 and not job.master:
-            raise config.ConfigError(
+            raise errors.ConfigError(
                 f"gpus={job.gpus}: several machines want master=HOST:PORT of the first, the same on each"
             )
     else:
         if job.node_rank or job.master:
-            raise config.ConfigError("node_rank= and master= want gpus=8,2 beside them, the ranks of each machine")
+            raise errors.ConfigError("node_rank= and master= want gpus=8,2 beside them, the ranks of each machine")
         ranks = (slurm.ranks_per_node(job, settings.run.device),)
     seen = local.visible_gpus(os.environ)
     if not job.gpus and job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
@@ -309,13 +309,13 @@ def local_layout(settings: "Settings") -> "Layout":
         )
     host, _, port = job.master.rpartition(":")
     if job.master and not 1 <= int(port) <= 65535:
-        raise config.ConfigError(f"master={job.master}: a port is 1 to 65535")
+        raise errors.ConfigError(f"master={job.master}: a port is 1 to 65535")
     return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
 
 
 def _here() -> Path:
     """The folder that this was typed in. Raises MachineError where that is gone."""
-    from recipes.core.rundir import MachineError
+    from recipes.core.errors import MachineError
 
     try:
         return Path.cwd()

@@ -27,7 +27,7 @@ from torch.distributed import P2POp, ReduceOp
 from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
 from recipes.core import bandwidth, drawing, session
 from recipes.core.bandwidth import Figure
-from recipes.core.rundir import InputError, RunError
+from recipes.core.errors import InputError, RunError
 from recipes.core.session import Run
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 from recipes.conf.doctor import Config
 from recipes.core import config, envfile, errors, examine, explain, network, ranks, reach, rundir, variables, verdict
-from recipes.core.config import ConfigError, Device, Settings
-from recipes.core.errors import Kind
+from recipes.core.config import Device, Settings
+from recipes.core.errors import ConfigError, Kind
 from recipes.core.findings import Finding
 from recipes.core.jobs import Queue
 from recipes.core.ranks import RankInfo
@@ -349,7 +349,7 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
     )
     rundir.write_json(run_dir / "doctor.json", verdict.as_json(found))
     meeting.tell("verdict", {"exclude": found.exclude, "healthy": found.healthy})
-    code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_MACHINE
+    code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
     if rundir.job_id(os.environ):
         attempt = rundir.open_attempt(run_dir, found.hosts, rundir.launch_id(os.environ))
@@ -385,13 +385,13 @@ def _stand_by(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, depu
         meeting.wait(["verdict"], end)
     with contextlib.suppress(FileNotFoundError):  # swept as soon as it is seen
         meeting.tell(f"gone-{info.rank}", {"rank": info.rank})
-    return rundir.EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["explain"] and len(argv) > 1:
         errors.show("\n".join(explain.explain([Path(word) for word in argv[1:]], Queue())))
-        return rundir.EXIT_DONE
+        return errors.EXIT_DONE
     if argv[:1] == ["env"] and len(argv) > 1:
         return check_env_files(argv[1:])
     if argv[:1] == ["network"]:
@@ -402,7 +402,7 @@ def main(argv: list[str]) -> int:
         )
     if any(word in ("-h", "--help") for word in argv):
         errors.show(f"{(__doc__ or '').strip()}\n\n{config.help_text('doctor')}")
-        return rundir.EXIT_DONE
+        return errors.EXIT_DONE
     keep_all()
     rundir.go_home(config.ROOT)
     settings = config.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
@@ -425,17 +425,17 @@ def keep_all() -> None:
 
 def check_env_files(files: Sequence[str]) -> int:
     """Prints what is wrong in env files; status 2 where one cannot be used, or sets what cannot work."""
-    code = rundir.EXIT_DONE
+    code = errors.EXIT_DONE
     for file in files:
         try:
             problems = variables.check_file(Path(file), config.ROOT / "env")
         except envfile.EnvFileError as error:
             print(f"doctor: {error}", file=sys.stderr)
-            code = rundir.EXIT_CONFIG
+            code = errors.EXIT_CONFIG
             continue
         for problem in problems:
             print(f"{file}: {problem.name}: {problem.what}: {problem.mend}")
-            code = rundir.EXIT_CONFIG if problem.bad else code
+            code = errors.EXIT_CONFIG if problem.bad else code
         if not problems:
             print(f"{file}: nothing is wrong with it")
     return code
@@ -455,7 +455,7 @@ def propose(words: Sequence[str]) -> int:
             variables.suggestion(chosen["interface"], infiniband, chosen["address"], others, bool(chosen["interface"]))
         )
     )
-    return rundir.EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def _out_of_time() -> NoReturn:
@@ -463,7 +463,7 @@ def _out_of_time() -> NoReturn:
         f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
     )
     examine.leave()
-    os._exit(rundir.EXIT_MACHINE)
+    os._exit(errors.EXIT_MACHINE)
 
 
 def _end_when_told(leaving: Sequence[Callable[[], None]]) -> None:
@@ -492,9 +492,9 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (ConfigError, ranks.RankError, envfile.EnvFileError, rundir.InputError) as error:
+    except (ConfigError, ranks.RankError, envfile.EnvFileError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
-        status = rundir.EXIT_CONFIG
+        status = errors.EXIT_CONFIG
     except BrokenPipeError:  # whoever read it has seen enough
         status = 128 + signal.SIGPIPE
     except OSError as error:
@@ -502,6 +502,6 @@ if __name__ == "__main__":
             f"doctor: {socket.gethostname()}: {error.filename or ''} {error.strerror or error}: give another run_dir=",
             file=sys.stderr,
         )
-        status = rundir.EXIT_MACHINE
+        status = errors.EXIT_MACHINE
     examine.leave()
     os._exit(status)  # a check that hangs is not waited for

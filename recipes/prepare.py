@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from recipes.core import classfolder, config, datafiles, errors, packing, rundir
 from recipes.core.classfolder import Listing
-from recipes.core.config import ConfigError, key
+from recipes.core.config import key
 from recipes.core.datafiles import (
     CIFAR10,
     CIFAR10_CLASSES,
@@ -39,8 +39,8 @@ from recipes.core.datafiles import (
     FetchError,
     megabytes,
 )
+from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.packing import PackOptions
-from recipes.core.rundir import InputError, MachineError
 
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
@@ -106,9 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, keys = parse(arguments)
         DATASETS[name](keys)
     except (ConfigError, InputError) as err:
-        return _fail(str(err), rundir.EXIT_CONFIG)
+        return _fail(str(err), errors.EXIT_CONFIG)
     except MachineError as err:
-        return _fail(str(err), rundir.EXIT_MACHINE)
+        return _fail(str(err), errors.EXIT_MACHINE)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing half-written is left, the same command goes on", 130)
     return 0
@@ -133,11 +133,11 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
     """The dataset's name and the keys. Raises ConfigError."""
     names = [word for word in argv if "=" not in word]
     if len(names) != 1:
-        got = " ".join(repr(name[: config.MAX_SHOWN]) for name in names[:4]) or "none"
+        got = " ".join(repr(name[: errors.MAX_SHOWN]) for name in names[:4]) or "none"
         raise ConfigError(f"one dataset is wanted ({', '.join(DATASETS)}), got {got}")
     if names[0] not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0][: config.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{config.nearest(names[0], DATASETS)}"
+            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{config.nearest(names[0], DATASETS)}"
         )
     return names[0], config.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
 
@@ -430,7 +430,7 @@ def _from_tar(path: Path, stack: contextlib.ExitStack) -> dict[str, Chunks]:
             member = tar.getmember(f"cifar-10-batches-bin/{name}.bin")
             stream = tar.extractfile(member) if member.isreg() else None  # a link can lead round in a circle
         except (KeyError, tarfile.TarError) as err:
-            raise DataFileError(f"{path} lacks {name}.bin ({rundir.one_line(err)})") from None
+            raise DataFileError(f"{path} lacks {name}.bin ({errors.one_line(err)})") from None
         if stream is None or member.size != BATCH_IMAGES * (1 + IMAGE_BYTES):
             raise DataFileError(f"{path}: {name}.bin is no batch of {BATCH_IMAGES} images")
         return _planes(stream.read(), f"{name}.bin")
@@ -500,7 +500,7 @@ def _read_pickle(folder: Path, name: str) -> tuple[bytes, bytes]:
         if not as_wanted or shape != (BATCH_IMAGES, IMAGE_BYTES) or len(pixels) != BATCH_IMAGES * IMAGE_BYTES:
             raise ValueError(f"an array of shape {shape}")
     except Exception as err:  # what a pickle's bytes can raise has no bounds
-        raise DataFileError(f"{path} is no batch of CIFAR-10 ({rundir.one_line(err)})") from None
+        raise DataFileError(f"{path} is no batch of CIFAR-10 ({errors.one_line(err)})") from None
     return _checked(labels, str(path)), pixels
 
 
@@ -601,7 +601,7 @@ def _tell_skipped(skipped: Sequence[dict[str, str]], most: int = 10) -> None:
 
 def _plain(text: str) -> str:
     """In one line: names of files may be any bytes."""
-    return config.shown(text, 1000)
+    return errors.shown(text, 1000)
 
 
 class Meter:

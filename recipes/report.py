@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 
 from recipes.core import config, errors, rundir, runs
+from recipes.core.errors import InputError
 from recipes.core.jobs import Queue
-from recipes.core.rundir import InputError
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         errors.show((__doc__ or "").strip())
-        return rundir.EXIT_DONE
+        return errors.EXIT_DONE
     folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(config.ROOT) / "runs"]
     try:
         queue = Queue()
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     else:
         lines = runs.table(found)
     errors.show("\n".join(lines))
-    return rundir.EXIT_DONE
+    return errors.EXIT_DONE
 
 
 if __name__ == "__main__":
@@ -44,4 +44,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except InputError as error:
         print(f"report: {error}", file=sys.stderr)
-        sys.exit(rundir.EXIT_CONFIG)
+        sys.exit(errors.EXIT_CONFIG)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config import ConfigError, TrainKeys, key
+from recipes.core.config import TrainKeys, key
+from recipes.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

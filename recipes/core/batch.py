@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import config, container, entry, jobs, liveness, outlook, preempt, rundir, slurm, snapshot
+from recipes.core import config, container, entry, errors, jobs, liveness, outlook, preempt, rundir, slurm, snapshot
 from recipes.core.errors import Next
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
@@ -37,10 +37,10 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         here, folder = container_of(settings, environ), rundir.home(config.ROOT)
         typed = config.absolute(settings.typed, (config.RunKeys, config.recipe_conf(recipe)[0]), folder)
         bound = slurm.container_folders(settings, typed, folder) if here else []
-    except config.ConfigError as error:
+    except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
-        entry.note_refusal_of(recipe, words, rundir.EXIT_CONFIG, str(error), environ)
-        return rundir.EXIT_CONFIG
+        entry.note_refusal_of(recipe, words, errors.EXIT_CONFIG, str(error), environ)
+        return errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, script = rundir.job_id(environ), environ.get("RECIPES_SCRIPT")
     run_dir = _run_dir(settings, environ)
@@ -49,12 +49,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             f"this heterogeneous job has {environ.get('SLURM_HET_SIZE')} components, and its step would run on the first alone. For nodes"
             f" with different numbers of GPUs: python launch.py recipe={recipe} gpus=NUMBER, the number over all nodes"
         )
-        rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_CONFIG, line)
+        rundir.refuse(run_dir, rundir.launch_id(environ), errors.EXIT_CONFIG, line)
         print(f"{recipe}: {line}", file=sys.stderr)
-        return rundir.EXIT_CONFIG
+        return errors.EXIT_CONFIG
     if job and (problem := _used_by_another(settings, run_dir, job, environ)):
         print(f"{recipe}: {problem}", file=sys.stderr)
-        return rundir.EXIT_CONFIG
+        return errors.EXIT_CONFIG
     code = _code(environ) if job else config.ROOT
     if job and script:
         with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
@@ -85,7 +85,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
-    return rundir.EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def _used_by_another(settings: config.Settings, run_dir: Path, job: str, environ: Mapping[str, str]) -> str:
@@ -101,7 +101,7 @@ def _used_by_another(settings: config.Settings, run_dir: Path, job: str, environ
     if found.note:
         print(f"{settings.recipe}: {found.note}")
     if found.problem:
-        rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_CONFIG, found.problem)
+        rundir.refuse(run_dir, rundir.launch_id(environ), errors.EXIT_CONFIG, found.problem)
     return found.problem
 
 
@@ -136,7 +136,7 @@ def _code(environ: Mapping[str, str]) -> Path:
     try:
         code = snapshot.take(config.ROOT)
         snapshot.keep_for(code, environ["SLURM_JOB_ID"])
-    except rundir.MachineError as error:
+    except errors.MachineError as error:
         print(f"{error}; the job runs the code as it is, and edits of it will show", file=sys.stderr)
         return config.ROOT
     return code
@@ -150,9 +150,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     """
     try:
         settings = config.parse(words, recipe=recipe, to_start=False)
-    except config.ConfigError as error:  # they were right a moment ago: an env file has gone since
+    except errors.ConfigError as error:  # they were right a moment ago: an env file has gone since
         print(f"{recipe}: {error}", file=sys.stderr)
-        return rundir.EXIT_CONFIG
+        return errors.EXIT_CONFIG
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), config.ROOT)
     keys = {"device": settings.run.device.name, "network": settings.run.network}
     if data_dir := getattr(settings.config, "data_dir", ""):
@@ -182,7 +182,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         print(
             f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
         )
-        return rundir.EXIT_MACHINE
+        return errors.EXIT_MACHINE
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
@@ -192,7 +192,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         )
     found = rundir.read_json(run_dir / "doctor" / "doctor.json")
     if found and found["healthy"]:
-        return rundir.EXIT_DONE
+        return errors.EXIT_DONE
     told = environ.get("RECIPES_RESUBMITS", "")
     left = int(told) if told.isdecimal() else resubmits
     if not found:
@@ -203,9 +203,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         what = f"bad nodes: {','.join(found['exclude'])}; not submitted again, since max_resubmits is used up"
     else:
         what = f"bad nodes: {','.join(found['exclude'])}; {_submit_without(found['exclude'], run_dir, words, left - 1, environ)}"
-    rundir.refuse(run_dir, rundir.launch_id(environ), rundir.EXIT_MACHINE, what)
+    rundir.refuse(run_dir, rundir.launch_id(environ), errors.EXIT_MACHINE, what)
     print(f"{recipe}: {what}", file=sys.stderr)
-    return rundir.EXIT_MACHINE
+    return errors.EXIT_MACHINE
 
 
 def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, environ: Mapping[str, str]) -> str:
@@ -239,7 +239,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
                 },
             )  # fmt: skip
             job_id = asked.stdout.strip().partition(";")[0]
-    except (OSError, rundir.MachineError, config.ConfigError, subprocess.SubprocessError) as error:
+    except (OSError, errors.MachineError, errors.ConfigError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
         return f"not submitted again ({why}): submit it with exclude={','.join(bad)}"
     return f"submitted again without them, as job {job_id} ({left} more at most)"
@@ -314,7 +314,7 @@ def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, s
 def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
     """This job's fields, by scontrol's names; empty outside a job, or where the controller cannot be asked."""
     job = environ.get("SLURM_JOB_ID")  # and not the array's variables, which may be another job's
-    with contextlib.suppress(rundir.MachineError):
+    with contextlib.suppress(errors.MachineError):
         return next((found.fields for found in jobs.show(job) if found.fields.get("JobId") == job), {}) if job else {}
     return {}
 
@@ -323,9 +323,9 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     """The job's exit status, after its step has ended with ``srun_status``."""
     try:
         settings = config.parse(words, recipe=recipe, to_start=False)
-    except config.ConfigError as error:  # they were right when the job began: an env file has gone since
+    except errors.ConfigError as error:  # they were right when the job began: an env file has gone since
         print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
-        return srun_status or rundir.EXIT_CONFIG
+        return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     run_dir = _run_dir(settings, environ)
     launch = rundir.launch_id(environ)
@@ -335,13 +335,13 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return int(refused["exit_status"])
     if status is None and (by := rundir.taken_over_by(run_dir, launch)):
         print(f"{recipe}: {run_dir} was taken over by {by}; this job is not queued again", file=sys.stderr)
-        return rundir.EXIT_MACHINE
+        return errors.EXIT_MACHINE
     if status is None:
         where = "the lines above"
         if "SUBMITIT_EXECUTOR" in environ:  # each rank has its own log
             where += f", or in {rundir.home(config.ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
         print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
-        return srun_status or rundir.EXIT_CRASH
+        return srun_status or errors.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":
         accuracy = rundir.accuracy(rundir.of_launch(run_dir, launch))
@@ -361,7 +361,7 @@ def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str
     found, failure = None, ""
     try:
         found = jobs.find(str(job))
-    except rundir.MachineError as error:
+    except errors.MachineError as error:
         failure = str(error)
     word = found.after_start(restarts) if found else None
     if found and word in (Next.requeued, Next.held):
@@ -391,7 +391,7 @@ def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str
 def main(argv: list[str]) -> int:
     if other := rundir.other_code(config.ROOT, os.environ):
         print(other, file=sys.stderr)
-        return rundir.EXIT_CONFIG
+        return errors.EXIT_CONFIG
     rundir.go_home(config.ROOT)
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
@@ -404,7 +404,7 @@ def main(argv: list[str]) -> int:
         "usage: python -m recipes.core.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
         file=sys.stderr,
     )
-    return rundir.EXIT_CONFIG
+    return errors.EXIT_CONFIG
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import datafiles, rundir
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 COMMENT = re.compile(rb"sha256:([0-9a-f]{64})")

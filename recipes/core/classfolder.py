@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other usual endings of the same formats.
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())

@@ -31,9 +31,9 @@ except ModuleNotFoundError as missing:
     raise SystemExit(3) from None
 
 from recipes.core import container, envfile, hostlist, rundir
+from recipes.core.errors import ConfigError, shown
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_SHOWN = 60  # characters of a bad value that are shown
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, and not be read back
 SWEEP = "sweep."
@@ -42,17 +42,6 @@ MOST_RUNS = 1000  # of a sweep; Slurm's MaxArraySize is 1001 where nobody has se
 RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
 LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some reader, or speaks to a terminal
-
-
-class ConfigError(ValueError):
-    """A user's key or value is wrong. The message is one line: key, value, what is wrong, the mend."""
-
-
-def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """``value`` as it can stand in a one-line message: escaped, and cut when longer than ``limit``."""
-    text = str(value.name if isinstance(value, Enum) else value)
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

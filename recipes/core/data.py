@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.core import datafiles
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30.0  # to connect, and for each read

@@ -17,12 +17,11 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.core import entry, errors, gpus, local, watchdog
 from recipes.core.config import Backend, Device
 from recipes.core.entry import Start
-from recipes.core.errors import Kind
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, Stopped
 from recipes.core.ranks import RankInfo
-from recipes.core import entry, gpus, local, rundir, watchdog
-from recipes.core.rundir import InputError, MachineError, NodeError, Stopped
 from recipes.core.watchdog import Pulse, RunningClock
 
 T = TypeVar("T")
@@ -125,7 +124,7 @@ class World:
             result = work(tell)
         except Exception as error:
             known = isinstance(error, (InputError, MachineError))
-            text = f"{self.host}: {error if known else rundir.one_line(error)}"
+            text = f"{self.host}: {error if known else errors.one_line(error)}"
             if isinstance(error, Stopped):
                 text = f"{STOPPED}{error}"
             for key in keys:
@@ -387,10 +386,10 @@ def _refuse(start: Start, line: str) -> NoReturn:
     """Ends this process as a MachineError would, while its main thread is blocked in C++."""
     try:
         print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
-        entry.note_refusal(start.settings, rundir.EXIT_MACHINE, line)
+        entry.note_refusal(start.settings, errors.EXIT_MACHINE, line)
         entry.remove_own_folder(start)
     finally:
-        os._exit(rundir.EXIT_MACHINE)
+        os._exit(errors.EXIT_MACHINE)
 
 
 def _want_own_place(info: RankInfo) -> None:
@@ -411,7 +410,7 @@ def _take_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         host = socket.gethostname()
         raise MachineError(
-            f"{host}: {device} cannot be used ({rundir.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} keeps off that node"
+            f"{host}: {device} cannot be used ({errors.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} keeps off that node"
         ) from None
 
 
@@ -457,7 +456,7 @@ def peer_words(error: BaseException) -> str:
     """What a peer error says, without gloo's source path and advice."""
     if isinstance(error, PeerTimeout):
         return str(error)
-    return re.sub(r"^\w+: \[\S+\] ", "", rundir.one_line(error)).partition(". This is typically")[0]
+    return re.sub(r"^\w+: \[\S+\] ", "", errors.one_line(error)).partition(". This is typically")[0]
 
 
 def _await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:

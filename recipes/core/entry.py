@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from recipes.core import config, envfile, errors, network, ranks, rehearsal, rundir
-from recipes.core.config import ConfigError, Settings
+from recipes.core.config import Settings
+from recipes.core.errors import ConfigError
 from recipes.core.ranks import RankInfo
 from recipes.core.rehearsal import Asked
 from recipes.core.watchdog import Pulse
@@ -96,37 +97,37 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     if any(word in ("-h", "--help") for word in argv):
         errors.show(config.help_text(recipe))
-        sys.exit(rundir.EXIT_DONE)
+        sys.exit(errors.EXIT_DONE)
     host = socket.gethostname()
     if other := rundir.other_code(config.ROOT, os.environ):
-        _refuse(recipe, f"{host}: {other}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+        _refuse(recipe, f"{host}: {other}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
     rundir.go_home(config.ROOT)
     try:
         settings = config.parse(argv, recipe=recipe)
     except ConfigError as error:
         if _rank_hint() == "0":
-            note_refusal_of(recipe, argv, rundir.EXIT_CONFIG, str(error), os.environ)
-        _refuse(recipe, str(error), rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+            note_refusal_of(recipe, argv, errors.EXIT_CONFIG, str(error), os.environ)
+        _refuse(recipe, str(error), errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
     try:
         info = ranks.detect(os.environ)
         from_files = _apply_env_files(settings)
     except (ranks.RankError, envfile.EnvFileError, ConfigError) as error:
-        note_refusal(settings, rundir.EXIT_CONFIG, f"{host}: {error}")
-        _refuse(recipe, f"{host}: {error}", rundir.EXIT_CONFIG, speaks=_rank_hint() == "0")
+        note_refusal(settings, errors.EXIT_CONFIG, f"{host}: {error}")
+        _refuse(recipe, f"{host}: {error}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
     named = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
         interface = None if named else network.choose(info)
     except network.NetworkError as error:
-        note_refusal(settings, rundir.EXIT_MACHINE, f"{host}: {error}")
-        _refuse(recipe, f"{host}: {error}", rundir.EXIT_MACHINE, speaks=info.local_rank == 0)
+        note_refusal(settings, errors.EXIT_MACHINE, f"{host}: {error}")
+        _refuse(recipe, f"{host}: {error}", errors.EXIT_MACHINE, speaks=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
     wants_tmpdir = "TMPDIR" in getattr(settings.config, "stage_dir", "") and not os.environ.get("TMPDIR")
     own_folder = _own_folder(os.environ, speaks=info.local_rank == 0)
     if own_folder and wants_tmpdir:  # it is this run's own now, which ends with it
         line = f"{host}: stage_dir={settings.config.stage_dir}: TMPDIR is not set in this job: give a folder of the nodes' own disks"
-        note_refusal(settings, rundir.EXIT_CONFIG, line)
-        _refuse(recipe, line, rundir.EXIT_CONFIG, speaks=info.local_rank == 0)
+        note_refusal(settings, errors.EXIT_CONFIG, line)
+        _refuse(recipe, line, errors.EXIT_CONFIG, speaks=info.local_rank == 0)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
     return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=rehearsal.asked(os.environ))

@@ -1,9 +1,45 @@
-"""Closed lists of words, why a run ended (`Kind`) and what follows (`Next`), and `show`, which prints help and tables. Standard library only."""
+"""What a user is told: exit statuses and errors, why a run ended (`Kind`), what follows (`Next`), and text that fits one line.
 
+Standard library only; imports nothing of the project.
+"""
+
+import re
 import signal
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
+
+MAX_SHOWN = 60  # characters of a bad value that are shown
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_CONFIG = 2  # bad configuration or bad input
+EXIT_MACHINE = 3  # this machine or allocation cannot run it
+EXIT_REQUEUE = 75  # saved, to be requeued
+
+
+class ConfigError(ValueError):
+    """A user's key or value is invalid. The message is one line: key, value, what is invalid, the fix. Exit status 2."""
+
+
+class MachineError(RuntimeError):
+    """This machine or allocation cannot run the recipe. The message is one line; exit status 3."""
+
+
+class NodeError(MachineError):
+    """A MachineError that all ranks of a node meet alike: only its first rank prints it."""
+
+
+class RunError(RuntimeError):
+    """The run cannot continue because of what it computes (its loss, its memory). The message is one line; exit status 1."""
+
+
+class Stopped(Exception):
+    """Stopped before there was a step to save. The message is the reason. Exit status 75."""
+
+
+class InputError(ValueError):
+    """Input other than keys (data, a checkpoint, a variable) is invalid. The message is one line; exit status 2."""
 
 
 class Kind(str, Enum):
@@ -65,3 +101,16 @@ def show(text: str) -> None:
         print(text, flush=True)
     finally:
         signal.signal(signal.SIGPIPE, before)
+
+
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """``value`` as it can stand in a one-line message: escaped, and cut when longer than ``limit``."""
+    text = str(value.name if isinstance(value, Enum) else value)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The kind and text of an error, in one line."""
+    text = " ".join(re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(error)).split())
+    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__

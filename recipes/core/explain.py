@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import config, liveness, outlook, rundir, runs, signatures
-from recipes.core.errors import Kind, kind_of
+from recipes.core.errors import InputError, Kind, kind_of
 from recipes.core.jobs import Queue
-from recipes.core.rundir import InputError
 from recipes.core.signatures import Explanation, Own, shown, small_json
 
 QUIET_S = 120.0  # a run counts as ended after so long without a heartbeat or a written line, where Slurm does not tell

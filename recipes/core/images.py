@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from recipes.core import classfolder, datafiles, packing, staging, watchdog
 from recipes.core.data import GlobalBatches, Shard, generator, share
+from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.packing import Unreadable
-from recipes.core.rundir import InputError, MachineError, Stopped
 from recipes.core.session import Run
 
 IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index

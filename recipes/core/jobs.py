@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from recipes.core.errors import Next
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError, Next
 
 # States from which a job does not come back by itself. Not REVOKED: in a federation another cluster runs that job.
 ENDED = frozenset(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import jobs, rundir
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 ENDING_S = 60.0  # wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # between two heartbeats of a run; session's fence makes them

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from recipes.core import preempt, rundir
-from recipes.core.errors import Kind
-from recipes.core.rundir import MachineError
+from recipes.core import errors, preempt, rundir
+from recipes.core.errors import Kind, MachineError
 from recipes.core.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
@@ -182,7 +181,7 @@ def die_with(parent: int) -> Callable[[], None]:
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(rundir.EXIT_CRASH)
+            os._exit(errors.EXIT_CRASH)
 
     return prepare
 
@@ -310,7 +309,7 @@ def _outcome(
             _say(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
-    if code in (rundir.EXIT_CONFIG, rundir.EXIT_MACHINE, rundir.EXIT_REQUEUE):
+    if code in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
         if run_dir:
             rundir.close(run_dir, launch)  # where that rank could not, its disk being full
         return code  # the rank has said why

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from recipes.core import preempt
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 
 @contextlib.contextmanager

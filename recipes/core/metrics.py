@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes.core import checkpoint
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 
 class Rows:

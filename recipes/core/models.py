@@ -13,8 +13,8 @@ import torchvision
 from torch import nn
 from torchvision.models import WeightsEnum
 
-from recipes.core import rundir
-from recipes.core.rundir import InputError, MachineError
+from recipes.core import errors
+from recipes.core.errors import InputError, MachineError
 
 
 def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool = False) -> nn.Module:
@@ -70,7 +70,7 @@ def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
                 net(torch.zeros(1, 3, side, side))
         except (AssertionError, RuntimeError, ValueError) as error:
             raise InputError(
-                f"arch={arch}: takes no images of {side} px ({rundir.one_line(error, 120)}): give px, small_px, val_px of its own"
+                f"arch={arch}: takes no images of {side} px ({errors.one_line(error, 120)}): give px, small_px, val_px of its own"
             ) from None
     net.train(training)
 
@@ -107,7 +107,7 @@ def fault_of(path: Path) -> str:
     try:
         torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would run what is pickled in it
     except Exception as error:
-        return f"is no file of weights ({rundir.one_line(error, 80)})"
+        return f"is no file of weights ({errors.one_line(error, 80)})"
     return ""
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import rundir
-from recipes.core.errors import Next, next_of
+from recipes.core.errors import MachineError, Next, next_of
 from recipes.core.jobs import Job, Queue, describe
-from recipes.core.rundir import MachineError
 
 AGAIN = "to resume, start it again with the same run_dir="
 # Why nothing starts the run again.

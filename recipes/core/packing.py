@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from recipes.core import classfolder, datafiles, local, rundir
+from recipes.core import classfolder, datafiles, errors, local, rundir
 from recipes.core.classfolder import Listing
 from recipes.core.datafiles import DataFile, megabytes
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -507,7 +507,7 @@ def work(parent: int) -> None:
     """Packs the shards that come on stdin until it is closed, or the parent dies however that happens."""
     ctypes.CDLL(None).prctl(local.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(rundir.EXIT_CRASH)
+        os._exit(errors.EXIT_CRASH)
     answers = os.fdopen(os.dup(1), "wb")
     for opened in (1, 2):  # what a library prints is no answer, nor about a user's setting
         os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
@@ -653,7 +653,7 @@ def open_image(data: bytes) -> "Image.Image":
     except Image.DecompressionBombError:
         raise Unreadable("has more than 178 million pixels") from None
     except Exception as error:  # Pillow's decoders raise nearly everything for damaged bytes
-        raise Unreadable(f"is damaged ({rundir.one_line(error)})") from None
+        raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
     if deep:  # Pillow reads 16-bit colour as 8-bit: only the raw mode of its tiles tells, and they are gone once loaded
         image.info["deep"] = True
     return image

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.core import config, datafiles, local, rundir
-from recipes.core.config import Backend, ConfigError, Device, Settings
-from recipes.core.rundir import InputError, MachineError, RunError
+from recipes.core import config, datafiles, errors, local, rundir
+from recipes.core.config import Backend, Device, Settings
+from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 
 T = TypeVar("T")
 
@@ -81,10 +81,10 @@ def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
         found = work()
     except (ConfigError, InputError, MachineError, RunError) as error:
         print(f"{name + ':':<8}wrong: {error}", file=sys.stderr, flush=True)
-        known = rundir.EXIT_CRASH if isinstance(error, RunError) else rundir.EXIT_CONFIG
-        return rundir.EXIT_MACHINE if isinstance(error, MachineError) else known, None
+        known = errors.EXIT_CRASH if isinstance(error, RunError) else errors.EXIT_CONFIG
+        return errors.EXIT_MACHINE if isinstance(error, MachineError) else known, None
     print(f"{name + ':':<8}right: {found}", flush=True)
-    return rundir.EXIT_DONE, found
+    return errors.EXIT_DONE, found
 
 
 def start(
@@ -125,13 +125,13 @@ def start(
         raise RunError(
             f"{recipe}: was killed by {name} here, on the way to its first step: has this machine the memory?"
         )
-    if code == rundir.EXIT_DONE and found:
+    if code == errors.EXIT_DONE and found:
         for line in lines:
             if line.startswith("warning: "):
                 print(line, file=sys.stderr, flush=True)
         return Found(**found)
     line = lines[-1] if lines else f"{recipe}: ended before it came to run.resume() or run.begin()"
-    known: dict[int, type[Exception]] = {rundir.EXIT_CONFIG: InputError, rundir.EXIT_MACHINE: MachineError}
+    known: dict[int, type[Exception]] = {errors.EXIT_CONFIG: InputError, errors.EXIT_MACHINE: MachineError}
     raise known.get(code, RunError)(line.partition("; logs in ")[0])
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import pwd
-import re
 import secrets
 import shlex
 import socket
@@ -19,38 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from recipes.core.errors import Kind, Next, kind_of
-
-EXIT_DONE = 0
-EXIT_CRASH = 1
-EXIT_CONFIG = 2  # bad configuration or bad input
-EXIT_MACHINE = 3  # this machine or allocation cannot run it
-EXIT_REQUEUE = 75  # saved; wants to be put back into the queue
+from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, MachineError, Next, kind_of
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
 FIX_JOB_FILES = "the files of submitted jobs go there: free space on its disk, or make it writable"
 STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
-
-
-class MachineError(RuntimeError):
-    """This machine or allocation cannot run the recipe. The message is one line; exit status 3."""
-
-
-class NodeError(MachineError):
-    """The same as MachineError, for what all ranks of a node meet alike: its first rank says it, and the others say nothing."""
-
-
-class RunError(RuntimeError):
-    """The run cannot go on, by what it computes (its loss, its memory). The message is one line; exit status 1."""
-
-
-class Stopped(Exception):
-    """Told to stop before there was a step to save. The message is the reason."""
-
-
-class InputError(ValueError):
-    """Input other than keys (data, a checkpoint, the surroundings) is bad. The message is one line; exit status 2."""
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
@@ -503,12 +476,6 @@ def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
     state = status["state"] if status else ""
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}.get(state)
     return known if known is not None else (status and status.get("exit_status")) or fallback or EXIT_CRASH
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The kind and text of an error, in one line."""
-    text = " ".join(re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(error)).split())
-    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
 
 
 @contextlib.contextmanager

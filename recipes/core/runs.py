@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipes.core import config, outlook, rundir
+from recipes.core import config, errors, outlook, rundir
 from recipes.core.jobs import Queue
 
 DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID
@@ -151,8 +151,8 @@ def table(runs: Sequence[Found]) -> list[str]:
     head = ["run", "state", "step", *keys, *results, "note"]
     rows = [
         [
-            _short(run.folder), config.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
-            *(_text(run.results.get(name)) for name in results), config.shown(run.note, LONGEST_NOTE),
+            _short(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
+            *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs
     ]  # fmt: skip
@@ -171,4 +171,4 @@ def _short(folder: Path) -> str:
 def _text(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.5g}" if isinstance(value, float) else config.shown(value, WIDEST)
+    return f"{value:.5g}" if isinstance(value, float) else errors.shown(value, WIDEST)

@@ -21,14 +21,26 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
-from recipes.core import checkpoint, config, dist, entry, liveness, logs, metrics, preempt, rundir, snapshot, watchdog
+from recipes.core import (
+    checkpoint,
+    config,
+    dist,
+    entry,
+    errors,
+    liveness,
+    logs,
+    metrics,
+    preempt,
+    rundir,
+    snapshot,
+    watchdog,
+)
 from recipes.core.checkpoint import State
 from recipes.core.config import RunKeys, Settings
 from recipes.core.dist import World
 from recipes.core.entry import Start
-from recipes.core.errors import Kind, kind_of
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
 from recipes.core.rehearsal import Asked, Over
-from recipes.core.rundir import InputError, MachineError, NodeError, RunError, Stopped
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
@@ -460,7 +472,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     What main returns goes into ``summary.json``. Exit status as in README: 0 done, 2 bad input, 3 cannot run here, 75 saved
     and wants to be queued again, 1 anything else, with the first failing rank in the last lines and in ``status.json``.
     """
-    code = rundir.EXIT_CRASH
+    code = errors.EXIT_CRASH
     try:
         faulthandler.enable()
         os.umask(int(start.settings.run.umask, 8))
@@ -484,7 +496,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             _end_of_job(start, stop, tell),
         ):
             code = _attempt(main, start, world, stop)
-            if code not in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
+            if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
                 entry.remove_own_folder(start)
                 _leave(code)
@@ -493,7 +505,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
         if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
-        code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG
+        code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         entry.note_refusal(start.settings, code, str(error))
     except torch.distributed.DistError as error:
         info = start.ranks
@@ -504,7 +516,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except BaseException:
         traceback.print_exc()
     entry.remove_own_folder(start)
-    if code in (rundir.EXIT_DONE, rundir.EXIT_REQUEUE):
+    if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
         entry.end(code)
     _leave(code)
 
@@ -558,9 +570,9 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             current.finish(results)
             world.pulse.beat(watchdog.LEAVING)
             torch.distributed.barrier()
-            return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE
+            return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
         except Over:
-            return rundir.EXIT_DONE
+            return errors.EXIT_DONE
         except BaseException as error:
             stop.settling = True
             current.failing.acquire()  # for good
@@ -590,7 +602,7 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
                 liveness.heartbeat(run.dir)
         except MachineError as error:
             print(f"{run.settings.recipe}: {error}", file=sys.stderr)
-            _leave(rundir.EXIT_MACHINE)
+            _leave(errors.EXIT_MACHINE)
 
 
 def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
@@ -614,7 +626,7 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
             waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, it is the network
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
-                code = rundir.EXIT_CRASH
+                code = errors.EXIT_CRASH
                 try:
                     code = _fail(run, dist.PeerTimeout(words), behind)
                     with contextlib.suppress(Exception):  # the record is only an aid to find a cause in NCCL
@@ -631,7 +643,7 @@ def _stopped_early(run: Run, reason: str) -> int:
         step = before["step"] if before else 0
         rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason, kind=Kind.stopped)
         run.say(f"stopped by {reason} before its first step")
-    return rundir.EXIT_REQUEUE
+    return errors.EXIT_REQUEUE
 
 
 def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
@@ -647,11 +659,11 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         error = MachineError(
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
         )
-    code, kind, line = rundir.EXIT_CRASH, Kind.error, rundir.one_line(error)
+    code, kind, line = errors.EXIT_CRASH, Kind.error, errors.one_line(error)
     if isinstance(error, MachineError):
-        code, kind, line = rundir.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
+        code, kind, line = errors.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
     elif isinstance(error, InputError):
-        code, kind, line = rundir.EXIT_CONFIG, Kind.input, str(error)
+        code, kind, line = errors.EXIT_CONFIG, Kind.input, str(error)
     elif isinstance(error, RunError):
         line = str(error)
     elif words := _known_words(error):
@@ -663,7 +675,7 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
                 f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
             )
         if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
-            code, kind = rundir.EXIT_REQUEUE, Kind.suspended
+            code, kind = errors.EXIT_REQUEUE, Kind.suspended
             line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
     # At once, since the others lose their connections to this rank now, and would call it silent.
     recorded = _record(run, kind, line, code, moment, behind)
@@ -677,7 +689,7 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
     if behind or not recorded:
         _record(run, kind, line, code, moment, behind)
     with contextlib.suppress(OSError):
-        if code != rundir.EXIT_CRASH:
+        if code != errors.EXIT_CRASH:
             if world.rank == 0 or not _rank0_says(run, line):
                 print(f"{recipe}: {line}", file=sys.stderr)
         elif kind.is_consequence:
@@ -702,12 +714,12 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
                 kind=found.kind,
                 first=found.first,
             )
-        elif code != rundir.EXIT_CRASH:
+        elif code != errors.EXIT_CRASH:
             rundir.refuse(run.dir, run.launch, code, found.reason)
         speaks = not kind.is_consequence or world.rank == min(
             rundir.failed_ranks(run.dir, run.attempt), default=world.rank
         )
-        if code == rundir.EXIT_CRASH and speaks:
+        if code == errors.EXIT_CRASH and speaks:
             print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
             if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
                 print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
@@ -742,7 +754,7 @@ def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: M
 
 def _known_words(error: BaseException) -> str:
     """What is wrong and the mend, in a line, for torch's errors that are the user's to mend; "" for any other."""
-    text = rundir.one_line(error)
+    text = errors.one_line(error)
     if _is_out_of_memory(error):
         return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
     if "InvalidCxxCompiler" in text or "C++ compiler" in text:
@@ -752,7 +764,7 @@ def _known_words(error: BaseException) -> str:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate memory; torch's CPU allocator raises a bare RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in rundir.one_line(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
 
 
 def _rank0_says(run: Run, line: str) -> bool:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import rundir
-from recipes.core.errors import Kind
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError, Kind
 
 # cause: what began it. error: an exception that is in no table. sign: something is wrong, and it does not say what.
 # consequence: what a rank says when another one is gone. harmless: looks like an error, and is none.

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import config, container, jobs
-from recipes.core.config import ConfigError, Device, JobKeys, Settings
+from recipes.core import config, container, errors, jobs
+from recipes.core.config import Device, JobKeys, Settings
+from recipes.core.errors import ConfigError
 
 # Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
 # come up to 60 s early.
@@ -183,7 +184,7 @@ def want_printable(*folders: Path) -> None:
     for folder in folders:
         if not str(folder).isprintable():
             raise ConfigError(
-                f"folder {config.shown(folder)}: has a character in its name that cannot be printed; give it another"
+                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed; give it another"
             )
 
 
@@ -198,7 +199,7 @@ def container_folders(settings: Settings, words: Mapping[str, str], root: Path) 
     for folder in found:
         if set(folder) & set(":,"):
             raise ConfigError(
-                f"{config.shown(folder)}: a folder with : or , in its name cannot be shown to a container"
+                f"{errors.shown(folder)}: a folder with : or , in its name cannot be shown to a container"
             )
     return found
 

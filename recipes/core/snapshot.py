@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import rundir
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 DIFF = "code.diff"  # in a copy and in a run directory: how the code differs from that commit
 MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for each job to have anew

@@ -5,12 +5,11 @@ import runpy
 import socket
 import sys
 import time
-
 from typing import Any
 
 import torch.multiprocessing
 
-from recipes.core import config, entry, local, network, rundir
+from recipes.core import config, entry, errors, local, network, rundir
 from recipes.core.entry import Start
 from recipes.core.local import Rank
 
@@ -36,7 +35,7 @@ def processes(module: str, start: Start) -> None:
                 f"{start.settings.recipe}: spawn={count}: {by}: leave spawn= out, or start plain python",
                 file=sys.stderr,
             )
-        sys.exit(rundir.EXIT_CONFIG)
+        sys.exit(errors.EXIT_CONFIG)
     run_dir = rundir.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, config.ROOT)
     argv, context = [*sys.argv, f"run_dir={run_dir}"], torch.multiprocessing.get_context("spawn")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import datafiles, packing, rundir
+from recipes.core.errors import InputError, MachineError
 from recipes.core.packing import FORMAT, VERSION, PackOptions
-from recipes.core.rundir import InputError, MachineError
 
 RECORD_BYTES = 24  # of a sample in SPLIT.index
 CHUNK_BYTES = 4 << 20

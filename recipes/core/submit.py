@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from recipes.core import config, jobs, outlook, rundir, slurm
-from recipes.core.rundir import MachineError
+from recipes.core import config, errors, jobs, outlook, rundir, slurm
+from recipes.core.errors import MachineError
 from recipes.core.slurm import Job
 
 # What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
@@ -351,7 +351,7 @@ def _of_its_cluster(environ: Mapping[str, str]) -> dict[str, str]:
 def wait_for_all(submitted: Submitted) -> int:
     """Waits for each element of an array, and gives the exit status of the first that did not end well, or 0."""
     codes = [wait(element, show=False) for element in submitted.elements]
-    return next((code for code in codes if code), rundir.EXIT_DONE)
+    return next((code for code in codes if code), errors.EXIT_DONE)
 
 
 def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
@@ -372,7 +372,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
                     f"job {submitted.job_id} never starts: {why}; remove it: scancel {submitted.job_id}",
                     file=sys.stderr,
                 )
-                return rundir.EXIT_MACHINE
+                return errors.EXIT_MACHINE
         except MachineError as error:
             if not silent_since:
                 print(f"{error}; the job goes on, and is asked after for {patience_s:g} s more", file=sys.stderr)
@@ -398,7 +398,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
     if status and status["state"] == "preempted":
         reason = f": {outlook.after_stop(submitted.run_dir, status, jobs.Queue(_of_its_cluster(os.environ)))}"
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
-    return rundir.exit_code(status, code) or rundir.EXIT_CRASH
+    return rundir.exit_code(status, code) or errors.EXIT_CRASH
 
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from torch.optim import swa_utils
 from recipes.core import metrics, watchdog
 from recipes.core.config import Dtype, TrainKeys
 from recipes.core.data import Shard
-from recipes.core.rundir import InputError, RunError
+from recipes.core.errors import InputError, RunError
 from recipes.core.session import Run
 from recipes.core.watchdog import Pulse, RunningClock
 

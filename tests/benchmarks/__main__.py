@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from recipes.core.config import nearest
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 from tests.benchmarks.measure import FULL, Figure, Size, machine
 
 

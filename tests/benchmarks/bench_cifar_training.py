@@ -19,7 +19,7 @@ import torch
 
 from recipes.core import datafiles
 from recipes.core.data import ImageSet
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, Figure, Size
 from tests.helpers import ROOT, clean_environment

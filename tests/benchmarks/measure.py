@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from recipes.core import local
+from recipes.core.errors import MachineError
 from recipes.core.local import Layout
-from recipes.core.rundir import MachineError
 from tests.helpers import ROOT, clean_environment
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import launch
 from recipes.core import config, datafiles, rehearsal
+from recipes.core.errors import MachineError
 from recipes.core.rehearsal import Found
-from recipes.core.rundir import MachineError
 from tests import helpers
 from tests.helpers import ROOT, Ended
 from tests.slurm.jobs import copy_repository

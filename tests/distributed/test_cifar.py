@@ -14,7 +14,7 @@ from recipes import cifar
 from recipes.conf.cifar import Config
 from recipes.core import data
 from recipes.core.data import ImageSet
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 from tests.distributed import alone
 from tests.distributed.alone import Trained
 

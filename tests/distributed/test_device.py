@@ -24,9 +24,9 @@ from recipes.core.checkpoint import State
 from recipes.core.config import Device
 from recipes.core.data import GlobalBatches
 from recipes.core.entry import Start
+from recipes.core.errors import InputError, MachineError
 from recipes.core.metrics import Rows
 from recipes.core.ranks import RankInfo
-from recipes.core.rundir import InputError, MachineError
 from tests import helpers
 from tests.helpers import ROOT, clean_environment
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
-from recipes.core import checkpoint, dist, entry, local, metrics, preempt, rundir, session, train, watchdog
+from recipes.core import checkpoint, dist, entry, errors, local, metrics, preempt, rundir, session, train, watchdog
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard
 from recipes.core.errors import Kind
@@ -130,7 +130,7 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
 
 def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
-    assert session._fail(run, rundir.Stopped("SIGTERM")) == 75
+    assert session._fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
     assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
     assert rundir.failed_ranks(tmp_path, 0) == []

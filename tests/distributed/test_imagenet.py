@@ -21,9 +21,9 @@ from torchvision.transforms import RandomResizedCrop
 from recipes import imagenet
 from recipes.conf.imagenet import VARIANTS, Config
 from recipes.core import config, images, packing
+from recipes.core.errors import InputError, MachineError
 from recipes.core.images import IGNORE, LoadedShard
 from recipes.core.lars import LARS
-from recipes.core.rundir import InputError, MachineError
 from tests import helpers
 from tests.distributed import alone
 from tests.distributed.alone import Trained

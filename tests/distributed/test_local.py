@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from launch import local_layout
-from recipes.core import config, local, preempt, rundir
+from recipes.core import config, errors, local, preempt, rundir
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -277,7 +277,7 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
-    with pytest.raises(rundir.MachineError, match="5 ranks want a GPU each and 4 are visible"):
+    with pytest.raises(errors.MachineError, match="5 ranks want a GPU each and 4 are visible"):
         ranks("gpus_per_node=5")
 
 

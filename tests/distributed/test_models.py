@@ -12,7 +12,7 @@ import torchvision
 
 from recipes import cifar, prepare
 from recipes.core import models
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch import nn
 
 from recipes.core import checkpoint, metrics, rundir
 from recipes.core.checkpoint import HostCopy, Keep, Saver
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from torch import nn
 from recipes.core import session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 
 def main(cfg, run):
     world = run.world

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed
+from recipes.conf.broken import Config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.conf.broken import Config
 from recipes.core import data, session, train
 from recipes.core.checkpoint import State
 from recipes.core.data import GlobalBatches, Shard

@@ -34,9 +34,8 @@ from torch import nn
 import launch
 from recipes import prepare
 from recipes.core import batch, checkpoint, config, datafiles, models, packing, rundir, submit
-from recipes.core.config import ConfigError
 from recipes.core.datafiles import CIFAR10, DataFile, DataFileError
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import ConfigError, InputError, MachineError
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]

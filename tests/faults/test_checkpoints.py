@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from recipes.core import checkpoint
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 from tests import helpers
 from tests.faults import conftest
 from tests.faults import saves as saves_module

@@ -32,8 +32,8 @@ from PIL import Image
 from recipes import prepare
 from recipes.core import datafiles, images, models, packing
 from recipes.core.datafiles import DataFileError
+from recipes.core.errors import InputError
 from recipes.core.packing import PackOptions, Unreadable
-from recipes.core.rundir import InputError
 from tests.helpers import wait_until
 from tests.unit import test_prepare as tiny
 from tests.unit import test_prepare_cifar10 as small

@@ -27,9 +27,9 @@ import pytest
 
 import launch
 from recipes import prepare
-from recipes.core import config, slurm
-from recipes.core.config import ConfigError, JobKeys, RunKeys
-from recipes.core.rundir import MachineError
+from recipes.core import config, errors, slurm
+from recipes.core.config import JobKeys, RunKeys
+from recipes.core.errors import ConfigError, MachineError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = config.recipe_names()
@@ -260,9 +260,9 @@ def culprits(words: Sequence[str], recipe: str) -> list[str]:
     for word in words:
         name, _, value = word.partition("=")
         names += (
-            [f"{name}=", name] if name.isidentifier() and name.isascii() and len(name) > 1 else [config.shown(word)]
+            [f"{name}=", name] if name.isidentifier() and name.isascii() and len(name) > 1 else [errors.shown(word)]
         )
-        names += [config.shown(name), config.shown(value) if name in ("network", "config") else ""]
+        names += [errors.shown(name), errors.shown(value) if name in ("network", "config") else ""]
     return [name for name in names if name]
 
 

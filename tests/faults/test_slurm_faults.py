@@ -39,7 +39,7 @@ ORPHAN_S = 15  # nothing of a job is left then
 START_SLOWLY = '''
 def start_slowly(run: Run) -> float:
     """From the second attempt on, as where a node is brought gigabytes of data first: it ends when it is told to stop."""
-    from recipes.core.rundir import Stopped
+    from recipes.core.errors import Stopped
 
     reach(run) if run.attempt else None
     deadline = time.monotonic() + WAIT_S

@@ -411,15 +411,15 @@ MUTATIONS = [
     # doctor
     Mutation(
         "recipes/doctor.py",
-        "code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_MACHINE",
-        "code = rundir.EXIT_DONE",
+        "code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE",
+        "code = errors.EXIT_DONE",
         "the doctor ends with status 0 whatever it finds",
         f"{DOCTOR}::test_the_status_says_whether_a_node_is_bad_and_doctor_json_which",
     ),
     Mutation(
         "recipes/doctor.py",
-        "code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_MACHINE",
-        "code = rundir.EXIT_DONE if found.healthy else rundir.EXIT_CONFIG",
+        "code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE",
+        "code = errors.EXIT_DONE if found.healthy else errors.EXIT_CONFIG",
         "a bad node ends the doctor with the status of a mistake in the keys, and no job is submitted again",
         f"{DOCTOR}::test_the_status_says_whether_a_node_is_bad_and_doctor_json_which",
     ),
@@ -509,8 +509,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/doctor.py",
-        "code = rundir.EXIT_CONFIG if problem.bad else code",
-        "code = rundir.EXIT_DONE if problem.bad else code",
+        "code = errors.EXIT_CONFIG if problem.bad else code",
+        "code = errors.EXIT_DONE if problem.bad else code",
         "an env file that cannot work ends with status 0",
         f"{DOCTOR}::test_an_env_file",
     ),

@@ -392,7 +392,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/submit.py",
-        "return rundir.exit_code(status, code) or rundir.EXIT_CRASH",
+        "return rundir.exit_code(status, code) or errors.EXIT_CRASH",
         "return code",
         "wait=true gives 0 for a cancelled job",
         f"{JOB}::test_waiting_ends_with_the_jobs_outcome",
@@ -406,7 +406,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/submit.py",
-        "return next((code for code in codes if code), rundir.EXIT_DONE)",
+        "return next((code for code in codes if code), errors.EXIT_DONE)",
         "return codes[-1]",
         "wait=true on a sweep gives 0 where an earlier run failed",
         f"{JOB}::test_a_sweep_ends_with_the_first_status_that_is_not_good",
@@ -667,8 +667,8 @@ MUTATIONS = [
     ),
     Mutation(
         "launch.py",
-        "        return rundir.EXIT_CONFIG\n    except rundir.MachineError as error:",
-        "        return rundir.EXIT_CRASH\n    except rundir.MachineError as error:",
+        "        return errors.EXIT_CONFIG\n    except errors.MachineError as error:",
+        "        return errors.EXIT_CRASH\n    except errors.MachineError as error:",
         "a wrong key ends with status 1, as a crash does",
         "tests/unit/test_bad_input.py::test_keys_are_refused_by_launch",
     ),
@@ -845,8 +845,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/rehearsal.py",
-        "return rundir.EXIT_MACHINE if isinstance(error, MachineError) else known, None",
-        "return rundir.EXIT_DONE, None",
+        "return errors.EXIT_MACHINE if isinstance(error, MachineError) else known, None",
+        "return errors.EXIT_DONE, None",
         "check says what is wrong and gives 0",
         f"{JOB}::test_check_fails_of_whatever_part_is_wrong",
     ),
@@ -868,7 +868,7 @@ MUTATIONS = [
     Mutation(
         "recipes/core/local.py",
         "    code = _status(ranks[first])\n    if code in",
-        "    code = rundir.EXIT_CRASH\n    if code in",
+        "    code = errors.EXIT_CRASH\n    if code in",
         "launcher=local gives 1 for a configuration error of a rank",
         "tests/distributed/test_local.py::test_a_rank_that_somebody_else_has_waited_for_is_seen_to_have_ended",
     ),

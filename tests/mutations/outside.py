@@ -313,8 +313,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/session.py",
-        "code = rundir.EXIT_MACHINE if isinstance(error, MachineError) else rundir.EXIT_CONFIG\n        entry",
-        "code = rundir.EXIT_CONFIG if isinstance(error, MachineError) else rundir.EXIT_MACHINE\n        entry",
+        "code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG\n        entry",
+        "code = errors.EXIT_CONFIG if isinstance(error, MachineError) else errors.EXIT_MACHINE\n        entry",
         "exit codes 2 and 3 are swapped before the run begins",
         "tests/distributed/test_backend.py::test_mpi_that_torch_has_not_is_one_line",
     ),

@@ -341,8 +341,8 @@ MUTATIONS = [
     ),
     Mutation(
         RECIPE,
-        "return _fail(str(err), rundir.EXIT_MACHINE)",
-        "return _fail(str(err), rundir.EXIT_CONFIG)",
+        "return _fail(str(err), errors.EXIT_MACHINE)",
+        "return _fail(str(err), errors.EXIT_CONFIG)",
         "a machine that is offline ends with the status of a mistake in the keys",
         f"{PREPARE}::test_offline_names_every_mirror_its_reason_and_the_mend",
     ),

@@ -85,7 +85,7 @@ MUTATIONS = [
     ),
     Mutation(
         SESSION,
-        '        except MachineError as error:\n            print(f"{run.settings.recipe}: {error}", file=sys.stderr)\n            _leave(rundir.EXIT_MACHINE)',
+        '        except MachineError as error:\n            print(f"{run.settings.recipe}: {error}", file=sys.stderr)\n            _leave(errors.EXIT_MACHINE)',
         "        except MachineError:\n            return",
         "the fence sees a later attempt, and does not end this one",
         GUARDS,
@@ -297,8 +297,8 @@ MUTATIONS = [
     ),
     Mutation(
         SESSION,
-        "return rundir.EXIT_REQUEUE if current.stopping else rundir.EXIT_DONE",
-        "return rundir.EXIT_DONE",
+        "return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE",
+        "return errors.EXIT_DONE",
         "a run that was stopped ends with status 0, and is not requeued",
         RESUME,
     ),
@@ -467,7 +467,7 @@ MUTATIONS = [
     Mutation(
         SESSION,
         "        return _stopped_early(run, str(error))\n",
-        "        return rundir.EXIT_CRASH\n",
+        "        return errors.EXIT_CRASH\n",
         "a job that is preempted before its first step fails, and is not requeued",
         FIT,
     ),

@@ -16,7 +16,7 @@ import pytest
 
 import launch
 from recipes import prepare
-from recipes.core import batch, entry, local, rundir
+from recipes.core import batch, entry, errors, local, rundir
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def one_line(text: str, limit: int = 700) -> str:
 
 
 def refused(
-    command: Callable[[], int], here: Path, capsys: pytest.CaptureFixture[str], status: int = rundir.EXIT_CONFIG
+    command: Callable[[], int], here: Path, capsys: pytest.CaptureFixture[str], status: int = errors.EXIT_CONFIG
 ) -> str:
     """Runs a command in this process and gives the one line that it says; that is all that it does."""
     before, variables = tree(here.parent), dict(os.environ)
@@ -222,7 +222,7 @@ def test_the_batch_scripts_own_commands(words: list[str], here: Path, capsys: py
 @pytest.mark.parametrize("recipe", ["nosuch", "../mnist", "", "os;touch canary", "core", "a\nb"])
 def test_a_recipe_that_is_none(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(here.parent)
-    assert batch.main(["begin", recipe]) == rundir.EXIT_CONFIG
+    assert batch.main(["begin", recipe]) == errors.EXIT_CONFIG
     assert "recipe=" in capsys.readouterr().err
     assert tree(here.parent) == before
 
@@ -287,14 +287,14 @@ def test_a_machine_without_slurm(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(here))
-    line = refused(lambda: launch.main(["recipe=mnist"]), here, capsys, rundir.EXIT_MACHINE)
+    line = refused(lambda: launch.main(["recipe=mnist"]), here, capsys, errors.EXIT_MACHINE)
     assert "launcher=local" in line
 
 
 def test_a_slurm_that_refuses_the_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sbatch = here.parent / "bin" / "sbatch"
     sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
-    line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, rundir.EXIT_MACHINE)
+    line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, errors.EXIT_MACHINE)
     assert line == "launch.py: Slurm refuses this job: no never"
 
 
@@ -305,7 +305,7 @@ def test_a_folder_that_is_not_there_any_more(here: Path, capsys: pytest.CaptureF
     gone.rmdir()
     for launcher in ("print", "slurm", "local"):
         argv = ["recipe=mnist", f"launcher={launcher}", "device=cpu"]
-        line = refused(partial(launch.main, argv), here, capsys, rundir.EXIT_MACHINE)
+        line = refused(partial(launch.main, argv), here, capsys, errors.EXIT_MACHINE)
         assert "cd to one" in line
 
 
@@ -314,7 +314,7 @@ def test_a_machine_with_too_few_gpus(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     argv = ["recipe=mnist", "launcher=local", "gpus_per_node=4"]
-    line = refused(lambda: launch.main(argv), here, capsys, rundir.EXIT_MACHINE)
+    line = refused(lambda: launch.main(argv), here, capsys, errors.EXIT_MACHINE)
     assert "4 ranks" in line
     assert "2 are visible" in line
     assert socket.gethostname() in line
@@ -328,7 +328,7 @@ def test_launch_in_a_jobs_copy_of_the_code_names_the_repository(
 
 
 def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main([]) == rundir.EXIT_CONFIG
+    assert launch.main([]) == errors.EXIT_CONFIG
     without = capsys.readouterr().out
     assert "recipe=" in without
     for argv in (["--help"], ["recipe=mnist", "--help"], ["-h"]):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import bench_cifar_training, bench_login, inputs
 from tests.benchmarks.measure import FULL, TINY, Figure, interleaved

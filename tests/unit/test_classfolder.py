@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import classfolder
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 
 
 def make(folder: Path, *names: str | bytes) -> Path:

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from recipes.conf import mnist
 from recipes.core import config, rundir
-from recipes.core.config import ConfigError, Device, JobKeys, Launcher, RunKeys, TrainKeys
+from recipes.core.config import Device, JobKeys, Launcher, RunKeys, TrainKeys
+from recipes.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = config.recipe_names()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.core import batch, config, container, slurm
-from recipes.core.config import ConfigError
+from recipes.core.errors import ConfigError
 from tests.helpers import ROOT
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from recipes.core import liveness, rundir, runs
-from recipes.core.errors import Kind, Next
+from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.explain import explain, of_run
 from recipes.core.jobs import Job, Queue
-from recipes.core.rundir import MachineError
 from recipes.core.signatures import Explanation
 
 

@@ -30,9 +30,9 @@ from torchvision.transforms import functional as TF
 
 from recipes.core import images, packing
 from recipes.core.data import GlobalBatches
+from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
 from recipes.core.preempt import StopFlag
-from recipes.core.rundir import InputError, MachineError, Stopped
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

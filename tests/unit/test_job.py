@@ -18,9 +18,8 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
-from recipes.core import batch, config, jobs, local, ready, rehearsal, rundir, slurm, snapshot, submit
-from recipes.core.config import ConfigError
-from recipes.core.rundir import MachineError
+from recipes.core import batch, config, errors, jobs, local, ready, rehearsal, rundir, slurm, snapshot, submit
+from recipes.core.errors import ConfigError, MachineError
 from recipes.core.slurm import Job
 from tests import helpers
 
@@ -368,7 +367,7 @@ def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
     status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
-    assert status == rundir.EXIT_CRASH
+    assert status == errors.EXIT_CRASH
     assert bench.srun == [
         "--cpus-per-task=5", *slurm.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
     ]  # fmt: skip
@@ -380,7 +379,7 @@ def test_launchs_script_in_a_hostile_repository_runs_nothing_but_the_recipe(tmp_
     job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
     (tmp_path / "job.sh").write_text(slurm.script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
-    assert (status, "before the run began" in stderr) == (rundir.EXIT_CRASH, True), stderr
+    assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
     assert bench.srun
     assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
     assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
@@ -757,7 +756,7 @@ def refused(bench: Bench, ran: tuple[int, str], *said: str) -> None:
     status, stderr = ran
     assert len(stderr.splitlines()) == 1, stderr
     assert all(word in stderr for word in said), stderr
-    assert status == rundir.EXIT_CONFIG
+    assert status == errors.EXIT_CONFIG
     assert bench.srun is None
 
 
@@ -1250,7 +1249,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 @pytest.mark.parametrize(
     ("wrong", "error", "status"),
     [
-        ("", None, 0), ("size", MachineError("x"), 3), ("start", rundir.InputError("x"), 2), ("start", rundir.RunError("x"), 1),
+        ("", None, 0), ("size", MachineError("x"), 3), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
         ("room", MachineError("x"), 3), ("_ask", MachineError("x"), 3),
     ],
 )  # fmt: skip
@@ -1420,7 +1419,7 @@ def test_a_preempted_run_is_queued_again(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scontrol(tmp_path, monkeypatch)
-    assert finish(preempted, srun_status=143) == rundir.EXIT_REQUEUE
+    assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
     assert calls(tmp_path, "scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     said = capsys.readouterr().out
     assert "saved at step 12" in said
@@ -1459,7 +1458,7 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     next_word: str,
 ) -> None:  # fmt: skip
     scontrol(tmp_path, monkeypatch, f"JobId=7 JobName=x\n{state}")
-    assert finish(preempted) == rundir.EXIT_REQUEUE
+    assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert f"saved at step 12; {words}" in capsys.readouterr().out
     assert (rundir.read_status(preempted) or {})["next"] == next_word
@@ -1480,7 +1479,7 @@ def test_a_job_is_queued_again_so_often_and_no_more(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
 ) -> None:  # fmt: skip
     scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts={restarts or 0}")
-    assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == rundir.EXIT_REQUEUE
+    assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
     assert (rundir.read_status(preempted) or {})["next"] == "max-requeues"
@@ -1499,7 +1498,7 @@ def test_a_job_that_gains_no_step_is_not_queued_again_for_ever(
 ) -> None:
     scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=1")
     monkeypatch.setattr(rundir, "gained_nothing", lambda run_dir, launch: True)
-    assert finish(preempted, SLURM_RESTART_COUNT="1") == rundir.EXIT_REQUEUE
+    assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
     assert (rundir.read_status(preempted) or {})["next"] == "no-progress"
@@ -1522,7 +1521,7 @@ def test_no_scontrol_is_said_and_the_status_still_asks_for_a_requeue(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert finish(preempted) == rundir.EXIT_REQUEUE
+    assert finish(preempted) == errors.EXIT_REQUEUE
     assert "not requeued (scontrol is not on the PATH" in capsys.readouterr().out
     assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
 
@@ -1531,7 +1530,7 @@ def test_a_failing_scontrol_is_said_in_one_line(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
-    assert finish(preempted) == rundir.EXIT_REQUEUE
+    assert finish(preempted) == errors.EXIT_REQUEUE
     said = capsys.readouterr().out
     assert "not requeued (slurm_update error: Access denied): to resume, start it again" in said
     assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
@@ -1569,7 +1568,7 @@ def test_a_file_of_keys_that_has_changed_since_is_one_line_at_the_end(
 ) -> None:
     (tmp_path / "keys.yaml").write_text("epoch: 3\n")
     assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
-    assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == rundir.EXIT_CONFIG
+    assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
     first, second = capsys.readouterr().err.splitlines()
     assert "epoch=3" in first
     assert "not queued again" in second
@@ -1580,7 +1579,7 @@ def test_finish_of_a_run_that_never_began_gives_sruns_status(
 ) -> None:
     assert finish(tmp_path, srun_status=2) == 2
     assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
-    assert finish(tmp_path) == rundir.EXIT_CRASH
+    assert finish(tmp_path) == errors.EXIT_CRASH
     assert "before the run began" in capsys.readouterr().err
     assert finish(tmp_path, srun_status=2, SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="7") == 2
     logs = f"{ROOT}/runs/submitit/7_*_log.out"
@@ -1616,7 +1615,7 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     }
     words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
     for told, left in (("", "1"), ("1", "0")):
-        assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": told}) == rundir.EXIT_MACHINE
+        assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": told}) == errors.EXIT_MACHINE
         assert (
             f"bad nodes: n2,n3; submitted again without them, as job 8 ({left} more at most)" in capsys.readouterr().err
         )
@@ -1641,15 +1640,15 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     assert {*wanted, "recipes.doctor"} <= set(asked)
     assert "SLURM_TRES_" not in (tmp_path / "srun.env").read_text()  # the doctor sees all GPUs of a node
     # Refused for good: the job's status says so.
-    assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": "0"}) == rundir.EXIT_MACHINE
+    assert batch.examine("mnist", 2, words, {**environ, "RECIPES_RESUBMITS": "0"}) == errors.EXIT_MACHINE
     assert "not submitted again, since max_resubmits is used up" in capsys.readouterr().err
-    assert batch.examine("mnist", 0, words, environ) == rundir.EXIT_MACHINE
+    assert batch.examine("mnist", 0, words, environ) == errors.EXIT_MACHINE
     assert len(calls(tmp_path, "sbatch")) == 2
-    assert batch.finish("mnist", 0, words, environ) == rundir.EXIT_MACHINE
+    assert batch.finish("mnist", 0, words, environ) == errors.EXIT_MACHINE
     # Without a verdict on these nodes nothing is trained, whatever an older one says.
     (run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
     stub(tmp_path, monkeypatch, "srun", "true")
-    assert batch.examine("mnist", 2, words, environ) == rundir.EXIT_MACHINE
+    assert batch.examine("mnist", 2, words, environ) == errors.EXIT_MACHINE
     assert "the doctor gave no verdict" in capsys.readouterr().err
     stub(tmp_path, monkeypatch, "srun", sick("").replace("false", "true"))
     assert batch.examine("mnist", 2, words, environ) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import jobs
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
 PRINTED = """\

@@ -22,8 +22,8 @@ from PIL import Image, ImageOps
 
 from recipes import prepare
 from recipes.core import packing
+from recipes.core.errors import InputError, MachineError
 from recipes.core.packing import RECORD, PackOptions
-from recipes.core.rundir import InputError, MachineError
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ import pytest
 from recipes import prepare
 from recipes.core import datafiles, staging
 from recipes.core.datafiles import DataFile, Dataset
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
@@ -201,7 +201,6 @@ RUNNER = """
 import functools, json, sys
 from recipes import prepare
 from recipes.core.datafiles import DataFile, Dataset
-from recipes.core.rundir import InputError
 spec = json.loads(sys.argv[1])
 spec["files"] = tuple(DataFile(**file) for file in spec["files"])
 prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_files, Dataset(**spec))

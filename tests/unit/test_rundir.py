@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core import rundir
+from recipes.core import errors, rundir
 from recipes.core.errors import Kind, Next
 
 HOSTS = ["a", "a", "b", "b"]
@@ -305,7 +305,7 @@ def test_close_ranks_that_all_ended_well_before_the_end_are_incomplete(tmp_path:
     status = rundir.close(tmp_path, LAUNCH, all_ended_well=True)
     assert status
     assert status["state"] == "incomplete"
-    assert rundir.exit_code(status, 0) == rundir.EXIT_CRASH
+    assert rundir.exit_code(status, 0) == errors.EXIT_CRASH
 
 
 @pytest.mark.parametrize("state", ["done", "preempted", "failed", "incomplete"])
@@ -384,7 +384,7 @@ def test_a_state_that_nobody_knows_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000])
 def test_one_line_is_one_line(text: str) -> None:
-    line = rundir.one_line(ValueError(text))
+    line = errors.one_line(ValueError(text))
     assert line.startswith("ValueError")
     assert len(line.splitlines()) == 1
     assert len(line) <= 300
@@ -431,11 +431,11 @@ def test_an_attempt_does_not_begin_in_place_of_a_later_one(tmp_path: Path) -> No
     rundir.open_attempt(tmp_path, ["a"], "1.0")
     rundir.open_attempt(tmp_path, ["b"], "2.0")  # while the first one looks about
     before = (tmp_path / "attempt.json").read_bytes()
-    with pytest.raises(rundir.MachineError, match=r"a later attempt writes here \(2\.0\); this one ends"):
+    with pytest.raises(errors.MachineError, match=r"a later attempt writes here \(2\.0\); this one ends"):
         rundir.begin_attempt_at(tmp_path, 7, attempt=0, launch="1.0")
     assert (tmp_path / "attempt.json").read_bytes() == before
     rundir.begin_attempt_at(tmp_path, 7, attempt=1, launch="2.0")
-    with pytest.raises(rundir.MachineError, match="a later attempt writes here"):
+    with pytest.raises(errors.MachineError, match="a later attempt writes here"):
         rundir.check_owner(tmp_path, 0, "1.0")
     rundir.check_owner(tmp_path, 1, "2.0")
 

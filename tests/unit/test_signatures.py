@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import signatures
-from recipes.core.rundir import InputError
+from recipes.core.errors import InputError
 from recipes.core.signatures import CONSEQUENCE, HARMLESS, KINDS, SIGNATURES, Explanation, Own, explain
 
 ROOT = Path(__file__).resolve().parents[2]

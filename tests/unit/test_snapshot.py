@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import rundir, snapshot
-from recipes.core.rundir import MachineError
+from recipes.core.errors import MachineError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import staging
-from recipes.core.rundir import InputError, MachineError
+from recipes.core.errors import InputError, MachineError
 from recipes.core.staging import stage
 from tests import helpers
 
