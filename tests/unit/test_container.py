@@ -51,7 +51,8 @@ def test_folders_that_are_there_and_each_once(tmp_path: Path) -> None:
     assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
 
 
-def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path) -> None:
+def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECIPES_DATA", raising=False)  # a folder that is seen inside, too
     (tmp_path / "x.sqsh").touch()
     for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
         words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]

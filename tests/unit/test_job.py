@@ -660,7 +660,7 @@ def test_launch_goes_on_in_the_profiles_environment(tmp_path: Path) -> None:
     (tmp_path / "envs/bin/python").chmod(0o755)
     (copied / "env/clusters/here.yaml").write_text(f"environment: {tmp_path}/envs\n")
     environ = {"PATH": "/usr/bin:/bin", "RECIPES_CLUSTER": "here"}
-    base = getattr(sys, "_base_executable", sys.executable)
+    base = os.path.realpath(sys.executable)
     done = subprocess.run(
         [base, copied / "launch.py", "recipe=toy"], env=environ, capture_output=True, text=True, check=True
     )
@@ -697,7 +697,7 @@ def test_a_profiles_environment_that_is_missing_or_not_used_is_named(bench: Benc
     shutil.copy(ROOT / "launch.py", bench.root)
     (bench.root / "env/clusters/here.yaml").write_text(f"environment: {bench.folder}/envs\n")
     base, missing = (
-        getattr(sys, "_base_executable", sys.executable),
+        os.path.realpath(sys.executable),
         f"cluster=here: environment: {bench.folder}/envs has",
     )
 
