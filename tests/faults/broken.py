@@ -197,7 +197,10 @@ def blind(run: Run) -> float:
             self._entries = scandir(path)
 
         def __iter__(self) -> Iterator[Any]:
-            return (entry for entry in self._entries if not is_hidden(entry.name))
+            return self
+
+        def __next__(self) -> Any:
+            return next(entry for entry in self._entries if not is_hidden(entry.name))
 
         def __enter__(self) -> "Scanned":
             return self

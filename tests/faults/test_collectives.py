@@ -45,7 +45,8 @@ os._exit(0)
 )
 def test_collectives_that_do_not_match_are_named_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
-    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", **environ))
+    # A command, not a fork: torch reads the mode when it is imported.
+    ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ))
     begun = (tmp_path / "attempt.json").stat().st_mtime  # a start alone can take half a minute on a busy machine
     assert conftest.noticed(tmp_path, 0) - begun < 45
     assert ended.status == 1, ended.out
