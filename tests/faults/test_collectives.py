@@ -120,7 +120,8 @@ def test_a_port_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_runs_on_one_machine_never_draw_the_same_port(start: Start, tmp_path: Path) -> None:
     """Without master=, the launcher has the port before any rank begins."""
-    runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000") for i in range(3)]
+    # Commands, not forks: a fork's environment is not in /proc.
+    runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000", before=("env",)) for i in range(3)]
     ports = set()
     for run in runs:
         helpers.wait_until(lambda: helpers.children(run.pid), helpers.START_S, "ranks")  # noqa: B023
@@ -136,7 +137,10 @@ def port_of(launcher: int) -> int:
     environ: dict[str, str] = {}
 
     def there() -> bool:  # before a child has become the rank it has the launcher's environment
-        text = Path(f"/proc/{helpers.children(launcher)[0]}/environ").read_text()
+        try:
+            text = Path(f"/proc/{helpers.children(launcher)[0]}/environ").read_text()
+        except OSError:  # that process has ended: it was not the rank
+            return False
         environ.update(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
         return "MASTER_PORT" in environ
 
@@ -182,7 +186,7 @@ def garbage(port: int) -> Iterator[list[int]]:
 @pytest.mark.fault(15)
 @pytest.mark.long
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
-    launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20")
+    launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20", before=("env",))
     helpers.wait_until(lambda: helpers.children(launcher.pid), helpers.START_S, "ranks")
     with garbage(port_of(launcher.pid)) as taken:
         ended = helpers.finish(launcher)

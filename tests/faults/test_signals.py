@@ -193,7 +193,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Sta
     first = helpers.finish(start(run_dir, *ENDLESS, "max_steps=5"))
     assert first.status == 0, first.out
     for number in range(10):
-        launcher = start(run_dir, *ENDLESS)
+        launcher = start(run_dir, *ENDLESS, "max_steps=0")  # without it that of the first
         helpers.wait_until(lambda: len(helpers.children(launcher.pid)) == 2, helpers.START_S, "two ranks")  # noqa: B023
         pids = helpers.children(launcher.pid)
         with pytest.raises(subprocess.TimeoutExpired):
