@@ -39,10 +39,10 @@ check: install ## ruff and mypy, and that the ready scripts are what would be ma
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m recipes.core.ready check
+	$(BIN)/python -m recipes.core.launch.scripts check
 
 sbatch: install ## make the ready scripts anew
-	$(BIN)/python -m recipes.core.ready write
+	$(BIN)/python -m recipes.core.launch.scripts write
 
 bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))

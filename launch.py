@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipes.core.config import Settings
-    from recipes.core.local import Layout
-    from recipes.core.slurm import Job
+    from recipes.core.config.parser import Settings
+    from recipes.core.launch.local import Layout
+    from recipes.core.launch.slurm import Job
 
 # This file is read by Python 3.6 too, the oldest that login nodes have, up to where it goes on in another.
 ROOT = Path(__file__).resolve().parent
@@ -34,14 +34,16 @@ sys.path.insert(0, str(ROOT))
 
 def main(argv: "list[str]") -> int:
     _use_project_python(argv)
-    from recipes.core import config, errors, rundir
+    from recipes.core import errors
+    from recipes.core.config import parser
+    from recipes.core.run import rundir
 
     if not argv or {"-h", "--help", "help"} & set(argv):
-        errors.show(config.help_text())
+        errors.show(parser.help_text())
         return 0 if argv else errors.EXIT_CONFIG
     checked = argv[:1] == ["check"]
     try:
-        settings = config.parse(argv[1:] if checked else argv)
+        settings = parser.parse(argv[1:] if checked else argv)
         spawn, home = getattr(settings.config, "spawn", 0), rundir.home(ROOT)
         if spawn:
             mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
@@ -77,17 +79,17 @@ def environment(settings: "Settings") -> str:
 
     Raises MachineError where the profile's is missing.
     """
-    from recipes.core import config
+    from recipes.core.config import parser
     from recipes.core.errors import MachineError
 
     cluster = settings.job.cluster
-    named = str(config.cluster_profile(cluster).get("environment", "")) if cluster else ""
+    named = str(parser.cluster_profile(cluster).get("environment", "")) if cluster else ""
     if not named or os.path.realpath(sys.prefix) == os.path.realpath(named):
         return ""
     active = _active_environment()
     if active:
         return f"the active environment {active} is used, not environment: {named} of cluster={cluster}"
-    if settings.job.launcher is config.Launcher.print:
+    if settings.job.launcher is parser.Launcher.print:
         return f"{_no_python(cluster, named)}, where this script is used"
     raise MachineError(_no_python(cluster, named))
 
@@ -113,19 +115,21 @@ def _in_conda_base() -> bool:
 
 def check(settings: "Settings") -> int:
     """check: what can be known without submitting, a line each. Gives 0, or the exit status of the first that is wrong."""
-    from recipes.core import config, rehearsal, rundir, slurm, snapshot
+    from recipes.core.config import parser
+    from recipes.core.launch import checks, slurm, snapshot
+    from recipes.core.run import rundir
 
     here = _here()
-    job = None if settings.job.launcher is config.Launcher.local else slurm.describe(settings, ROOT, here)
+    job = None if settings.job.launcher is parser.Launcher.local else slurm.describe(settings, ROOT, here)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
     print(f"keys:   right: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     copied = python = loaded = 0
-    if settings.job.cluster and "environment" in config.cluster_profile(settings.job.cluster):
-        python, _ = rehearsal.part("python", lambda: environment(settings) or sys.prefix)
+    if settings.job.cluster and "environment" in parser.cluster_profile(settings.job.cluster):
+        python, _ = checks.part("python", lambda: environment(settings) or sys.prefix)
     if job and job.modules:
-        loaded, _ = rehearsal.part("module", lambda: rehearsal.load_modules(slurm.MODULES, job.modules, os.environ))
+        loaded, _ = checks.part("module", lambda: checks.load_modules(slurm.MODULES, job.modules, os.environ))
     if job and settings.job.snapshot:
-        copied, _ = rehearsal.part("code", lambda: snapshot.size(ROOT))
+        copied, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
@@ -137,12 +141,12 @@ def check(settings: "Settings") -> int:
             started, found = 0, None
             print("recipe: not tried: its Python is that of container=", flush=True)
         else:
-            started, found = rehearsal.part("recipe", lambda: rehearsal.start(settings, place, ranks, ROOT, here))
-        disk, _ = rehearsal.part("disk", lambda: rehearsal.room(place, keep, found))
+            started, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, here))
+        disk, _ = checks.part("disk", lambda: checks.room(place, keep, found))
         if job:
-            taken, _ = rehearsal.part("slurm", lambda: _ask(job, settings))
+            taken, _ = checks.part("slurm", lambda: _ask(job, settings))
         else:
-            taken, _ = rehearsal.part("here", lambda: _said_of(local_layout(settings)))
+            taken, _ = checks.part("here", lambda: _said_of(local_layout(settings)))
         return python or loaded or copied or started or disk or taken
     except KeyboardInterrupt:
         return 130
@@ -150,9 +154,11 @@ def check(settings: "Settings") -> int:
 
 def _ask(job: "Job", settings: "Settings") -> str:
     """Slurm's word on a job that would be submitted, or printed. Raises MachineError where it could not be submitted."""
-    from recipes.core import config, rehearsal, rundir, submit
+    from recipes.core.config import parser
+    from recipes.core.launch import checks, submit
+    from recipes.core.run import rundir
 
-    if settings.job.launcher is config.Launcher.print:
+    if settings.job.launcher is parser.Launcher.print:
         return submit.ask_controller(job) if shutil.which("sbatch") else "not asked, there is none on this machine"
     _want_free(settings)
     expected = submit.ask_controller(job)
@@ -160,13 +166,14 @@ def _ask(job: "Job", settings: "Settings") -> str:
         folder = ROOT / "runs" / name
         if folder.exists():
             rundir.private_folder(ROOT, name)
-        rehearsal.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
+        checks.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
 
 def _want_free(settings: "Settings") -> None:
     """Raises ConfigError where another job that is queued or running uses the run directory that was typed."""
-    from recipes.core import errors, liveness, rundir
+    from recipes.core import errors
+    from recipes.core.run import liveness, rundir
 
     run_dir = _run_dir(settings)
     if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
@@ -198,7 +205,8 @@ def _ranks_here(settings: "Settings") -> int:
 
 def show(settings: "Settings") -> int:
     """launcher=print: the sbatch script on stdout; nothing is submitted."""
-    from recipes.core import errors, slurm
+    from recipes.core import errors
+    from recipes.core.launch import slurm
 
     job = slurm.describe(settings, ROOT, _here())
     header = ["Made by launch.py; options of sbatch before the script's name win over these."]
@@ -210,12 +218,13 @@ def submit(settings: "Settings") -> int:
     """launcher=slurm: asks the controller, submits, and says where to look."""
     import dataclasses
 
-    from recipes.core import rehearsal, runs, slurm, snapshot, submit
+    from recipes.core.launch import checks, slurm, snapshot, submit
+    from recipes.core.run import table
 
     _want_free(settings)
     job = slurm.describe(settings, ROOT, _here())
     expected = submit.ask_controller(job)
-    not_seen = rehearsal.look_for_data(settings, ROOT, _here())
+    not_seen = checks.look_for_data(settings, ROOT, _here())
     if not_seen:
         print(f"launch.py: {not_seen}", file=sys.stderr)
     if settings.job.snapshot:
@@ -238,7 +247,7 @@ def submit(settings: "Settings") -> int:
         if not elements:
             return submit.wait(submitted)
         code = submit.wait_for_all(submitted)
-        print("\n".join(runs.table([runs.look(element.run_dir, time.time()) for element in elements])))
+        print("\n".join(table.table([table.look(element.run_dir, time.time()) for element in elements])))
         return code
     except KeyboardInterrupt:
         print(f"\njob {submitted.job_id} goes on; to end it: scancel {submitted.job_id}", file=sys.stderr)
@@ -247,7 +256,9 @@ def submit(settings: "Settings") -> int:
 
 def run_here(settings: "Settings") -> int:
     """launcher=local: one process a rank on this machine, or this machine's share of gpus=8,2."""
-    from recipes.core import config, local, rundir
+    from recipes.core.config import parser
+    from recipes.core.launch import local
+    from recipes.core.run import rundir
 
     layout = local_layout(settings)
     if settings.job.container:
@@ -258,8 +269,8 @@ def run_here(settings: "Settings") -> int:
     unused = [f"{name}=" for name in settings.of_job if name not in OF_LOCAL]
     if unused:
         print(f"launch.py: launcher=local asks Slurm for nothing: {', '.join(unused)} without effect", file=sys.stderr)
-    recipe_class, _ = config.recipe_conf(settings.recipe)
-    words = config.absolute(settings.typed, (config.RunKeys, recipe_class), _here())
+    recipe_class, _ = parser.recipe_conf(settings.recipe)
+    words = parser.absolute(settings.typed, (parser.RunKeys, recipe_class), _here())
     run_dir = None
     if layout.node_rank == 0:
         run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
@@ -273,13 +284,15 @@ def run_here(settings: "Settings") -> int:
 
 def local_layout(settings: "Settings") -> "Layout":
     """Ranks of each machine, from the keys and the GPUs that are here. Raises ConfigError or MachineError."""
-    from recipes.core import config, errors, local, slurm
+    from recipes.core import errors
+    from recipes.core.config import parser
     from recipes.core.errors import MachineError
+    from recipes.core.launch import local, slurm
 
-    job, on_cpu = settings.job, settings.run.device is config.Device.cpu
+    job, on_cpu = settings.job, settings.run.device is parser.Device.cpu
     if settings.sweep:
         raise errors.ConfigError(
-            f"{', '.join(config.SWEEP + name for name in settings.sweep[0])}: a sweep is a job array of Slurm's; here give one value each"
+            f"{', '.join(parser.SWEEP + name for name in settings.sweep[0])}: a sweep is a job array of Slurm's; here give one value each"
         )
     if job.nodes not in (None, 1):
         raise errors.ConfigError(
@@ -325,9 +338,9 @@ def _here() -> Path:
 
 def _run_dir(settings: "Settings") -> str:
     """The run directory that was typed, resolved and absolute; empty for the default."""
-    from recipes.core import config
+    from recipes.core.config import parser
 
-    return config.absolute({"run_dir": settings.run.run_dir}, (config.RunKeys,), _here())["run_dir"]
+    return parser.absolute({"run_dir": settings.run.run_dir}, (parser.RunKeys,), _here())["run_dir"]
 
 
 def _use_project_python(argv: "list[str]") -> None:

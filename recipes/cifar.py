@@ -7,7 +7,7 @@
 What to expect: not measured.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
 START = entry.begin("cifar") if __name__ == "__main__" else None
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
-from recipes.core import data, models, session, train
-from recipes.core.checkpoint import State
-from recipes.core.data import AugmentedImages, GlobalBatches, Shard
-from recipes.core.session import Run
+from recipes.core.data import in_memory
+from recipes.core.train import loop, models, session
+from recipes.core.train.checkpoint import State
+from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, Shard
+from recipes.core.train.session import Run
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels, red, green, blue
 GREY = 121  # what covers the part of an image that cutout takes away
@@ -71,7 +72,7 @@ def make_net(cfg: Config, run: Run) -> nn.Module:
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum; weight decay is for weights, norms and biases have none."""
-    groups = train.decay_groups(net, cfg.weight_decay)
+    groups = loop.decay_groups(net, cfg.weight_decay)
     return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=cfg.momentum > 0)
 
 
@@ -93,26 +94,28 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
     if cfg.num_workers:
         run.say(f"num_workers={cfg.num_workers} has no effect here: the set lies in memory")
-    sets = data.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else data.fake(50_000, 10_000, (3, 32, 32), 10)
+    sets = (
+        in_memory.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
+    )
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    train.want_full_batches(cfg, batches, run.ranks)
+    loop.want_full_batches(cfg, batches, run.ranks)
     net = make_net(cfg, run)
     model = world.parallel(net, compile=cfg.compile)
-    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
-    ema = train.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
-    steps = train.total_steps(cfg, batches)
+    optimizer = make_optimizer(cfg, net, loop.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = loop.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
+    steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
-    autocast = train.autocast(run, cfg)
+    autocast = loop.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
     def loss_sum(shard: Shard) -> Tensor:
         images.draw(cfg.seed, shard.epoch)
         indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, epochs, shard.epoch)
-        x = data.normalise(images.take(indices), mean, std)
+        x = in_memory.normalise(images.take(indices), mean, std)
         if px < 32:
             x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
         with autocast:
@@ -121,24 +124,24 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = data.share(len(test_set), world.rank, world.size)
+        part = in_memory.share(len(test_set), world.rank, world.size)
         for images, labels in zip(
             *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
         ):
-            x = data.normalise(images, mean, std)
+            x = in_memory.normalise(images, mean, std)
             with autocast:
                 yield best(x) + best(x.flip(3)) if cfg.tta else best(x), labels
 
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Over all ranks, each test image once."""
-        with train.evaluated(run) as best:
-            return train.count_right(run, answers(best))
+        with loop.evaluated(run) as best:
+            return loop.count_right(run, answers(best))
 
-    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
+    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:
-        return train.evaluate_only(run, evaluate)
-    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+        return loop.evaluate_only(run, evaluate)
+    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
 
 
 if START:

@@ -7,7 +7,7 @@
 What to expect: right answers. Speeds of gloo over one machine's loopback: README. On GPUs: not measured.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 START = entry.begin("collectives") if __name__ == "__main__" else None
 
@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed import P2POp, ReduceOp
 
 from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
-from recipes.core import bandwidth, drawing, session
+from recipes.core import bandwidth, drawing
+from recipes.core.train import session
 from recipes.core.bandwidth import Figure
 from recipes.core.errors import InputError, RunError
-from recipes.core.session import Run
+from recipes.core.train.session import Run
 
 T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # what came, and what is right

@@ -30,13 +30,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from recipes.core.files import ROOT
 from recipes.conf.doctor import Config
-from recipes.core import config, envfile, errors, examine, explain, network, ranks, reach, rundir, variables, verdict
-from recipes.core.config import Device, Settings
+from recipes.core import errors
+from recipes.core.config import envfile, parser
+from recipes.core.doctor import examine, explain, reach, variables, verdict
+from recipes.core.place import network, ranks
+from recipes.core.run import rundir
+from recipes.core.config.parser import Device, Settings
 from recipes.core.errors import ConfigError, Kind
-from recipes.core.findings import Finding
-from recipes.core.jobs import Queue
-from recipes.core.ranks import RankInfo
+from recipes.core.place.findings import Finding
+from recipes.core.run.scontrol import Queue
+from recipes.core.place.ranks import RankInfo
 
 # Shares of ``seconds`` at which a part is given up.
 LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
@@ -156,7 +161,7 @@ def examine_all(settings: Settings, info: RankInfo, leaving: list[Callable[[], N
         return begin + share * cfg.seconds
 
     run_dir = rundir.for_examination(
-        rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), config.ROOT)
+        rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), ROOT)
     )
     # A job's steps come one after another, and each is an examination of its own.
     meeting = Meeting(run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}", info.rank == 0)
@@ -322,7 +327,7 @@ def _measure(
         MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(go["port"]), NODES=json.dumps(nodes),
     )  # fmt: skip
     left = end - time.monotonic()
-    command = [sys.executable, "-m", "recipes.core.linkcheck", str(go["backend"]), str(listener), f"{left:.0f}"]
+    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", str(go["backend"]), str(listener), f"{left:.0f}"]
     out, wrong = examine.ask(command, left, environ, (listener,) if listener >= 0 else ())
     found: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
@@ -401,13 +406,13 @@ def main(argv: list[str]) -> int:
             f"{argv[0]}: a path is missing: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
         )
     if any(word in ("-h", "--help") for word in argv):
-        errors.show(f"{(__doc__ or '').strip()}\n\n{config.help_text('doctor')}")
+        errors.show(f"{(__doc__ or '').strip()}\n\n{parser.help_text('doctor')}")
         return errors.EXIT_DONE
     keep_all()
-    rundir.go_home(config.ROOT)
-    settings = config.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
+    rundir.go_home(ROOT)
+    settings = parser.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
-    envfile.apply(config.env_variables(settings.run.network, settings.job.cluster), os.environ)
+    envfile.apply(parser.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
     # A thread's, since a signal's handler waits for a call that hangs.
     over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
@@ -428,7 +433,7 @@ def check_env_files(files: Sequence[str]) -> int:
     code = errors.EXIT_DONE
     for file in files:
         try:
-            problems = variables.check_file(Path(file), config.ROOT / "env")
+            problems = variables.check_file(Path(file), ROOT / "env")
         except envfile.EnvFileError as error:
             print(f"doctor: {error}", file=sys.stderr)
             code = errors.EXIT_CONFIG
@@ -443,9 +448,9 @@ def check_env_files(files: Sequence[str]) -> int:
 
 def propose(words: Sequence[str]) -> int:
     """Prints the lines that one's own env file wants on this node; none is what most want."""
-    config.parse(words, recipe="doctor")
+    parser.parse(words, recipe="doctor")
     info = ranks.detect(os.environ)
-    here = examine.Surroundings(os.environ, info, config.ROOT)
+    here = examine.Surroundings(os.environ, info, ROOT)
     facts, _ = examine.interfaces(here)
     chosen = facts.get("chosen") or {"interface": "", "address": ""}
     others = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])

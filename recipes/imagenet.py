@@ -7,7 +7,7 @@
 What to expect: not measured on the whole of ImageNet.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
 START = entry.begin("imagenet") if __name__ == "__main__" else None
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core import data, images, models, session, train
-from recipes.core.checkpoint import State
-from recipes.core.data import GlobalBatches
-from recipes.core.images import LoadedShard
-from recipes.core.lars import LARS
-from recipes.core.session import Run
+from recipes.core.data import images, in_memory
+from recipes.core.train import loop, models, session
+from recipes.core.train.checkpoint import State
+from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data.images import LoadedShard
+from recipes.core.train.lars import LARS
+from recipes.core.train.session import Run
 
 # Of ImageNet's pixels, 0 to 255, as all of torchvision's weights want them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -43,7 +44,7 @@ def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Norms and biases have no weight decay, and under LARS no rate of their own."""
-    weights, others = train.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
+    weights, others = loop.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
     return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0)
@@ -80,8 +81,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
     train_set, val_set = images.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    train.want_full_batches(cfg, batches, run.ranks)
-    steps = train.total_steps(cfg, batches)
+    loop.want_full_batches(cfg, batches, run.ranks)
+    steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = images.Loader(
         train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
@@ -89,16 +90,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )  # fmt: skip
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, compile=cfg.compile)
-    optimizer = make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
-    ema = train.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
+    optimizer = make_optimizer(cfg, net, loop.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = loop.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
     )
-    autocast = train.autocast(run, cfg)
+    autocast = loop.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
     def loss_sum(shard: LoadedShard) -> Tensor:
-        x = data.normalise(shard.images, mean, std)
+        x = in_memory.normalise(shard.images, mean, std)
         if cfg.flip:
             x = torch.where(shard.flip[:, None, None, None], x.flip(3), x)
         x, others, share = mixed(cfg, shard, x)
@@ -111,23 +112,23 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = data.share(len(val_set), world.rank, world.size)
+        part = in_memory.share(len(val_set), world.rank, world.size)
         for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
             with autocast:
-                yield best(data.normalise(batch, mean, std)), labels
+                yield best(in_memory.normalise(batch, mean, std)), labels
 
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Over all ranks, each image once."""
-        with train.evaluated(run) as best:
-            return train.count_right(run, answers(best))
+        with loop.evaluated(run) as best:
+            return loop.count_right(run, answers(best))
 
-    train.seed_ranks(run, cfg.seed)
-    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
+    loop.seed_ranks(run, cfg.seed)
+    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:
-        results = train.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
+        results = loop.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
     else:
-        results = train.fit(run, cfg, model, loader, loss_sum, evaluate)
+        results = loop.fit(run, cfg, model, loader, loss_sum, evaluate)
     return {**results, "skipped_samples": loader.skipped_on_all()} if results else results
 
 

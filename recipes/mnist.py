@@ -8,7 +8,7 @@ What to expect of `dataset=mnist`: 99.4 % of the test set right after 4 epochs (
 ranks on two shared x86 cores, 20 to 40 s). digits: 97.9 % (5 seeds, 97.5 to 98.6 %), seconds. On GPUs: not measured.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
 START = entry.begin("mnist") if __name__ == "__main__" else None
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
-from recipes.core import data, session, train
-from recipes.core.checkpoint import State
-from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
-from recipes.core.session import Run
+from recipes.core.data import in_memory
+from recipes.core.train import loop, session
+from recipes.core.train.checkpoint import State
+from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet, Shard
+from recipes.core.train.session import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels
 REACH = 1  # pixels by which a training image is shifted at most; 2 was worse
@@ -51,8 +52,8 @@ class Net(nn.Module):
 
 def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
     if cfg.dataset == "mnist":
-        return data.mnist(cfg.data_dir)
-    return data.digits() if cfg.dataset == "digits" else data.fake(60_000, 10_000, (1, 28, 28), 10)
+        return in_memory.mnist(cfg.data_dir)
+    return in_memory.digits() if cfg.dataset == "digits" else in_memory.fake(60_000, 10_000, (1, 28, 28), 10)
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def normalise(images: Tensor) -> Tensor:
 
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     """Weight decay is for weights; biases have none."""
-    groups = train.decay_groups(net, cfg.weight_decay)
+    groups = loop.decay_groups(net, cfg.weight_decay)
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
     # Where a gradient is next to nothing, 1e-8 makes a whole step of its rounding, and the losses of 1 and 3 ranks part (4e-4 after
@@ -90,10 +91,10 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net, compile=cfg.compile)
     optimizer = make_optimizer(cfg, net)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    steps = train.total_steps(cfg, batches)
+    steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)
-    autocast = train.autocast(run, cfg)
+    autocast = loop.autocast(run, cfg)
 
     def loss_sum(shard: Shard) -> Tensor:
         shifted.draw(cfg.seed, shard.epoch)
@@ -105,7 +106,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         )
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = data.share(len(test_set), world.rank, world.size)
+        part = in_memory.share(len(test_set), world.rank, world.size)
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
                 yield net(normalise(images)), labels
@@ -113,14 +114,14 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Over all ranks, each test sample once."""
-        with train.evaluated(run) as net:
-            return train.count_right(run, answers(net))
+        with loop.evaluated(run) as net:
+            return loop.count_right(run, answers(net))
 
-    train.seed_ranks(run, cfg.seed)
-    run.resume(State(net, optimizer, scheduler), train.sampler_state(batches))
+    loop.seed_ranks(run, cfg.seed)
+    run.resume(State(net, optimizer, scheduler), loop.sampler_state(batches))
     if cfg.evaluate:
-        return train.evaluate_only(run, evaluate)
-    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+        return loop.evaluate_only(run, evaluate)
+    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
 
 
 if START:

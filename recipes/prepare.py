@@ -26,10 +26,14 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core import classfolder, config, datafiles, errors, packing, rundir
-from recipes.core.classfolder import Listing
-from recipes.core.config import key
-from recipes.core.datafiles import (
+from recipes.core import errors
+from recipes.core.config import parser
+from recipes.core.data import classfolder, download
+from recipes.core.data.packed import packing
+from recipes.core.run import rundir
+from recipes.core.data.classfolder import Listing
+from recipes.core.config.parser import key
+from recipes.core.data.download import (
     CIFAR10,
     CIFAR10_CLASSES,
     CIFAR10_IDX,
@@ -40,7 +44,7 @@ from recipes.core.datafiles import (
     megabytes,
 )
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.packing import PackOptions
+from recipes.core.data.packed.packing import PackOptions
 
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
@@ -58,7 +62,7 @@ class PrepareKeys:
     source: str = key("", "a folder that has the files already, or a mirror's base URL; default: the public mirrors")
 
     def __post_init__(self) -> None:
-        config.check(self)
+        parser.check(self)
 
 
 class Encoding(Enum):
@@ -82,18 +86,18 @@ class ImagenetKeys:
     samples_per_shard: int = key(2048, "images of one file", low=1, high=1_000_000)
 
     def __post_init__(self) -> None:
-        config.check(self)
+        parser.check(self)
 
 
 @dataclass(frozen=True)
 class WeightsKeys:
     arch: str = key("resnet50", "a classifier of torchvision's", pattern=r"[a-z][a-z0-9_]{0,63}", form="a model's name")
     weights: str = key(
-        "true", "their name, such as IMAGENET1K_V1; true: the newest", pattern=config.NAME, form=config.NAME_FORM
+        "true", "their name, such as IMAGENET1K_V1; true: the newest", pattern=parser.NAME, form=parser.NAME_FORM
     )
 
     def __post_init__(self) -> None:
-        config.check(self)
+        parser.check(self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,35 +141,35 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
         raise ConfigError(f"one dataset is wanted ({', '.join(DATASETS)}), got {got}")
     if names[0] not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{config.nearest(names[0], DATASETS)}"
+            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{parser.nearest(names[0], DATASETS)}"
         )
-    return names[0], config.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
+    return names[0], parser.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
 
 
 def prepare_files(dataset: Dataset, keys: PrepareKeys) -> None:
     """Have all of the dataset's files below data_dir, unpacked and verified. Raises InputError, MachineError."""
-    data_dir = Path(keys.data_dir or datafiles.default_dir()).expanduser().absolute()
+    data_dir = Path(keys.data_dir or download.default_dir()).expanduser().absolute()
     _check_source(keys.source)
     folder = data_dir / dataset.folder
     wanted = [file for file in dataset.files if not _is_there(folder / file.name, file)]
     need = sum(file.size for file in wanted)
     try:
-        datafiles.remove_stale(folder, dataset)
+        download.remove_stale(folder, dataset)
         if wanted:
             folder.mkdir(parents=True, exist_ok=True)
-            datafiles.check_room(folder, need)
+            download.check_room(folder, need)
         mirrors = list(dataset.mirrors)
         for file in wanted:
             place = _fetch(file, _places(dataset, file, data_dir, keys.source, mirrors), folder, bool(keys.source))
             mirrors.sort(key=lambda mirror: not place.startswith(mirror))  # the one that worked comes first
     except OSError as err:
-        raise MachineError(datafiles.disk_words(err, folder, need)) from err
+        raise MachineError(download.disk_words(err, folder, need)) from err
     _say(f"{dataset.name} is in {folder}")
     _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
 def _is_there(path: Path, file: DataFile) -> bool:
-    fault = datafiles.fault_of(path, file)
+    fault = download.fault_of(path, file)
     if fault is None:
         _say(f"{file.name}: already there, verified")
     elif os.path.lexists(path):
@@ -175,10 +179,10 @@ def _is_there(path: Path, file: DataFile) -> bool:
 
 def _check_source(source: str) -> None:
     if "://" in source:
-        if fault := datafiles.check_url(source):
+        if fault := download.check_url(source):
             shown = repr(source) if "@" not in source and "?" not in source else "the URL"
             raise InputError(f"source={shown} {fault}")
-    elif source and datafiles.kind(Path(source).expanduser(), "source") != "folder":
+    elif source and download.kind(Path(source).expanduser(), "source") != "folder":
         raise InputError(f"source={source!r} is no folder: give one that has the files, or a base URL https://…/")
 
 
@@ -187,14 +191,14 @@ def _places(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirro
     if "://" in source:
         return [f"{source.rstrip('/')}/{file.served_name}"]
     if source:
-        paths = datafiles.local_copies(source, dataset, file, "source")
+        paths = download.local_copies(source, dataset, file, "source")
         if not paths:
-            folders = ", ".join(str(folder) for folder in datafiles.search_folders(source, dataset))
+            folders = ", ".join(str(folder) for folder in download.search_folders(source, dataset))
             raise InputError(f"source={source!r} has no {file.name}, plain or .gz (looked in {folders})")
         return [str(path) for path in paths]
     # A good copy that somebody has carried here saves the download; what lies at the file's own place is known as bad.
     own = data_dir / dataset.folder / file.name
-    carried = [str(path) for path in datafiles.local_copies(data_dir, dataset, file) if path != own]
+    carried = [str(path) for path in download.local_copies(data_dir, dataset, file) if path != own]
     return carried + [f"{mirror}{file.served_name}" for mirror in mirrors]
 
 
@@ -205,7 +209,7 @@ def _fetch(file: DataFile, places: list[str], folder: Path, source_given: bool) 
     for place in places:
         try:
             _say(f"{file.name}: from {place}")
-            datafiles.install(place, file, folder, functools.partial(_show_progress, file))
+            download.install(place, file, folder, functools.partial(_show_progress, file))
             _say(f"{file.name}: verified, {megabytes(file.size)}")
             return place
         except (DataFileError, FetchError) as err:
@@ -252,7 +256,7 @@ class _Counts:
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Have CIFAR-10 as IDX files, and index.json, in data_dir/cifar10. Raises InputError, MachineError."""
-    data_dir = Path(keys.data_dir or datafiles.default_dir()).expanduser().absolute()
+    data_dir = Path(keys.data_dir or download.default_dir()).expanduser().absolute()
     folder = data_dir / CIFAR10.folder
     need = 6 * BATCH_IMAGES * (IMAGE_BYTES + 1)
     try:
@@ -262,11 +266,11 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with packing.exclusive(folder / "prepare.lock", _say):
                 packing.sweep(folder)
-                datafiles.remove_stale(folder, CIFAR10)
-                datafiles.check_room(folder, need)
+                download.remove_stale(folder, CIFAR10)
+                download.check_room(folder, need)
                 _make_cifar10(folder, sources, keys.source)
     except OSError as err:
-        raise MachineError(datafiles.disk_words(err, folder, need)) from err
+        raise MachineError(download.disk_words(err, folder, need)) from err
     _say(f"cifar10 is in {folder}")
     _say(f"next: python -m recipes.{CIFAR10.recipe} data_dir={shlex.quote(str(data_dir))}")
 
@@ -305,7 +309,7 @@ def _cifar10_is_there(folder: Path, source: str) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
-        while chunk := file.read(datafiles.CHUNK_BYTES):
+        while chunk := file.read(download.CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -317,7 +321,7 @@ def _cifar10_sources(source: str, data_dir: Path) -> list[str]:
         _check_source(source)
         return [f"{source.rstrip('/')}/{packed.served_name}"]
     given = Path(source).expanduser().absolute() if source else None
-    kind = functools.partial(datafiles.kind, key="source" if given else "data_dir")
+    kind = functools.partial(download.kind, key="source" if given else "data_dir")
     if given and kind(given) == "file":
         return [str(given)]
     found: list[str] = []
@@ -332,7 +336,7 @@ def _cifar10_sources(source: str, data_dir: Path) -> list[str]:
     return list(dict.fromkeys(found)) + ([] if given else [f"{m}{packed.served_name}" for m in CIFAR10.mirrors])
 
 
-def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = datafiles.kind) -> bool:
+def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = download.kind) -> bool:
     return all(kind(folder / f"{name}{ending}") == "file" for name in (*TRAIN_BATCHES, "test_batch"))
 
 
@@ -420,7 +424,7 @@ def _from_batches(read: Callable[[str], tuple[bytes, bytes]]) -> dict[str, Chunk
 
 def _from_tar(path: Path, stack: contextlib.ExitStack) -> dict[str, Chunks]:
     """The batches of cifar-10-binary.tar.gz, by exact name and size; nothing is unpacked to the disk."""
-    if fault := datafiles.fault_of(path, CIFAR10.files[0]):
+    if fault := download.fault_of(path, CIFAR10.files[0]):
         raise DataFileError(f"{path} {fault}")
     tar = tarfile.open(path, "r:gz")  # noqa: SIM115
     stack.enter_context(tar)
@@ -652,7 +656,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
     """
     import torch
 
-    from recipes.core import models
+    from recipes.core.train import models
 
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
@@ -662,14 +666,14 @@ def prepare_weights(keys: WeightsKeys) -> None:
             torch.hub.download_url_to_file(chosen.url, str(path), path.stem.rpartition("-")[2], sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as err:
         raise MachineError(
-            f"{chosen.url} could not be fetched ({datafiles.brief(err)}): put the file at {path} by hand"
+            f"{chosen.url} could not be fetched ({download.brief(err)}): put the file at {path} by hand"
         ) from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
 
 
 DATASETS: dict[str, Callable[[Any], None]] = {
-    "mnist": functools.partial(prepare_files, datafiles.MNIST),
+    "mnist": functools.partial(prepare_files, download.MNIST),
     "cifar10": prepare_cifar10,
     "imagenet": prepare_imagenet,
     "weights": prepare_weights,

@@ -12,19 +12,21 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.core import config, errors, rundir, runs
+from recipes.core.files import ROOT
+from recipes.core import errors
+from recipes.core.run import rundir, table
 from recipes.core.errors import InputError
-from recipes.core.jobs import Queue
+from recipes.core.run.scontrol import Queue
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         errors.show((__doc__ or "").strip())
         return errors.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(config.ROOT) / "runs"]
+    folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(ROOT) / "runs"]
     try:
         queue = Queue()
-        found = [runs.look(path, time.time(), queue) for folder in folders for path in runs.run_directories(folder)]
+        found = [table.look(path, time.time(), queue) for folder in folders for path in table.run_directories(folder)]
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> int:
     if "--json" in argv:
         lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
     else:
-        lines = runs.table(found)
+        lines = table.table(found)
     errors.show("\n".join(lines))
     return errors.EXIT_DONE
 

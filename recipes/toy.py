@@ -5,11 +5,11 @@
     torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, which torchrun starts; again with resume: the same line
     python launch.py recipe=toy nodes=2                               # two nodes of a cluster
 
-The loop of the other recipes is `recipes.core.train.fit`, which does what this one does, and waits less for it.
+The loop of the other recipes is `recipes.core.train.loop.fit`, which does what this one does, and waits less for it.
 What to expect: the loss falls from 0.5 to below 0.01 in 20 epochs, a second or two on a CPU.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
 START = entry.begin("toy") if __name__ == "__main__" else None
@@ -23,15 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.toy import Config
-from recipes.core import data, session, spawn, train
-from recipes.core.checkpoint import State
-from recipes.core.data import GlobalBatches
-from recipes.core.session import Run
+from recipes.core.data import in_memory
+from recipes.core.launch import spawn
+from recipes.core.train import loop, session
+from recipes.core.train.checkpoint import State
+from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.train.session import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
     """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them: the same on every rank."""
-    random = data.generator(cfg.seed, 0, stream=2)
+    random = in_memory.generator(cfg.seed, 0, stream=2)
     inputs = torch.rand(cfg.samples, 20, generator=random)
     return inputs, torch.sin(inputs @ torch.randn(20, 1, generator=random))
 
@@ -49,7 +51,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    autocast = train.autocast(run, cfg)
+    autocast = loop.autocast(run, cfg)
 
     def loss_sum(indices: Tensor) -> Tensor:
         """The sum of the losses of this rank's samples: ranks may have different numbers of them."""
@@ -60,18 +62,18 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
         """Over the whole set; each rank takes its share."""
-        part = data.share(cfg.samples, world.rank, world.size)
+        part = in_memory.share(cfg.samples, world.rank, world.size)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"loss": world.sum(total).item() / cfg.samples}
 
     state = State(net, optimizer, scheduler)
-    run.resume(state, train.sampler_state(batches))  # the newest snapshot in the run directory, if there is one
+    run.resume(state, loop.sampler_state(batches))  # the newest snapshot in the run directory, if there is one
     if cfg.evaluate:
-        return train.evaluate_only(run, mean_loss)
+        return loop.evaluate_only(run, mean_loss)
 
-    if state.step >= train.total_steps(cfg, batches):
+    if state.step >= loop.total_steps(cfg, batches):
         run.say(f"already finished: step {state.step}; more epochs= continue it")
-    steps, samples, begin = train.total_steps(cfg, batches), 0, time.perf_counter()
+    steps, samples, begin = loop.total_steps(cfg, batches), 0, time.perf_counter()
     while state.step < steps and not run.stopping:
         epoch, first = divmod(state.step, batches.per_epoch)  # a run may have stopped in the middle of an epoch
         print(
@@ -100,9 +102,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 or state.step == 1
             ):
                 mean = world.sum(loss.detach().double()).item() / shard.global_size
-                train.log_row(run, epoch, mean, cfg.lr, samples / (time.perf_counter() - begin))
+                loop.log_row(run, epoch, mean, cfg.lr, samples / (time.perf_counter() - begin))
             if save or last or run.stopping or (last_of_epoch and (epoch + 1) % cfg.save_every == 0):
-                run.save(train.sampler_state(batches), wait=last or bool(run.stopping))
+                run.save(loop.sampler_state(batches), wait=last or bool(run.stopping))
             if last or run.stopping:
                 break
     run.samples, run.train_s = samples, time.perf_counter() - begin

@@ -2,7 +2,7 @@
 # The recipe imagenet on 8 nodes with 8 GPUs each. From the repository's top folder:
 #     sbatch [options of sbatch] sbatch/imagenet_8x8.sh [key=value ...]
 # sbatch's options win over the ones below, one by one; the keys: python -m recipes.imagenet --help
-# Made by: make sbatch (recipes/core/ready.py). Change it there.
+# Made by: make sbatch (recipes/core/launch/scripts.py). Change it there.
 #SBATCH --job-name=imagenet
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
@@ -88,9 +88,9 @@ elif [ -x "$repository/.venv/bin/python" ]; then
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
-lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.batch begin imagenet "$@" 3>&1 >&2) || exit
+lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin imagenet "$@" 3>&1 >&2) || exit
 step=() inside=("$python")
 eval "$lines" # into a copy of the code, with whole paths
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.imagenet "$@"
-"$python" -m recipes.core.batch finish imagenet $? "$@"
+"$python" -m recipes.core.launch.batch finish imagenet $? "$@"

@@ -2,7 +2,7 @@
 # The recipe mnist on 1 node with 1 GPU. From the repository's top folder:
 #     sbatch [options of sbatch] sbatch/mnist_1x1.sh [key=value ...]
 # sbatch's options win over the ones below, one by one; the keys: python -m recipes.mnist --help
-# Made by: make sbatch (recipes/core/ready.py). Change it there.
+# Made by: make sbatch (recipes/core/launch/scripts.py). Change it there.
 #SBATCH --job-name=mnist
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -88,9 +88,9 @@ elif [ -x "$repository/.venv/bin/python" ]; then
 else
     stop "no Python environment: activate yours before sbatch, or make one here with: make install"
 fi
-lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.batch begin mnist "$@" 3>&1 >&2) || exit
+lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin mnist "$@" 3>&1 >&2) || exit
 step=() inside=("$python")
 eval "$lines" # into a copy of the code, with whole paths
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
     "${inside[@]}" -u -m recipes.mnist "$@"
-"$python" -m recipes.core.batch finish mnist $? "$@"
+"$python" -m recipes.core.launch.batch finish mnist $? "$@"

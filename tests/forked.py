@@ -167,7 +167,7 @@ def become(
         what, *words = (word for word in argv[1:] if word != "-u")
         if what.endswith("launch.py"):
             import launch
-            from recipes.core import local
+            from recipes.core.launch import local
 
             sys.argv = [what, *words]
             local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
@@ -197,7 +197,7 @@ def become(
 
 
 class Rank:
-    """A rank that launch.py starts, as a fork of it: what `recipes.core.local` uses of `subprocess.Popen`."""
+    """A rank that launch.py starts, as a fork of it: what `recipes.core.launch.local` uses of `subprocess.Popen`."""
 
     def __init__(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, pass_fds: Sequence[int],
@@ -229,7 +229,7 @@ class Rank:
 def add_broken() -> None:
     """Makes the recipe of the fault tests (tests/faults/broken.py) one of the recipes."""
     import recipes
-    from recipes.core import config
+    from recipes.core.config import parser
 
     for name in ("conf.broken", "broken"):  # the keys first
         path = ROOT / "tests" / "faults" / f"{name.replace('conf.broken', 'broken_conf')}.py"
@@ -239,8 +239,8 @@ def add_broken() -> None:
         module = sys.modules[f"recipes.{name}"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     recipes.broken = module  # type: ignore[attr-defined]
-    names = [*config.recipe_names(), "broken"]
-    config.recipe_names = lambda: names
+    names = [*parser.recipe_names(), "broken"]
+    parser.recipe_names = lambda: names
 
 
 def main() -> None:
@@ -251,7 +251,7 @@ def main() -> None:
     import torch._dynamo  # the first optimizer would import it, in each fork
 
     import launch  # noqa: F401
-    from recipes.core import bandwidth, images, lars, models, session, train  # noqa: F401
+    from recipes.core.train import lars, loop, models, session  # noqa: F401
 
     torch.set_num_threads(1)  # a fork does not inherit threads
     add_broken()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from recipes.core.config import Dtype, TrainKeys, key
+from recipes.core.config.parser import Dtype, TrainKeys, key
 from recipes.core.errors import ConfigError
 
 

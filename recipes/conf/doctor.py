@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config import RecipeKeys, key
+from recipes.core.config.parser import RecipeKeys, key
 
 
 @dataclass(frozen=True)

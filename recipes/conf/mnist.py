@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from recipes.core.config import TrainKeys, key
+from recipes.core.config.parser import TrainKeys, key
 
 
 class Optimizer(Enum):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config import TrainKeys, key
+from recipes.core.config.parser import TrainKeys, key
 from recipes.core.errors import ConfigError
 
 

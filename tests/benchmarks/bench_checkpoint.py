@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from recipes.core import checkpoint
-from recipes.core.checkpoint import Keep, Saver
+from recipes.core.train import checkpoint
+from recipes.core.train.checkpoint import Keep, Saver
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_thread
 
 STATE_MB = 100

@@ -13,8 +13,8 @@ from torchvision import transforms
 
 from recipes import cifar
 from recipes.conf.cifar import Config
-from recipes.core import data
-from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_core, samples_per_s
 
@@ -54,7 +54,7 @@ def recipe_batches(
     mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
     for shard in GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, rank=0, world_size=1).epoch(epoch):
         images.draw(cfg.seed, shard.epoch)
-        yield data.normalise(images.take(shard.indices), mean, std), train_set.labels[shard.indices]
+        yield in_memory.normalise(images.take(shard.indices), mean, std), train_set.labels[shard.indices]
 
 
 class PeerSet(torchvision.datasets.CIFAR10):

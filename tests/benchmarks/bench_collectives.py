@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 
-from recipes.core import bandwidth, entry
-from recipes.core.dist import World, process_group
+from recipes.core import bandwidth
+from recipes.core.run import entry
+from recipes.core.train.distributed import World, process_group
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 LARGE = 64 << 20  # bytes

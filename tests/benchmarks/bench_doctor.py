@@ -20,7 +20,7 @@ from unittest import mock
 
 from recipes import doctor
 from recipes.conf.doctor import Config
-from recipes.core.ranks import RankInfo
+from recipes.core.place.ranks import RankInfo
 from tests.benchmarks.measure import Figure, Size, interleaved
 from tests.unit.test_verdict import healthy, hosts
 

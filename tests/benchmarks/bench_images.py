@@ -20,10 +20,11 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from recipes import imagenet
-from recipes.core import data, images, packing
-from recipes.core.data import GlobalBatches
-from recipes.core.images import Images, Loader
-from recipes.core.packing import PackOptions
+from recipes.core.data import images, in_memory
+from recipes.core.data.images import Images, Loader
+from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data.packed import packing
+from recipes.core.data.packed.packing import PackOptions
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
 
@@ -108,5 +109,5 @@ def floats(loader: Loader, epoch: int) -> Iterator[Batch]:
     """Mirrored and normalised as the recipe's step does it on its device."""
     mean, std = (torch.tensor(values) for values in (imagenet.MEAN, imagenet.STD))
     for shard in loader.epoch(epoch):
-        x = data.normalise(shard.images, mean, std)
+        x = in_memory.normalise(shard.images, mean, std)
         yield torch.where(shard.flip[:, None, None, None], x.flip(3), x), shard.labels

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.core import images
+from recipes.core.data import images
 from tests.benchmarks import bench_images, inputs
 from tests.benchmarks.measure import Figure, Size
 from tests.helpers import ROOT, clean_environment

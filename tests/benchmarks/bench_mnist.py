@@ -21,8 +21,8 @@ from torchvision.transforms import ToTensor
 
 from recipes import mnist, prepare
 from recipes.conf.mnist import Config
-from recipes.core import data, datafiles
-from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet
+from recipes.core.data import download, in_memory
+from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_thread, samples_per_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor]  # images, labels
 
 def figures(size: Size) -> list[Figure]:
     with mnist_folder(size.images) as (folder, source), one_thread():
-        train_set, _ = data.mnist(folder)
+        train_set, _ = in_memory.mnist(folder)
         return [input_alone(size, folder, train_set, source), input_and_step(size, train_set, source)]
 
 
@@ -129,17 +129,17 @@ def mnist_folder(images: int) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         if images == FULL.images and has_mnist(source):
             with contextlib.redirect_stdout(io.StringIO()):
-                prepare.prepare_files(datafiles.MNIST, prepare.PrepareKeys(folder, source))
+                prepare.prepare_files(download.MNIST, prepare.PrepareKeys(folder, source))
             yield folder, "MNIST"
         else:
-            write_random(Path(folder, datafiles.MNIST.folder), images)
+            write_random(Path(folder, download.MNIST.folder), images)
             yield folder, f"{images:,} random images"
 
 
 def has_mnist(data_dir: str) -> bool:
     try:
-        return bool(datafiles.find_mnist(data_dir))
-    except datafiles.DataFileError:
+        return bool(download.find_mnist(data_dir))
+    except download.DataFileError:
         return False
 
 
@@ -147,7 +147,7 @@ def write_random(folder: Path, images: int) -> None:
     """Files as MNIST's (datafiles.read_idx has the format), with random bytes for images and labels from 0 to 9."""
     folder.mkdir(parents=True)
     random = torch.Generator().manual_seed(0)
-    for file in datafiles.MNIST.files:
+    for file in download.MNIST.files:
         shape, values = ((images, 28, 28), 256) if "images" in file.name else ((images,), 10)
         content = torch.randint(values, shape, dtype=torch.uint8, generator=random)
         header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)

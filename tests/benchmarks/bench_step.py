@@ -25,11 +25,13 @@ from torch.nn import functional as F
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core import data, entry, session, train
-from recipes.core.checkpoint import State
-from recipes.core.data import Shard
-from recipes.core.dist import World
-from recipes.core.session import Run
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import Shard
+from recipes.core.run import entry
+from recipes.core.train import loop, session
+from recipes.core.train.checkpoint import State
+from recipes.core.train.distributed import World
+from recipes.core.train.session import Run
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank
@@ -84,7 +86,7 @@ def fresh() -> tuple[mnist.Net, torch.optim.Optimizer]:
 
 
 def made_batches() -> list[Batch]:
-    made, _ = data.fake(16 * BATCH_SIZE, 10, (1, 28, 28), 10)
+    made, _ = in_memory.fake(16 * BATCH_SIZE, 10, (1, 28, 28), 10)
     return list(zip(mnist.normalise(made.images).split(BATCH_SIZE), made.labels.split(BATCH_SIZE), strict=True))
 
 
@@ -156,7 +158,7 @@ def services(run: Run, cfg: Config, stretches: int) -> Turns:
     run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
     run.resume(
         State(net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-        train.sampler_state(turns),
+        loop.sampler_state(turns),
     )
     model = run.world.parallel(net)
 
@@ -166,7 +168,7 @@ def services(run: Run, cfg: Config, stretches: int) -> Turns:
         images, labels = turns.batch(shard.batch)
         return F.cross_entropy(model(images), labels, reduction="sum")
 
-    train.fit(run, cfg, model, turns, loss_sum, dict)
+    loop.fit(run, cfg, model, turns, loss_sum, dict)
     return turns
 
 

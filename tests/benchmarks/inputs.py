@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes.core import data, datafiles
-from recipes.core.data import ImageSet
+from recipes.core.data import download, in_memory
+from recipes.core.data.in_memory import ImageSet
 from tests.benchmarks.measure import FULL, Size
 from tests.helpers import DATA
 
@@ -73,15 +73,15 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
         return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
-    made = data.fake(train, test, (3, 32, 32), 10)
+    made = in_memory.fake(train, test, (3, 32, 32), 10)
     train_set, test_set = (ImageSet(part.images, torch.arange(len(part)) % 10) for part in made)
     return train_set, test_set, RANDOM
 
 
 def _prepared_cifar10() -> tuple[ImageSet, ImageSet] | None:
     try:
-        return data.cifar10(str(DATA))
-    except datafiles.DataFileError:
+        return in_memory.cifar10(str(DATA))
+    except download.DataFileError:
         return None
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from recipes.core import local
 from recipes.core.errors import MachineError
-from recipes.core.local import Layout
+from recipes.core.launch import local
+from recipes.core.launch.local import Layout
 from tests.helpers import ROOT, clean_environment
 
 

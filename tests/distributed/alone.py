@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.core import config, dist, metrics, preempt, ranks
-from recipes.core.entry import Start
-from recipes.core.session import Run
+from recipes.core.config import parser
+from recipes.core.place import ranks
+from recipes.core.run import signals
+from recipes.core.run.entry import Start
+from recipes.core.train import distributed, metrics
+from recipes.core.train.session import Run
 from tests import helpers
 
 CPU = torch.device("cpu")
@@ -64,19 +67,19 @@ def train(
 ) -> Trained:
     """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
     name = recipe.__name__.rpartition(".")[2]
-    settings = config.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
+    settings = parser.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
     start = Start(settings, ranks.detect({}), {}, None)
     for part in ("logs", "checkpoints", "failures"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
-    with dist.process_group(start, CPU) as world, monkeypatch.context() as patched:
+    with distributed.process_group(start, CPU) as world, monkeypatch.context() as patched:
         rows = metrics.Rows(folder / "metrics.jsonl")
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
         world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
-        patched.setattr(dist.World, "broadcast_text", lambda self, name, text="": text)
-        patched.setattr(dist.World, "together", lambda self, name, work: work(lambda progress: None))
-        run = Run(settings, world, folder, 0, "", preempt.StopFlag(), None, rows)
-        trained, parallel = Trained(run), dist.World.parallel
+        patched.setattr(distributed.World, "broadcast_text", lambda self, name, text="": text)
+        patched.setattr(distributed.World, "together", lambda self, name, work: work(lambda progress: None))
+        run = Run(settings, world, folder, 0, "", signals.StopFlag(), None, rows)
+        trained, parallel = Trained(run), distributed.World.parallel
 
         def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
             *_, last = net.parameters()
@@ -84,11 +87,11 @@ def train(
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
             trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))
 
-        def watched(self: dist.World, net: nn.Module, compile: bool = False) -> nn.Module:
+        def watched(self: distributed.World, net: nn.Module, compile: bool = False) -> nn.Module:
             net.register_forward_hook(seen)  # a copy of the network, such as the averaged one, has it too
             return parallel(self, net, compile)
 
-        patched.setattr(dist.World, "parallel", watched)
+        patched.setattr(distributed.World, "parallel", watched)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # more of them wait for each other where other tests run beside this one
         try:

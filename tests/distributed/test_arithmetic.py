@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from recipes import toy
 from recipes.conf.toy import Config
-from recipes.core import metrics, train
+from recipes.core.train import loop, metrics
 from tests.distributed import alone
 
 RUN: Any = SimpleNamespace(say=print)
@@ -47,14 +47,14 @@ def test_hits_among_the_first_and_the_first_five() -> None:
 def test_rates_are_in_proportion_to_the_batch_that_there_is(
     lr_batch_size: int, batch_size: int, samples: int, expected: float
 ) -> None:
-    assert train.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples)) == pytest.approx(expected)
+    assert loop.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples)) == pytest.approx(expected)
 
 
 def test_an_average_goes_back_over_as_many_samples_and_goes_on_where_it_was_saved() -> None:
     """With 0.81 a step of 128 samples it is 0.9 a step of 64."""
     net = nn.Linear(1, 1, bias=False)
-    assert train.averaged(RUN, net, 0.0, 128, batches(64, 999)) is None
-    whole, first, second = (train.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3))
+    assert loop.averaged(RUN, net, 0.0, 128, batches(64, 999)) is None
+    whole, first, second = (loop.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3))
     assert whole
     assert first
     assert second
@@ -70,7 +70,7 @@ def test_an_average_goes_back_over_as_many_samples_and_goes_on_where_it_was_save
 
 def test_each_rank_has_random_numbers_of_its_own() -> None:
     def drawn(seed: int, rank: int) -> float:
-        train.seed_ranks(SimpleNamespace(world=SimpleNamespace(rank=rank)), seed)  # type: ignore[arg-type]
+        loop.seed_ranks(SimpleNamespace(world=SimpleNamespace(rank=rank)), seed)  # type: ignore[arg-type]
         return torch.rand(1).item()
 
     assert len({drawn(seed, rank) for seed in range(4) for rank in range(8)}) == 32
@@ -78,7 +78,7 @@ def test_each_rank_has_random_numbers_of_its_own() -> None:
 
 
 def test_the_number_of_steps() -> None:
-    found = [train.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
+    found = [loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
     assert found == [30, 7, 30]
 
 

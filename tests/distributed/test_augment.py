@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.core import data
-from recipes.core.data import AugmentedImages, GlobalBatches, ImageSet, Shard
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet, Shard
 from tests.distributed import alone
 
 COUNT, HEIGHT, WIDTH = 60, 9, 11
@@ -84,7 +84,7 @@ def test_normalised_images_are_those_of_the_plain_formula(channels_last: bool, c
     whole = images()[:count]
     mean, std = torch.tensor([10.0, 120.0, 200.0]), torch.tensor([50.0, 60.0, 70.0])
     given_ = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole
-    found = data.normalise(given_, mean, std)
+    found = in_memory.normalise(given_, mean, std)
     assert torch.equal(found, (whole.float() - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1))
     assert found.is_contiguous(memory_format=torch.channels_last)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import launch
-from recipes.core import dist
-from recipes.core.config import Backend
+from recipes.core.config.parser import Backend
+from recipes.core.train import distributed
 from tests import helpers
 
 # The recipe on a torch that says it has MPI, for which gloo stands: rank and size are then MPI's to say, as they are in RANK_OF_MPI.
@@ -106,9 +106,9 @@ def test_the_jobs_backend_is_not_that_of_a_check(tmp_path: Path) -> None:
 
 def test_what_is_chosen_on_gpus() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert [dist.choose_backend(wanted, gpu) for wanted in (Backend.auto, Backend.nccl, Backend.gloo)] == [
+    assert [distributed.choose_backend(wanted, gpu) for wanted in (Backend.auto, Backend.nccl, Backend.gloo)] == [
         "nccl",
         "nccl",
         "gloo",
     ]
-    assert [dist.choose_backend(wanted, cpu) for wanted in (Backend.auto, Backend.gloo)] == ["gloo", "gloo"]
+    assert [distributed.choose_backend(wanted, cpu) for wanted in (Backend.auto, Backend.gloo)] == ["gloo", "gloo"]

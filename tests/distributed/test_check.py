@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import launch
-from recipes.core import config, datafiles, rehearsal
+from recipes.core.config import parser
+from recipes.core.data import download
 from recipes.core.errors import MachineError
-from recipes.core.rehearsal import Found
+from recipes.core.launch import checks
+from recipes.core.launch.checks import Found
 from tests import helpers
 from tests.helpers import ROOT, Ended
 from tests.slurm.jobs import copy_repository
@@ -149,7 +151,7 @@ def test_a_checkpoint_takes_what_was_said(
     recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
-    found = rehearsal.start(config.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
+    found = checks.start(parser.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
     ended = helpers.run([sys.executable, str(ROOT / "launch.py"), *typed, f"run_dir={tmp_path}/run"])
     assert ended.status == 0, ended.out
     real = (tmp_path / "run/checkpoints/step-00000002.pt").stat().st_size
@@ -177,9 +179,9 @@ def test_a_wrong_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_data_that_is_missing_or_damaged(damaged: bool, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    raw = data / datafiles.MNIST.folder
+    raw = data / download.MNIST.folder
     raw.mkdir(parents=True)
-    for file in datafiles.MNIST.files if damaged else ():
+    for file in download.MNIST.files if damaged else ():
         (raw / file.name).write_bytes(bytes(file.size))
     before = everything(data)
     ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
@@ -307,19 +309,19 @@ def test_a_disk_without_room(disk: Path) -> None:
 
 def test_how_many_checkpoints_want_room(disk: Path) -> None:
     two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
-    assert rehearsal.room(disk / "run", 3, five) == f"5 checkpoints of 1.7 MB, 8.4 MB free in {disk}"
-    assert rehearsal.room(disk / "run", 0, two) == f"all checkpoints stay, of 4.2 MB each, 8.4 MB free in {disk}"
+    assert checks.room(disk / "run", 3, five) == f"5 checkpoints of 1.7 MB, 8.4 MB free in {disk}"
+    assert checks.room(disk / "run", 0, two) == f"all checkpoints stay, of 4.2 MB each, 8.4 MB free in {disk}"
     for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
         with pytest.raises(MachineError, match=f"run_dir={disk}/run: {keep + 2} checkpoints of "):
-            rehearsal.room(disk / "run", keep, found)
+            checks.room(disk / "run", keep, found)
     folder = disk / "run/checkpoints"
     folder.mkdir(parents=True)
     for step in (1, 2, 3):  # which are replaced
         (folder / f"step-{step:08d}.pt").touch()
-    assert rehearsal.room(disk / "run", 3, two).startswith("2 checkpoints of ")
+    assert checks.room(disk / "run", 3, two).startswith("2 checkpoints of ")
     (disk / "full").write_bytes(bytes(8_300_000))
-    assert rehearsal.room(disk / "run", 3, little).startswith("2 checkpoints of ")
-    assert " free in " in rehearsal.room(disk / "run", 3, None)
+    assert checks.room(disk / "run", 3, little).startswith("2 checkpoints of ")
+    assert " free in " in checks.room(disk / "run", 3, None)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert parts(ended)["disk"] == f"wrong: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match=f"{tmp_path}/file is no folder: give another run_dir"):
-        rehearsal.room(tmp_path / "file/run", 3, None)
+        checks.room(tmp_path / "file/run", 3, None)
 
 
 # --- its end
@@ -360,13 +362,13 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
     temporary.mkdir()
     (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    settings, before = config.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
+    settings, before = parser.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
     with pytest.raises(MachineError, match=r"toy: has not come to its first step within 0\.5 s on this machine"):
-        rehearsal.start(settings, tmp_path / "run", 1, repo, tmp_path, patience_s=0.5)
+        checks.start(settings, tmp_path / "run", 1, repo, tmp_path, patience_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(
         MachineError, match=r"no temporary folder can be made .*: set TMPDIR to one that can be written"
     ):
-        rehearsal.start(settings, tmp_path / "run", 1, repo, tmp_path)
+        checks.start(settings, tmp_path / "run", 1, repo, tmp_path)

@@ -12,8 +12,8 @@ from torchvision.transforms import functional as TF
 
 from recipes import cifar
 from recipes.conf.cifar import Config
-from recipes.core import data
-from recipes.core.data import ImageSet
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
 from tests.distributed import alone
 from tests.distributed.alone import Trained
@@ -36,7 +36,7 @@ def small_net(cfg: Config, run: object) -> nn.Module:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    monkeypatch.setattr(data, "cifar10", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
     monkeypatch.setattr(cifar, "make_net", small_net)
     return lambda *words, **place: alone.train(
         cifar, tmp_path / str(place), monkeypatch, "global_batch_size=8", *words, **place
@@ -181,7 +181,7 @@ def test_what_is_learnt_holds_for_images_that_are_shifted_and_mirrored(
 ) -> None:
     """The training set has neither; the network learns them from the augmentation."""
     sets = coloured_patterns(60, 1, 0), coloured_patterns(60, 2, 4)
-    monkeypatch.setattr(data, "cifar10", lambda folder: sets)
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: sets)
 
     def flat_net(cfg: Config, run: object) -> nn.Module:  # what it learns at one place holds there alone
         layers = [nn.Conv2d(3, 32, 4, stride=4), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
@@ -236,7 +236,7 @@ def test_resnet9_adds_its_blocks_to_what_they_are_given() -> None:
 def test_a_run_does_not_go_on_with_other_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     train("max_steps=1")
     others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
-    monkeypatch.setattr(data, "cifar10", lambda folder: (others, TEST))
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (others, TEST))
     with pytest.raises(InputError, match=r"differs from these keys \(data:"):
         train("max_steps=2")
 
@@ -251,7 +251,7 @@ def test_a_run_does_not_go_on_with_other_images(train: Train, monkeypatch: pytes
 def test_what_cannot_be_trained_is_refused(
     words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "cifar10", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
     with pytest.raises(InputError, match=expected):
         alone.train(cifar, tmp_path, monkeypatch, *words)
 

@@ -19,14 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recipes.core import checkpoint, config, data, dist, local, rundir, session
-from recipes.core.checkpoint import State
-from recipes.core.config import Device
-from recipes.core.data import GlobalBatches
-from recipes.core.entry import Start
+from recipes.core.config import parser
+from recipes.core.config.parser import Device
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import GlobalBatches
 from recipes.core.errors import InputError, MachineError
-from recipes.core.metrics import Rows
-from recipes.core.ranks import RankInfo
+from recipes.core.launch import local
+from recipes.core.place.ranks import RankInfo
+from recipes.core.run import rundir
+from recipes.core.run.entry import Start
+from recipes.core.train import checkpoint, distributed, session
+from recipes.core.train.checkpoint import State
+from recipes.core.train.metrics import Rows
 from tests import helpers
 from tests.helpers import ROOT, clean_environment
 
@@ -54,14 +58,14 @@ def test_ranks_side_by_side_have_one_thread_each_and_collectives_no_timeout_of_t
 
     monkeypatch.setattr(torch.distributed, "init_process_group", init)
     for words, size in ((), 1), ((), 2), (("cpu_threads=5",), 2):
-        settings = config.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
+        settings = parser.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
         start = Start(settings, dataclasses.replace(rank(), world_size=size), {}, None)
         session._set_threads(start)
     assert threads == [1, 5]
     start = dataclasses.replace(start, ranks=rank())
-    with pytest.raises(MachineError, match="enough"), dist.process_group(start, torch.device("cpu")):
+    with pytest.raises(MachineError, match="enough"), distributed.process_group(start, torch.device("cpu")):
         pass
-    assert asked["timeout"] == dist.TORCH_TIMEOUT  # timeout_s is kept by our own clock
+    assert asked["timeout"] == distributed.TORCH_TIMEOUT  # timeout_s is kept by our own clock
 
 
 # resolve_device
@@ -103,7 +107,7 @@ def test_ranks_side_by_side_have_one_thread_each_and_collectives_no_timeout_of_t
 def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
     """Also on the second of two nodes, whose ranks have other numbers."""
     for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
-        assert dist.resolve_device(Device[device], there, environ, seen) == torch.device(expected)
+        assert distributed.resolve_device(Device[device], there, environ, seen) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_missing_gpus_are_one_line_with_host_and_counts(
     device: str, info: RankInfo, environ: dict[str, str], seen: int, words: list[str]
 ) -> None:
     with pytest.raises(MachineError) as error:
-        dist.resolve_device(Device[device], info, environ, seen)
+        distributed.resolve_device(Device[device], info, environ, seen)
     text = str(error.value)
     assert HOST in text
     assert all(word in text for word in words), text
@@ -161,7 +165,7 @@ def test_missing_gpus_are_one_line_with_host_and_counts(
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_be_one_group_are_a_line(found: list[list[str]], expected: str) -> None:
-    assert dist._odd_pair(found, 0) == expected
+    assert distributed._odd_pair(found, 0) == expected
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_ranks_that_cannot_be_one_group_are_a_line(found: list[list[str]], expec
     ],
 )
 def test_a_peers_end_is_told_from_ones_own_fault(error: BaseException, expected: bool) -> None:
-    assert dist.is_peer_error(error) is expected
+    assert distributed.is_peer_error(error) is expected
 
 
 # Samples of a rank
@@ -185,7 +189,7 @@ def test_a_peers_end_is_told_from_ones_own_fault(error: BaseException, expected:
 
 @given(count=st.integers(0, 500), world_size=st.integers(1, 40))
 def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
-    parts = [list(range(count))[data.share(count, r, world_size)] for r in range(world_size)]
+    parts = [list(range(count))[in_memory.share(count, r, world_size)] for r in range(world_size)]
     assert [i for part in parts for i in part] == list(range(count))
     assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
 
@@ -197,7 +201,7 @@ def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_si
 def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
 ) -> None:
-    def shards(rank: int, size: int, first_batch: int = 0) -> list[data.Shard]:
+    def shards(rank: int, size: int, first_batch: int = 0) -> list[in_memory.Shard]:
         return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
 
     alone = shards(0, 1)
@@ -218,7 +222,7 @@ def test_another_seed_or_epoch_is_another_order() -> None:
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
     assert orders[0] == order(0, 0)
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert data.generator(3, 4).initial_seed() != data.generator(3, 4, stream=1).initial_seed()
+    assert in_memory.generator(3, 4).initial_seed() != in_memory.generator(3, 4, stream=1).initial_seed()
 
 
 # Checkpoints
@@ -472,7 +476,7 @@ def test_a_line_is_one_write_so_that_ranks_do_not_speak_into_each_other(tmp_path
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    from recipes.core import logs
+    from recipes.core.run import logs
 
     with pytest.raises(MachineError, match=r"rank0\.log"), logs.copied_to(tmp_path / "none" / "rank0.log"):
         pass

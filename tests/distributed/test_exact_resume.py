@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.core import checkpoint
+from recipes.core.train import checkpoint
 from tests import helpers
 
 CODE = """

@@ -22,13 +22,16 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
-from recipes.core import checkpoint, dist, entry, errors, local, metrics, preempt, rundir, session, train, watchdog
-from recipes.core.checkpoint import State
-from recipes.core.data import GlobalBatches, Shard
+from recipes.core import errors
+from recipes.core.data.in_memory import GlobalBatches, Shard
 from recipes.core.errors import Kind
-from recipes.core.local import Layout
-from recipes.core.ranks import RankInfo
-from recipes.core.session import Run
+from recipes.core.launch import local
+from recipes.core.launch.local import Layout
+from recipes.core.place.ranks import RankInfo
+from recipes.core.run import entry, rundir, signals, watchdog
+from recipes.core.train import checkpoint, distributed, loop, metrics, session
+from recipes.core.train.checkpoint import State
+from recipes.core.train.session import Run
 from tests import helpers
 
 STEP = {
@@ -66,7 +69,7 @@ class Trained:
         ]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
-        with dist.process_group(start, torch.device("cpu")) as world, preempt.stop_flag() as stop:
+        with distributed.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
             net = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -94,8 +97,8 @@ class Trained:
             (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
             try:
                 if resumes:
-                    run.resume(run.state, train.sampler_state(batches))
-                results = train.fit(run, cfg, net, batches, loss_sum, evaluate)
+                    run.resume(run.state, loop.sampler_state(batches))
+                results = loop.fit(run, cfg, net, batches, loss_sum, evaluate)
                 if resumes:
                     run.finish(results)
             finally:
@@ -157,13 +160,13 @@ def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path, capsys: pyte
 def test_the_rank_that_is_behind_is_named(
     first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "PULSE_S", 0.1)
+    monkeypatch.setattr(distributed, "PULSE_S", 0.1)
     answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
     store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
     info = RankInfo(0, 0, 0, 3, 3, 1, "127.0.0.1", 1, "env", (), False, None, 0)
     pulse = watchdog.Pulse()
     pulse.beat(watchdog.SUM, 7)
-    world = dist.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
+    world = distributed.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
     assert world.behind() == named
 
 
@@ -435,7 +438,7 @@ def test_the_average_is_torchs_own() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     run: Any = SimpleNamespace(say=print)
     batches: Any = SimpleNamespace(global_batch_size=8, num_samples=8)
-    ours = train.averaged(run, net, 0.9, 0, batches)
+    ours = loop.averaged(run, net, 0.9, 0, batches)
     theirs = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
     assert ours
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -457,10 +460,10 @@ def test_the_average_is_torchs_own() -> None:
 def test_rank_0_looks_to_the_end_of_its_job(
     rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, over, stop = [], threading.Event(), preempt.StopFlag()
-    monkeypatch.setattr(preempt, "seconds_left", lambda environ: 600.0)
+    seen, over, stop = [], threading.Event(), signals.StopFlag()
+    monkeypatch.setattr(signals, "seconds_left", lambda environ: 600.0)
     monkeypatch.setattr(
-        preempt, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
+        signals, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
     )
     start: Any = SimpleNamespace(
         ranks=SimpleNamespace(rank=rank, in_slurm=in_slurm),
@@ -487,8 +490,8 @@ def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
-        dist._meet(info, 40.0, watchdog.RunningClock())
-    never = dist.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
+        distributed._meet(info, 40.0, watchdog.RunningClock())
+    never = distributed.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
     assert given == [40, never, 30, never]  # rank 1 gives up first, and reports why
 
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
@@ -496,19 +499,19 @@ def test_the_ranks_wait_for_each_other_as_long_as_timeout_s(monkeypatch: pytest.
     made, real = [], torch.distributed.init_process_group
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
     start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
-    with dist.process_group(start, torch.device("cpu")) as world:
+    with distributed.process_group(start, torch.device("cpu")) as world:
         assert world.timeout_s == 40
-    assert [by["timeout"] for by in made] == [dist.TORCH_TIMEOUT]
+    assert [by["timeout"] for by in made] == [distributed.TORCH_TIMEOUT]
 
 
 def test_a_rank_that_cannot_reach_rank_0_gives_up_first() -> None:
-    assert [dist.sooner(seconds) for seconds in (600, 20)] == [590, 15]
+    assert [distributed.sooner(seconds) for seconds in (600, 20)] == [590, 15]
 
 
 def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
     suspensions = iter([0.0, 60.4, 60.4, 60.4, 0.0, 31.0, 31.0])
-    monkeypatch.setattr(dist, "POLL_S", 0.01)
+    monkeypatch.setattr(distributed, "POLL_S", 0.01)
 
     def suspension_s() -> float:
         clock.stopped_s += 3.0  # by a busy machine
@@ -568,4 +571,4 @@ def test_a_wait_for_nobody_in_particular_is_ended_where_a_rank_does_nothing_else
     assert bool(said) == ends
     if ends:
         (error, named), code = said
-        assert (named, code, dist.peer_kind(error)) == (behind, 1, Kind.timeout)
+        assert (named, code, distributed.peer_kind(error)) == (behind, 1, Kind.timeout)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core import rundir, session, watchdog
+from recipes.core.run import rundir, watchdog
+from recipes.core.train import session
 from tests import forked, helpers
 
 HELD = """
@@ -54,8 +55,8 @@ def test_each_rank_has_a_watchdog_and_files_are_the_groups_to_read(held: list[fo
     run_dir = tmp_path / "run"
     for rank in held:
         commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
-        [watcher] = [command for command in commands if "recipes.core.watchdog" in command]
-        at = watcher.index("recipes.core.watchdog")
+        [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
+        at = watcher.index("recipes.core.run.watchdog")
         assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
     found = {
         path.relative_to(run_dir): stat.S_IMODE(path.stat().st_mode) for path in run_dir.rglob("*") if path.is_file()

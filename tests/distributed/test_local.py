@@ -19,7 +19,10 @@ import torch
 import yaml
 
 from launch import local_layout
-from recipes.core import config, errors, local, preempt, rundir
+from recipes.core import errors
+from recipes.core.config import parser
+from recipes.core.launch import local
+from recipes.core.run import rundir, signals
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -273,7 +276,7 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
 
     def ranks(*words: str) -> tuple[int, ...]:
-        return local_layout(config.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
+        return local_layout(parser.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
@@ -284,7 +287,7 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 # The launcher itself, with ranks that are no recipes: fast, and as unruly as need be.
 
 
-def launch(code: str, ranks: int, run_dir: Path | None = None, together_s: float = preempt.TOGETHER_S) -> list[str]:
+def launch(code: str, ranks: int, run_dir: Path | None = None, together_s: float = signals.TOGETHER_S) -> list[str]:
     """The command of a process that runs ``code`` on that many ranks and ends with the launcher's status."""
     program = (
         "import os, sys; from pathlib import Path; from recipes.core import local, preempt\n"
@@ -405,7 +408,7 @@ def test_asked_twice_the_launcher_does_not_wait() -> None:
     pids = ups(process, 2)
     process.terminate()
     assert "once more to stop at once" in process.stdout.readline()  # type: ignore[union-attr]
-    time.sleep(2 * preempt.TOGETHER_S)
+    time.sleep(2 * signals.TOGETHER_S)
     assert all(helpers.alive(pid) for pid in pids)
     process.terminate()
     ended = helpers.finish(process, timeout_s=5)
@@ -436,9 +439,9 @@ def test_signals_that_are_one_request_are_one_stop() -> None:
     `timeout 1h python launch.py …` sends its own to the launcher, and then to its group, which the launcher is in."""
     ranks = STUBBORN + SLEEP.replace("30", "3")
     cases = (
-        (signal.SIGHUP, 0.1, preempt.TOGETHER_S),
+        (signal.SIGHUP, 0.1, signals.TOGETHER_S),
         (signal.SIGTERM, 0.1, 60),
-        (signal.SIGHUP, 0.6, preempt.TOGETHER_S),
+        (signal.SIGHUP, 0.6, signals.TOGETHER_S),
     )
     started = [helpers.start(launch(ranks, 1, together_s=together_s)) for _, _, together_s in cases]
     for process in started:

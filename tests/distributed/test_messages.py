@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from recipes import collectives
 from recipes.conf.collectives import OPERATIONS, Config, Mode, bytes_of, sizes_of
-from recipes.core import bandwidth, drawing, gpucheck, linkcheck, outliers, ranks
-from recipes.core.dist import World
-from recipes.core.session import Run
+from recipes.core import bandwidth, drawing, outliers
+from recipes.core.doctor import gpucheck, linkcheck
+from recipes.core.place import ranks
+from recipes.core.train.distributed import World
+from recipes.core.train.session import Run
 from tests import helpers
 
 LESSONS = (

@@ -12,9 +12,9 @@ import torch
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core import data, datafiles
-from recipes.core.data import ImageSet
-from recipes.core.datafiles import DataFileError
+from recipes.core.data import download, in_memory
+from recipes.core.data.download import DataFileError
+from recipes.core.data.in_memory import ImageSet
 from tests import helpers
 from tests.distributed import alone
 from tests.distributed.alone import Trained
@@ -28,7 +28,7 @@ TRAIN, TEST = ImageSet(PIXELS[:64], LABELS[:64]), ImageSet(PIXELS[64:], LABELS[6
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    monkeypatch.setattr(data, "mnist", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(in_memory, "mnist", lambda folder: (TRAIN, TEST))
     folders = (tmp_path / str(i) for i in range(9))
     return lambda *words, **place: alone.train(
         mnist, next(folders), monkeypatch, "global_batch_size=16", *words, **place
@@ -128,7 +128,7 @@ def test_a_set_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> 
         header = struct.pack(">II", 0x801, len(labels))
         (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(header + labels)
         with pytest.raises(DataFileError, match=expected):
-            data.mnist(str(tmp_path))
+            in_memory.mnist(str(tmp_path))
 
 
 def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytes
             paths[f"{part}_{name}"] = path = tmp_path / f"{part}-{name}"
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
-    for find, load in (("find_mnist", data.mnist), ("find_cifar10", data.cifar10)):
-        monkeypatch.setattr(datafiles, find, lambda folder: paths)
+    for find, load in (("find_mnist", in_memory.mnist), ("find_cifar10", in_memory.cifar10)):
+        monkeypatch.setattr(download, find, lambda folder: paths)
         found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
         assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 

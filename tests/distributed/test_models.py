@@ -11,8 +11,8 @@ import torch
 import torchvision
 
 from recipes import cifar, prepare
-from recipes.core import models
 from recipes.core.errors import InputError, MachineError
+from recipes.core.train import models
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint, rundir
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint
 from tests import helpers
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.core import checkpoint, metrics, rundir
-from recipes.core.checkpoint import HostCopy, Keep, Saver
 from recipes.core.errors import MachineError
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint, metrics
+from recipes.core.train.checkpoint import HostCopy, Keep, Saver
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core import preempt, session
+from recipes.core.run import signals
+from recipes.core.train import session
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -75,9 +76,9 @@ def test_an_interrupt_that_its_main_thread_does_not_heed_leaves_word(tmp_path: P
         assert process.poll() is None
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-        time.sleep(2 * preempt.TOGETHER_S)
+        time.sleep(2 * signals.TOGETHER_S)
     ended = helpers.finish(process)
-    assert ended.status == preempt.INTERRUPTED, ended.out
+    assert ended.status == signals.INTERRUPTED, ended.out
     status = helpers.read(tmp_path, "status")
     assert (status["state"], status["reason"]) == ("failed", f"rank 0 on {HOST} failed first: KeyboardInterrupt")
 

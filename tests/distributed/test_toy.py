@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core import checkpoint
+from recipes.core.train import checkpoint
 from tests import helpers
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")

@@ -8,7 +8,7 @@ $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, an
 The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
 """
 
-from recipes.core import entry
+from recipes.core.run import entry
 
 START = entry.begin("broken") if __name__ == "__main__" else None
 
@@ -30,10 +30,11 @@ from recipes.conf.broken import Config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.core import data, session, train
-from recipes.core.checkpoint import State
-from recipes.core.data import GlobalBatches, Shard
-from recipes.core.session import Run
+from recipes.core.data import in_memory
+from recipes.core.train import loop, session
+from recipes.core.train.checkpoint import State
+from recipes.core.data.in_memory import GlobalBatches, Shard
+from recipes.core.train.session import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
 
@@ -259,7 +260,7 @@ def misbehave(run: Run, where: str) -> float:
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    random = data.generator(cfg.seed, 0, stream=2)
+    random = in_memory.generator(cfg.seed, 0, stream=2)
     inputs = torch.randn(cfg.samples, 8, generator=random).to(world.device)
     labels = torch.randint(0, 4, (cfg.samples,), generator=random).to(world.device)
     width = cfg.width + 1 if os.environ.get("FAULT") == "another_model" else cfg.width
@@ -269,9 +270,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    train.want_full_batches(cfg, batches, world.size)
+    loop.want_full_batches(cfg, batches, world.size)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-    ema = train.averaged(run, net, 0.9, 0, batches)
+    ema = loop.averaged(run, net, 0.9, 0, batches)
 
     def loss_sum(shard: Shard) -> Tensor:
         time.sleep(cfg.pace_s)
@@ -282,11 +283,11 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         misbehave(run, "evaluate")
-        part = data.share(len(inputs), world.rank, world.size)
+        part = in_memory.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        with train.evaluated(run) as best:
-            return train.count_right(run, answers(best, part))
+        with loop.evaluated(run) as best:
+            return loop.count_right(run, answers(best, part))
 
     def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):
@@ -296,12 +297,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             else:
                 yield best(inputs[:0]), labels[:0]
 
-    train.seed_ranks(run, cfg.seed)
+    loop.seed_ranks(run, cfg.seed)
     misbehave(run, "start")
-    run.resume(State(net, optimizer, scheduler, ema), train.sampler_state(batches))
+    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:
-        return train.evaluate_only(run, evaluate)
-    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+        return loop.evaluate_only(run, evaluate)
+    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
 
 
 if START:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipes.core.config import TrainKeys, key
+from recipes.core.config.parser import TrainKeys, key
 
 
 @dataclass(frozen=True)

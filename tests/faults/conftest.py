@@ -14,7 +14,7 @@ from typing import Protocol
 
 import pytest
 
-from recipes.core import checkpoint
+from recipes.core.train import checkpoint
 from tests import forked, helpers
 
 HERE = Path(__file__).parent

@@ -37,7 +37,8 @@ def attempt(run_dir: Path, *words: str, first: Callable[[], None] | None = None)
 def become(run_dir: Path, words: tuple[str, ...], first: Callable[[], None] | None) -> NoReturn:
     code = 99
     try:
-        from recipes.core import entry, session
+        from recipes.core.run import entry
+        from recipes.core.train import session
 
         out = os.open(run_dir.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)

@@ -33,9 +33,14 @@ from torch import nn
 
 import launch
 from recipes import prepare
-from recipes.core import batch, checkpoint, config, datafiles, models, packing, rundir, submit
-from recipes.core.datafiles import CIFAR10, DataFile, DataFileError
+from recipes.core.config import parser
+from recipes.core.data import download
+from recipes.core.data.download import CIFAR10, DataFile, DataFileError
+from recipes.core.data.packed import packing
 from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.launch import batch, submit
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint, models
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +209,7 @@ def test_values_of_a_sites_profile_run_nothing(
     at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = site(at_work)
-    monkeypatch.setattr(config, "ROOT", root)
+    monkeypatch.setattr(parser, "ROOT", root)
     here = root / "env" / "clusters" / "here.yaml"
     for key in (
         "partition",
@@ -276,7 +281,7 @@ def test_a_profile_outside_of_the_sites_folder_is_not_read(at_work: Trap) -> Non
         assert at_work.said("srun") is None
         assert not (at_work.notes / "modules").exists()
         with pytest.raises(ConfigError, match="cluster="):
-            config.parse([f"recipe={RECIPE}"], environ={"RECIPES_CLUSTER": name})
+            parser.parse([f"recipe={RECIPE}"], environ={"RECIPES_CLUSTER": name})
     at_work.bash("-c", f"cd {root} && exec bash sbatch/mnist_1x1.sh cluster=here")
     assert (at_work.notes / "modules").read_text() == "load gcc/12\n"
 
@@ -287,7 +292,7 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
         folder = at_work.work / payload.replace("/", "_")
         if not str(folder).isprintable():
             continue
-        for find in (datafiles.find_mnist, datafiles.find_cifar10):
+        for find in (download.find_mnist, download.find_cifar10):
             with pytest.raises(DataFileError) as caught:
                 find(folder)
             command = str(caught.value).rpartition("run ")[2]
@@ -341,7 +346,7 @@ def test_a_file_of_keys_makes_no_objects(
     (at_work.work / "keys.yaml").write_text(text)
     (root / "env" / "clusters" / "here.yaml").write_text(text)
     assert not attempt(at_work, ["config=keys.yaml"], capsys)
-    monkeypatch.setattr(config, "ROOT", root)
+    monkeypatch.setattr(parser, "ROOT", root)
     assert not attempt(at_work, ["cluster=here"], capsys)
     yaml.unsafe_load(text)
     assert at_work.fired()  # or the trap above was none
@@ -619,7 +624,7 @@ def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
     secret.write_bytes(b"\x01" * len(BATCH))
     content = archive(hostile(trap.canary, secret)[kind])
     file = DataFile(CIFAR10.files[0].name, len(content), hashlib.sha256(content).hexdigest(), keep_packed=True)
-    for module in (prepare, datafiles):
+    for module in (prepare, download):
         monkeypatch.setattr(module, "CIFAR10", replace(CIFAR10, files=(file,)))
     monkeypatch.setattr(prepare, "BATCH_IMAGES", FEW)
     (trap.work / file.name).write_bytes(content)
@@ -632,11 +637,11 @@ def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
         assert file.name in err
         assert err.count("\n") == 1
         with pytest.raises(DataFileError):
-            datafiles.find_cifar10(trap.work / "data")
+            download.find_cifar10(trap.work / "data")
     else:
         assert (status, err) == (0, "")
         assert sorted(path.name for path in data.iterdir()) == sorted(
-            [*datafiles.CIFAR10_IDX, "index.json", "prepare.lock"]
+            [*download.CIFAR10_IDX, "index.json", "prepare.lock"]
         )
     assert not trap.fired()
     assert {path for path in trap.folder.rglob("*") if data not in path.parents} - before <= {trap.work / "data", data}
@@ -666,7 +671,7 @@ def test_a_link_at_a_temporary_files_name_is_not_followed(trap: Trap, monkeypatc
     part = trap.work / f".t.{os.uname().nodename}.00000000.part"
     part.symlink_to(trap.canary)
     with pytest.raises(FileExistsError):
-        datafiles.install(
+        download.install(
             str(victim), DataFile("t", 4, hashlib.sha256(b"mine").hexdigest()), trap.work, lambda done: None
         )
     assert not trap.fired()

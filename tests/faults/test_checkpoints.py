@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core import checkpoint
 from recipes.core.errors import InputError
+from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults import conftest
 from tests.faults import saves as saves_module

@@ -30,10 +30,12 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core import datafiles, images, models, packing
-from recipes.core.datafiles import DataFileError
+from recipes.core.data import download, images
+from recipes.core.data.download import DataFileError
+from recipes.core.data.packed import packing
+from recipes.core.data.packed.packing import PackOptions, Unreadable
 from recipes.core.errors import InputError
-from recipes.core.packing import PackOptions, Unreadable
+from recipes.core.train import models
 from tests.helpers import wait_until
 from tests.unit import test_prepare as tiny
 from tests.unit import test_prepare_cifar10 as small
@@ -100,7 +102,7 @@ def test_a_damaged_idx_file_is_named_or_read_as_its_header_says(packed: bool, tm
             content = damaged(random.Random(number), whole)
             path.write_bytes(content)
             try:
-                shape, payload = datafiles.read_idx(path)
+                shape, payload = download.read_idx(path)
             except DataFileError as error:
                 one_line(str(error), path, "recipes.prepare mnist")
                 seen["named"] += 1
@@ -156,7 +158,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "BATCH_IMAGES", small.N)
     known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
     monkeypatch.setattr(prepare, "PICKLE_MD5", known)
-    monkeypatch.setattr(datafiles, "RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
 
 
 @pytest.mark.usefixtures("few")
@@ -174,8 +176,8 @@ def test_a_damaged_copy_of_cifar_is_named_and_what_was_there_before_is_not_taken
         one_line(err.removesuffix("\n"), Path(bad).name)
         assert "next:" not in out
         with pytest.raises(DataFileError, match=r"index\.json"):
-            datafiles.find_cifar10(data)
-        assert {path.name for path in (data / "cifar10").iterdir()} <= {*datafiles.CIFAR10_IDX, "prepare.lock"}
+            download.find_cifar10(data)
+        assert {path.name for path in (data / "cifar10").iterdir()} <= {*download.CIFAR10_IDX, "prepare.lock"}
     small.put(tmp_path / "source", contents)
     assert small.run(data, tmp_path / "source") == 0
     small.assert_complete(data)
@@ -190,7 +192,7 @@ def test_a_cifar_that_has_rotten_is_made_anew_or_refused(tmp_path: Path, capsys:
     seen: Counter[int] = Counter()
     for number in range(70):
         chance = random.Random(number)
-        bad = chance.choice(("index.json", "index.json", *datafiles.CIFAR10_IDX))
+        bad = chance.choice(("index.json", "index.json", *download.CIFAR10_IDX))
         small.put(data / "cifar10", good)
         (data / "cifar10" / bad).write_bytes(damaged(chance, good[bad]))
         status = small.run(data, source)
@@ -334,8 +336,8 @@ def test_damaged_photos_in_a_folder_of_classes_are_named_and_counted(
     assert all(int(name.rpartition("/")[2].removesuffix(".jpg")) % 5 == 0 for name in skipped if "gone" not in name)
     assert index["samples"]["train"] + index["samples"]["test"] + len(skipped) == 42
     assert all(f"skipped {name}: " in out for name in list(skipped)[:10])
-    files = datafiles.find_cifar10(tmp_path / "data")
-    assert datafiles.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
+    files = download.find_cifar10(tmp_path / "data")
+    assert download.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
 
 
 # --- packed copies
@@ -526,7 +528,7 @@ def test_of_many_processes_one_makes_cifar_and_the_others_say_who(
                 assert other.returncode == 3
                 one_line(err.removesuffix("\n"), "prepare.lock", "another process")
             with pytest.raises(DataFileError):
-                datafiles.find_cifar10(tmp_path)
+                download.find_cifar10(tmp_path)
             go_on.set()
             assert first.wait(60) == 0
         finally:

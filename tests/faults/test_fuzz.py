@@ -27,12 +27,14 @@ import pytest
 
 import launch
 from recipes import prepare
-from recipes.core import config, errors, slurm
-from recipes.core.config import JobKeys, RunKeys
+from recipes.core import errors
+from recipes.core.config import parser
+from recipes.core.config.parser import JobKeys, RunKeys
 from recipes.core.errors import ConfigError, MachineError
+from recipes.core.launch import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = config.recipe_names()
+RECIPES = parser.recipe_names()
 
 pytestmark = pytest.mark.fault(37, 38)
 
@@ -212,7 +214,7 @@ class Known:
 
 def known(recipe: str) -> Known:
     values, classes = {}, {}
-    for cls in (JobKeys, RunKeys, config.recipe_conf(recipe)[0]):
+    for cls in (JobKeys, RunKeys, parser.recipe_conf(recipe)[0]):
         for field in dataclasses.fields(cls):
             default = field.default.name if isinstance(field.default, Enum) else field.default
             values[field.name] = (
@@ -269,9 +271,9 @@ def culprits(words: Sequence[str], recipe: str) -> list[str]:
 # --- keys
 
 
-def settle(words: Sequence[str], recipe: str = "") -> config.Settings:
+def settle(words: Sequence[str], recipe: str = "") -> parser.Settings:
     """What launch.py and a batch script do with words before anything is started."""
-    settings = config.parse(words, recipe=recipe, environ={})
+    settings = parser.parse(words, recipe=recipe, environ={})
     job = slurm.describe(settings, Path("/r"), Path("/b"))
     slurm.submitit_parameters(job, "/python")
     for keys in (settings.job, settings.run, settings.config):
@@ -280,7 +282,7 @@ def settle(words: Sequence[str], recipe: str = "") -> config.Settings:
     return settings
 
 
-def lay_out(settings: config.Settings) -> None:
+def lay_out(settings: parser.Settings) -> None:
     """What launcher=local makes of the same keys: ranks, or its own refusal."""
     refusal = ""
     try:
@@ -389,7 +391,7 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for path in (ROOT / "env").glob("*.env"):
         (tmp_path / "env" / path.name).symlink_to(path)
-    monkeypatch.setattr(config, "ROOT", tmp_path)
+    monkeypatch.setattr(parser, "ROOT", tmp_path)
     here, taken, named = folder / "here.yaml", list[Path](), list[list[str]]()
     usual = {
         "partition": "gpu", "account": "a", "qos": "q", "constraint": "a|b", "reservation": "r",
@@ -407,7 +409,7 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             settle(typed)
             taken.append(folder / f"taken{len(taken)}.txt")
             taken[-1].write_bytes(content)
-            named.append(config.cluster_profile("here").get("modules", []))
+            named.append(parser.cluster_profile("here").get("modules", []))
 
         return content, act, [str(here), "cluster=", *(f"{name}=" for name in usual), str(folder.parent)]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.core import preempt
+from recipes.core.run import signals
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start
@@ -346,7 +346,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
             assert launcher.stdout
             while "once more to stop at once" not in launcher.stdout.readline():
                 assert launcher.poll() is None
-            time.sleep(2 * preempt.TOGETHER_S)
+            time.sleep(2 * signals.TOGETHER_S)
             launcher.terminate()
         else:
             os.kill(ranks[1], signal.SIGKILL)

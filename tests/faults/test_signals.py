@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint, preempt, rundir
+from recipes.core.run import rundir, signals
+from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start
@@ -417,7 +418,7 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
         pids = helpers.children(terminal.pid) if command == "launcher" else [terminal.pid]
         terminal.press_ctrl_c()
         terminal.wait_until(noted(run_dir, "SIGTERM" if command == "launcher" else "SIGINT"), 30, "the first is noted")
-        time.sleep(2 * preempt.TOGETHER_S)
+        time.sleep(2 * signals.TOGETHER_S)
         assert not terminal.ended()
         second = time.monotonic()
         terminal.press_ctrl_c()

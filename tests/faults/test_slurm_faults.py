@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core import checkpoint, ranks, rundir
+from recipes.core.place import ranks
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults.conftest import Recorded
 from tests.helpers import rows, wait_until

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint
+from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults.conftest import Recorded
 from tests.slurm import jobs

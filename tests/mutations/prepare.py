@@ -6,7 +6,7 @@ PREPARE = "tests/unit/test_prepare.py"
 CIFAR = "tests/unit/test_prepare_cifar10.py"
 IDX = "tests/unit/test_idx.py"
 PACKING = "tests/unit/test_packing.py"
-FILES = "recipes/core/datafiles.py"
+FILES = "recipes/core/data/download.py"
 RECIPE = "recipes/prepare.py"
 
 MUTATIONS = [
@@ -369,28 +369,28 @@ MUTATIONS = [
     ),
     # the index of a packed copy
     Mutation(
-        "recipes/core/packing.py",
+        "recipes/core/data/packed/packing.py",
         "offset += len(payload)",
         "offset += len(data)",
         "a packed copy's images are cut at wrong places where they were encoded anew",
         PACKING,
     ),
     Mutation(
-        "recipes/core/packing.py",
+        "recipes/core/data/packed/packing.py",
         'RECORD.pack(offset, len(payload), task["number"], label, height, width)',
         'RECORD.pack(offset, len(payload), task["number"], label, width, height)',
         "raw images of a packed copy have their sides exchanged",
         PACKING,
     ),
     Mutation(
-        "recipes/core/packing.py",
+        "recipes/core/data/packed/packing.py",
         'RECORD.pack(offset, len(payload), task["number"], label, height, width)',
         "RECORD.pack(offset, len(payload), 0, label, height, width)",
         "all samples of a packed copy point into its first file",
         PACKING,
     ),
     Mutation(
-        "recipes/core/packing.py",
+        "recipes/core/data/packed/packing.py",
         'isinstance(note["converted"], dict) and datafiles.fault_of(shard, known) is None',
         'isinstance(note["converted"], dict)',
         "a damaged file of a packed copy is kept when packing is resumed",

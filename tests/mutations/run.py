@@ -2,8 +2,16 @@
 
 from tests.mutations import Mutation
 
-SESSION, TRAIN, DIST = "recipes/core/session.py", "recipes/core/train.py", "recipes/core/dist.py"
-CHECKPOINT, RUNDIR, PREEMPT = "recipes/core/checkpoint.py", "recipes/core/rundir.py", "recipes/core/preempt.py"
+SESSION, TRAIN, DIST = (
+    "recipes/core/train/session.py",
+    "recipes/core/train/loop.py",
+    "recipes/core/train/distributed.py",
+)
+CHECKPOINT, RUNDIR, PREEMPT = (
+    "recipes/core/train/checkpoint.py",
+    "recipes/core/run/rundir.py",
+    "recipes/core/run/signals.py",
+)
 RESUME, GUARDS, FIT = (
     "tests/distributed/test_exact_resume.py",
     "tests/distributed/test_guards.py",
@@ -317,77 +325,77 @@ MUTATIONS = [
         f"{UNIT}/test_rundir.py",
     ),
     Mutation(
-        "recipes/core/watchdog.py",
+        "recipes/core/run/watchdog.py",
         "elif moment - since > timeout_s:",
         "elif quiet_s > 60 * timeout_s:",
         "the watchdog waits minutes where seconds were asked for",
         f"{UNIT}/test_watchdog.py",
     ),
     Mutation(
-        "recipes/core/metrics.py",
+        "recipes/core/train/metrics.py",
         '        if torn:\n            self._file.write("\\n")\n',
         "",
         "a row that a kill has cut spoils the first row of the next attempt",
         SAVING,
     ),
     Mutation(
-        "recipes/core/logs.py",
+        "recipes/core/run/logs.py",
         '["tee", "-a", str(path)]',
         '["tee", str(path)]',
         "the log of an attempt before this one is lost",
         RESUME,
     ),
     Mutation(
-        "recipes/core/entry.py",
+        "recipes/core/run/entry.py",
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})",
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})",
         "a warning of the time limit that comes while a rank starts ends it",
         FIT,
     ),
     Mutation(
-        "recipes/core/runs.py",
+        "recipes/core/run/table.py",
         '    if state != "done":  # what an earlier attempt has left\n        summary = {}\n',
         "",
         "a failed run is shown with the accuracy of an earlier attempt",
         f"{UNIT}/test_report.py",
     ),
     Mutation(
-        "recipes/core/runs.py",
+        "recipes/core/run/table.py",
         "for line in reversed(_last_lines(path)):",
         "for line in _last_lines(path):",
         "the table shows a run's first row in place of its last",
         f"{UNIT}/test_report.py",
     ),
     Mutation(
-        "recipes/core/config.py",
+        "recipes/core/config/parser.py",
         "from_run = {k: v for k, v in _keys_of(resumes, recipe, recipe_class).items() if k not in given} if resumes else {}",
         "from_run: dict[str, str] = {}",
         "a run that is resumed without its keys is trained on with the defaults",
         f"{UNIT}/test_config.py",
     ),
     Mutation(
-        "recipes/core/config.py",
+        "recipes/core/config/parser.py",
         "if not finished and now.lr_depends_on_length:",
         "if False:",
         "epochs= typed on a resume changes the learning-rate schedule midway without consent",
         f"{UNIT}/test_config.py",
     ),
     Mutation(
-        "recipes/core/runs.py",
+        "recipes/core/run/table.py",
         'state, note = "refused", ',
         "state, note = state, ",
         "a run whose newest launch was refused is shown as done",
         f"{UNIT}/test_report.py",
     ),
     Mutation(
-        "recipes/core/liveness.py",
+        "recipes/core/run/liveness.py",
         "if not found or found.ended or (",
         'if not found or found.ended or found.state != "RUNNING" or (',
         "a second job takes the run directory of a suspended or requeued job over",
         "tests/slurm/test_second_job.py",
     ),
     Mutation(
-        "recipes/core/liveness.py",
+        "recipes/core/run/liveness.py",
         '_started(int(its["pid"])) == its["started"]',
         '_started(int(its["pid"])) != ""',
         "a run cannot be resumed while another process has the number of its old one",
@@ -500,7 +508,7 @@ MUTATIONS = [
         RESUME,
     ),
     Mutation(
-        "recipes/core/watchdog.py",
+        "recipes/core/run/watchdog.py",
         "                self.stopped_s += moment - before - POLL_S\n",
         "",
         "a job that was suspended longer than timeout_s is killed when it continues",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import checkpoint
+from recipes.core.train import checkpoint
 from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster

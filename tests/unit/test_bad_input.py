@@ -16,7 +16,9 @@ import pytest
 
 import launch
 from recipes import prepare
-from recipes.core import batch, entry, errors, local, rundir
+from recipes.core import errors
+from recipes.core.launch import batch, local
+from recipes.core.run import entry, rundir
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -344,7 +346,7 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
     [
         (("launch.py", "recipe=mnist", "launcher=print", "epoch=3"), 2),
         (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
-        (("-m", "recipes.core.batch", "begin", "mnist", "lr=fast"), 2),
+        (("-m", "recipes.core.launch.batch", "begin", "mnist", "lr=fast"), 2),
         (("-m", "recipes.mnist", "nodes=2"), 2),
         (("-m", "recipes.prepare", "minst"), 2),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import classfolder
+from recipes.core.data import classfolder
 from recipes.core.errors import InputError
 
 

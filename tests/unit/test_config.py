@@ -14,16 +14,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipes.conf import mnist
-from recipes.core import config, rundir
-from recipes.core.config import Device, JobKeys, Launcher, RunKeys, TrainKeys
+from recipes.core.config import parser
+from recipes.core.config.parser import Device, JobKeys, Launcher, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError
+from recipes.core.run import rundir
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = config.recipe_names()
+RECIPES = parser.recipe_names()
 
 
-def parse(*words: str, recipe: str = "", **environ: str) -> config.Settings:
-    return config.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
+def parse(*words: str, recipe: str = "", **environ: str) -> parser.Settings:
+    return parser.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
 
 
 def refusal(*words: str, recipe: str = "", **environ: str) -> str:
@@ -44,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "recipes").symlink_to(ROOT / "recipes")
     for file in (ROOT / "env").glob("*.env"):
         (root / "env" / file.name).symlink_to(file)
-    monkeypatch.setattr(config, "ROOT", root)
+    monkeypatch.setattr(parser, "ROOT", root)
     return root / "env" / "clusters" / "here.yaml"
 
 
@@ -113,7 +114,7 @@ def test_a_profiles_data_dir_is_the_recipes_default(site: Path, tmp_path: Path) 
     for data_dir, expected in (("''", "/site/data"), ("/old", "/old")):
         run = a_run(tmp_path / expected[1:], 5, data_dir=data_dir)
         assert parse("cluster=here", f"run_dir={run}").config.data_dir == expected
-    assert config.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
+    assert parser.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
 
 
 def test_the_typed_cluster_wins_over_the_environments(site: Path) -> None:
@@ -126,10 +127,10 @@ def test_a_time_in_a_yaml_file_is_the_time_that_stands_there(tmp_path: Path, sit
     """YAML 1.1 takes 12:00:00 for a number to the base of 60, and 010 for eight."""
     (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
     settings = parse(f"config={tmp_path}/keys.yaml")
-    assert config.minutes(settings.job.time) == 720
+    assert parser.minutes(settings.job.time) == 720
     assert (settings.config.epochs, settings.config.compile) == (10, True)
     site.write_text("time: 1:30:00\n")
-    assert config.minutes(parse("cluster=here").job.time) == 90
+    assert parser.minutes(parse("cluster=here").job.time) == 90
 
 
 # --- types
@@ -149,7 +150,7 @@ def test_a_time_in_a_yaml_file_is_the_time_that_stands_there(tmp_path: Path, sit
         ("compile=0", False),
         ("launcher=print", Launcher.print),
         ("device=cpu", Device.cpu),
-        ("dtype=bfloat16", config.Dtype.bfloat16),
+        ("dtype=bfloat16", parser.Dtype.bfloat16),
         ("gpus_per_node=null", None),
         ("gpus_per_node=0", 0),
         ("cpus_per_rank=4", 4),
@@ -279,17 +280,17 @@ def test_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
         "run_dir": "runs/a", "data_dir": "~/d", "config": "/x/../y.yaml", "resume": "a/b.pt", "network": "my.env",
         "epochs": "3", "dataset": "digits",
     }  # fmt: skip
-    assert config.absolute(typed, (RunKeys, mnist.Config), Path("/base")) == {
+    assert parser.absolute(typed, (RunKeys, mnist.Config), Path("/base")) == {
         "run_dir": "/base/runs/a", "data_dir": "/home/me/d", "config": "/y.yaml", "resume": "/base/a/b.pt",
         "network": "/base/my.env", "epochs": "3", "dataset": "digits",
     }  # fmt: skip
     same = {"run_dir": "", "data_dir": "${oc.env:SCRATCH}/d", "resume": "auto", "network": "efa"}
-    assert config.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
-    assert config.absolute({"resume": "never"}, (RunKeys,), Path("/base")) == {"resume": "never"}
+    assert parser.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
+    assert parser.absolute({"resume": "never"}, (RunKeys,), Path("/base")) == {"resume": "never"}
 
 
 def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
-    for cls in (RunKeys, *(config.recipe_conf(recipe)[0] for recipe in RECIPES)):
+    for cls in (RunKeys, *(parser.recipe_conf(recipe)[0] for recipe in RECIPES)):
         for field in dataclasses.fields(cls):
             if field.name.endswith(("_dir", "_file", "_path")):
                 assert field.metadata["path"], field.name
@@ -297,20 +298,20 @@ def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
 
 def test_links_that_lead_round_in_a_circle_are_somebody_elses_to_tell(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
-    assert config.absolute({"data_dir": "round/x"}, (mnist.Config,), tmp_path) == {"data_dir": f"{tmp_path}/round/x"}
+    assert parser.absolute({"data_dir": "round/x"}, (mnist.Config,), tmp_path) == {"data_dir": f"{tmp_path}/round/x"}
 
 
 def test_a_variable_of_the_nodes_is_left_for_them() -> None:
     typed = {"stage_dir": "$TMPDIR/x", "data_dir": "x", "run_dir": "${oc.env:HOME}/x"}
-    classes = [RunKeys, config.recipe_conf("imagenet")[0]]
-    assert config.absolute(typed, classes, Path("/base")) == {**typed, "data_dir": "/base/x"}
+    classes = [RunKeys, parser.recipe_conf("imagenet")[0]]
+    assert parser.absolute(typed, classes, Path("/base")) == {**typed, "data_dir": "/base/x"}
 
 
 def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
     (tmp_path / "mine.env").write_text("T_A=mine\nT_B=mine\n")
     (site.parent / "here.env").write_text("T_B=site\n")
     site.write_text("env_files:\n  - clusters/here.env\n")
-    variables = config.env_variables(str(tmp_path / "mine.env"), "here")
+    variables = parser.env_variables(str(tmp_path / "mine.env"), "here")
     assert (variables["T_A"], variables["T_B"]) == ("mine", "site")
     (site.parent / "here.env").write_text("PATH=/evil\n")
     assert "here.env:1" in refusal("cluster=here")
@@ -328,7 +329,7 @@ def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
     ],
 )  # fmt: skip
 def test_minutes(time: str, expected: int) -> None:
-    assert config.minutes(parse(f"time={time}").job.time) == expected
+    assert parser.minutes(parse(f"time={time}").job.time) == expected
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_the_profiles_that_are_committed_are_right() -> None:
     assert "example" in profiles
     for name in profiles:
         parse(f"cluster={name}")
-    example = config.cluster_profile("example")
+    example = parser.cluster_profile("example")
     assert example["modules"] == ["gcc/12", "cuda/12.4"]
 
 
@@ -423,7 +424,7 @@ def test_recipes_are_found() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_name_stands_in_one_place_only(recipe: str) -> None:
     job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
-    own = {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}
+    own = {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}
     assert len(job) > 15
     assert len(run) > 8
     assert own
@@ -433,7 +434,7 @@ def test_a_name_stands_in_one_place_only(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_key_of_a_recipe_has_a_help_and_a_default_that_passes_its_own_check(recipe: str) -> None:
-    cls, variants = config.recipe_conf(recipe)
+    cls, variants = parser.recipe_conf(recipe)
     for keys in (JobKeys, RunKeys, cls):
         assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
         keys()
@@ -447,10 +448,10 @@ def test_every_training_recipe_has_the_common_keys() -> None:
         "evaluate", "log_every_steps", "accumulate",
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(TrainKeys)} == common
-    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}]  # fmt: skip
+    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}]  # fmt: skip
     assert "mnist" in training
     for recipe in training:
-        assert common <= {f.name for f in dataclasses.fields(config.recipe_conf(recipe)[0])}, recipe
+        assert common <= {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}, recipe
 
 
 def as_typed(default: object) -> str:
@@ -462,9 +463,9 @@ def as_typed(default: object) -> str:
 
 @pytest.mark.parametrize("recipe", ["", *RECIPES])
 def test_help_has_every_key_with_its_default(recipe: str) -> None:
-    text = config.help_text(recipe)
+    text = parser.help_text(recipe)
     shown = {line.strip().split("=")[0]: line for line in text.splitlines() if line.startswith("  ")}
-    for cls in (RunKeys, config.recipe_conf(recipe)[0] if recipe else JobKeys):
+    for cls in (RunKeys, parser.recipe_conf(recipe)[0] if recipe else JobKeys):
         for field in dataclasses.fields(cls):
             assert f"  {field.name}={as_typed(field.default)} " in shown[field.name] + " ", field.name
             assert field.metadata["help"] in shown[field.name]
@@ -482,8 +483,8 @@ def test_what_a_resumed_run_may_change_is_declared_with_the_key() -> None:
     from recipes.conf import imagenet, mnist
 
     of_all = {"epochs", "max_steps", "num_workers", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
-    assert config.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
-    assert config.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+    assert parser.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
+    assert parser.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
 
 
 def test_settings_know_what_was_typed_and_nothing_else(tmp_path: Path) -> None:
@@ -512,7 +513,7 @@ def test_a_resumed_run_has_its_own_keys_above_the_datasets_and_below_what_is_typ
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
-        assert (config.dataset, config.lr, config.epochs, config.num_workers) == ("digits", 0.02, 40, 3)
+        assert (config.dataset, parser.lr, parser.epochs, parser.num_workers) == ("digits", 0.02, 40, 3)
         assert config.global_batch_size == 64  # digits' own
         assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
         assert settings.resumes == run
@@ -584,7 +585,7 @@ def test_what_a_resumed_run_may_be_given(
             parse(*words)
     else:
         parse(*words)
-    config.parse(words, recipe="mnist", to_start=False)
+    parser.parse(words, recipe="mnist", to_start=False)
 
 
 def test_a_run_without_a_checkpoint_takes_any_typed_key(tmp_path: Path) -> None:
@@ -638,7 +639,7 @@ def test_a_file_beside_a_checkpoint_that_is_no_runs_is_not_read(tmp_path: Path) 
 def test_a_run_directory_without_a_record_of_its_recipe_is_known_by_its_keys(tmp_path: Path) -> None:
     keys = parse("recipe=toy").saved
     run = a_run(tmp_path / "run", 5, recipe="", **dict(keys))
-    assert config.recipe_of(run) == "toy"
+    assert parser.recipe_of(run) == "toy"
     with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
         parse(f"run_dir={run}")
 

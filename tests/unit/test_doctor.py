@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 
 from recipes.conf.doctor import Config
-from recipes.core import config, envfile, examine, ranks, reach
-from recipes.core.findings import Finding
+from recipes.core.config import envfile, parser
+from recipes.core.doctor import examine, reach
+from recipes.core.place import ranks
+from recipes.core.place.findings import Finding
 from recipes.doctor import (
     Meeting,
     _ask_peers,
@@ -250,7 +252,7 @@ def test_two_nodes_meet_measure_and_judge(
     def quick(
         command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, *more: Any
     ) -> tuple[str, str]:
-        if "recipes.core.linkcheck" in command:
+        if "recipes.core.doctor.linkcheck" in command:
             assert environ
             measured.append(dict(environ))
             pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
@@ -267,7 +269,7 @@ def test_two_nodes_meet_measure_and_judge(
     monkeypatch.setattr(examine, "ask", quick)
     monkeypatch.setattr(examine, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    settings = config.parse(["device=cpu", f"run_dir={tmp_path}", "seconds=60"], recipe="doctor")
+    settings = parser.parse(["device=cpu", f"run_dir={tmp_path}", "seconds=60"], recipe="doctor")
     codes: dict[int, int] = {}
     port = helpers.free_port()
 

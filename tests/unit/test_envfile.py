@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from recipes.core import envfile
-from recipes.core.envfile import EnvFileError
+from recipes.core.config import envfile
+from recipes.core.config.envfile import EnvFileError
 
 ENV_DIR = Path(__file__).parents[2] / "env"
 SHIPPED = {"common", "infiniband", "roce", "ethernet", "efa", "gcp-a3", "slingshot", "debug"}

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core import examine, gpus, network, ranks
-from recipes.core.examine import Surroundings
-from recipes.core.findings import Finding
+from recipes.core.doctor import examine
+from recipes.core.doctor.examine import Surroundings
+from recipes.core.place import gpus, network, ranks
+from recipes.core.place.findings import Finding
 
 ALONE = ranks.detect({})
 TASK = {

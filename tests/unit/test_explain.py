@@ -1,4 +1,4 @@
-"""recipes/core/explain.py: how runs stand and why they ended, by their own records, their jobs and their logs."""
+"""recipes/core/doctor/explain.py: how runs stand and why they ended, by their own records, their jobs and their logs."""
 
 import json
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import liveness, rundir, runs
+from recipes.core.doctor.explain import explain, of_run
+from recipes.core.doctor.patterns import Explanation
 from recipes.core.errors import Kind, MachineError, Next
-from recipes.core.explain import explain, of_run
-from recipes.core.jobs import Job, Queue
-from recipes.core.signatures import Explanation
+from recipes.core.run import liveness, rundir, table
+from recipes.core.run.scontrol import Job, Queue
 
 
 class Answers(Queue):
@@ -258,7 +258,7 @@ def test_the_table_says_of_a_run_whose_job_has_no_processes_that_it_is_not_runni
     tmp_path: Path, answers: dict[str, Job | None] | None, state: str, line: str
 ) -> None:
     run = run_directory(tmp_path, "running")
-    found = runs.look(run, time.time(), Answers(answers))
+    found = table.look(run, time.time(), Answers(answers))
     assert (found.state, found.note.startswith("last word")) == (state, True)
     assert found.note.endswith(line or " ago")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core import gpus, ranks
-from recipes.core.findings import Finding
-from recipes.core.ranks import RankInfo
+from recipes.core.place import gpus, ranks
+from recipes.core.place.findings import Finding
+from recipes.core.place.ranks import RankInfo
 from tests import helpers
 
 GIB = 2**30
@@ -194,7 +194,7 @@ def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        return ("[]", "") if "recipes.core.gpucheck" in command else ("", "ended with status 9")
+        return ("[]", "") if "recipes.core.doctor.gpucheck" in command else ("", "ended with status 9")
 
     place = info(0, 1, in_slurm=False)
     assert gpus.look({}, place, False, ask, tmp_path)[1] == []
@@ -251,7 +251,9 @@ def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> 
 
 
 def test_another_ranks_look_at_its_gpu_is_nobodys_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "recipes.core.gpucheck"]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", "recipes.core.doctor.gpucheck"]
+    ) as process:
         try:
             helpers.wait_until(
                 lambda: b"gpucheck" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), 10, "its start"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.core.hostlist import HostListError, expand, expand_counts
+from recipes.core.place.hostlist import HostListError, expand, expand_counts
 from tests import helpers
 
 LISTS = {

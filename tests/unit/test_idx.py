@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.datafiles import MNIST, DataFileError, find_mnist, read_idx
+from recipes.core.data.download import MNIST, DataFileError, find_mnist, read_idx
 
 
 def idx(shape: tuple[int, ...], payload: bytes, dtype: int = 0x08) -> bytes:

@@ -28,11 +28,12 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core import images, packing
-from recipes.core.data import GlobalBatches
+from recipes.core.data import images
+from recipes.core.data.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
+from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data.packed import packing
 from recipes.core.errors import InputError, MachineError, Stopped
-from recipes.core.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
-from recipes.core.preempt import StopFlag
+from recipes.core.run.signals import StopFlag
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -18,9 +18,12 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
-from recipes.core import batch, config, errors, jobs, local, ready, rehearsal, rundir, slurm, snapshot, submit
+from recipes.core import errors
+from recipes.core.config import parser
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.slurm import Job
+from recipes.core.launch import batch, checks, local, scripts, slurm, snapshot, submit
+from recipes.core.launch.slurm import Job
+from recipes.core.run import rundir, scontrol
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +58,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 
 
 def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
-    return slurm.describe(config.parse(["recipe=mnist", *words], environ={}), root, base)
+    return slurm.describe(parser.parse(["recipe=mnist", *words], environ={}), root, base)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -94,7 +97,7 @@ def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: 
 @pytest.fixture
 def site(bench: "Bench", monkeypatch: pytest.MonkeyPatch) -> Path:
     """A profile, cluster=here, to be written."""
-    monkeypatch.setattr(config, "ROOT", bench.root)
+    monkeypatch.setattr(parser, "ROOT", bench.root)
     return bench.root / "env/clusters/here.yaml"
 
 
@@ -158,7 +161,7 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
         assert is_bound == (words == ("gpus=10",),) * 2
     last = shlex.split(theirs.splitlines()[-1])
     assert last == [
-        "/py thon", "-m", "recipes.core.batch", "finish", "mnist", "$?", "device=cpu", "data_dir=/a b",
+        "/py thon", "-m", "recipes.core.launch.batch", "finish", "mnist", "$?", "device=cpu", "data_dir=/a b",
     ]  # fmt: skip
 
 
@@ -200,15 +203,15 @@ IN_SCRIPT = {
     "container_runtime=pyxis": "export RECIPES_CONTAINER_RUNTIME=pyxis",
     "container_mounts=/a:/b": "export RECIPES_CONTAINER_MOUNTS=/a:/b",
     "snapshot=false": "export RECIPES_SNAPSHOT=false",
-    "doctor=true": "recipes.core.batch examine mnist 2 ",
-    "max_resubmits=5": "recipes.core.batch examine mnist 5 ",
+    "doctor=true": "recipes.core.launch.batch examine mnist 2 ",
+    "max_resubmits=5": "recipes.core.launch.batch examine mnist 5 ",
     **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true"), ""),
 }
 
 
 def test_every_key_of_a_job_reaches_slurm() -> None:
     """A key that is forgotten on the way is not seen where two ways forget it alike."""
-    for field in dataclasses.fields(config.JobKeys):
+    for field in dataclasses.fields(parser.JobKeys):
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         said = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
         known = options and any(asked.get(option) for asked in said for option in options)
@@ -247,7 +250,7 @@ def test_each_run_of_a_sweep_has_its_own_values_whatever_is_in_them(make: Any, t
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
-    assert text.splitlines()[-1].endswith('-m recipes.core.batch finish mnist $? "$@"')
+    assert text.splitlines()[-1].endswith('-m recipes.core.launch.batch finish mnist $? "$@"')
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )
@@ -265,7 +268,7 @@ def test_a_sweeps_runs_have_folders_of_their_own() -> None:
 
 
 def test_the_profiles_environment_and_modules_are_in_launchs_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
+    monkeypatch.setattr(parser, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
     lines = slurm.script(describe("cluster=here")).splitlines()
     assert {"environment=/e", "load gcc/12"} <= set(lines)
 
@@ -321,7 +324,7 @@ class Bench:
         shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "env", root / "env")
         (root / "sbatch").mkdir()
-        for path, text in ready.scripts().items():
+        for path, text in scripts.scripts().items():
             (root / path).write_text(text)
         self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
@@ -363,7 +366,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
-    """One of them: all are what recipes.core.ready makes."""
+    """One of them: all are what recipes.core.launch.scripts makes."""
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
     status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
@@ -619,8 +622,8 @@ def test_a_ready_script_loads_the_modules_that_the_profile_names(
     clusters = bench.root / "env" / "clusters"
     (clusters / "here.yaml").write_text(text)
     (clusters / "here.env").write_text("T_X=1\n")
-    monkeypatch.setattr(config, "ROOT", bench.root)
-    named = config.cluster_profile("here").get("modules", [])
+    monkeypatch.setattr(parser, "ROOT", bench.root)
+    named = parser.cluster_profile("here").get("modules", [])
     bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
     log = bench.folder / "modules"
     loaded = log.read_text().splitlines() if log.exists() else []
@@ -727,13 +730,13 @@ def test_a_profiles_environment_that_is_missing_or_not_used_is_named(bench: Benc
 
 def test_check_loads_the_profiles_modules(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PATH": "/usr/bin:/bin", "NOTES": str(bench.folder), "RECIPES_CLUSTER": "here", **MODULE}
-    assert rehearsal.load_modules(slurm.MODULES, ("gcc/12", "x"), environ) == "gcc/12, x"
+    assert checks.load_modules(slurm.MODULES, ("gcc/12", "x"), environ) == "gcc/12, x"
     assert (bench.folder / "modules").read_text() == "load gcc/12\nload x\n"
     with pytest.raises(MachineError, match=r"^cluster=here: module load gcc/12 failed on "):
-        rehearsal.load_modules(slurm.MODULES, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
+        checks.load_modules(slurm.MODULES, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
     del environ["BASH_FUNC_module%%"]
     expected = "not tried, this machine has no command module: gcc/12"
-    assert rehearsal.load_modules(slurm.MODULES, ("gcc/12",), environ) == expected
+    assert checks.load_modules(slurm.MODULES, ("gcc/12",), environ) == expected
 
 
 def test_launch_can_be_read_by_an_older_python() -> None:
@@ -916,9 +919,9 @@ def test_a_modules_python_is_not_the_environments(bench: Bench) -> None:
 
 
 def test_ready_scripts_are_there() -> None:
-    assert [f"sbatch/{path.name}" for path in READY] == sorted(ready.scripts())
+    assert [f"sbatch/{path.name}" for path in READY] == sorted(scripts.scripts())
     assert all(re.fullmatch(r"[a-z]+_\d+x\d+\.sh", path.name) for path in READY)
-    assert {path.name.split("_")[0] for path in READY} <= set(config.recipe_names())
+    assert {path.name.split("_")[0] for path in READY} <= set(parser.recipe_names())
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
@@ -943,22 +946,22 @@ def test_a_ready_scripts_log_goes_to_a_folder_that_a_fresh_clone_has(path: Path)
 
 
 def test_ready_scripts_are_what_would_be_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ready.main(["check"]) == 0, capsys.readouterr().err
+    assert scripts.main(["check"]) == 0, capsys.readouterr().err
 
 
 def test_a_ready_script_that_drifted_is_named_and_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sbatch").mkdir()
-    assert ready.main(["check"], tmp_path) == 1
-    assert ready.main(["write"], tmp_path) == 0
-    assert ready.main(["check"], tmp_path) == 0
+    assert scripts.main(["check"], tmp_path) == 1
+    assert scripts.main(["write"], tmp_path) == 0
+    assert scripts.main(["check"], tmp_path) == 0
     path = tmp_path / "sbatch" / READY[0].name
     assert path.read_text() == READY[0].read_text()
     assert os.access(path, os.X_OK)
     path.write_text(path.read_text().replace("--nodes=1", "--nodes=4"))
     capsys.readouterr()
-    assert ready.main(["check"], tmp_path) == 1
+    assert scripts.main(["check"], tmp_path) == 1
     assert capsys.readouterr().err.startswith(f"sbatch/{path.name}: ")
-    assert ready.main(["wrote"], tmp_path) == 2
+    assert scripts.main(["wrote"], tmp_path) == 2
 
 
 # --- submitting
@@ -1136,12 +1139,12 @@ def test_the_second_machine_by_hand_makes_no_run_directory(monkeypatch: pytest.M
 
 def test_a_machine_by_hand_has_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
-    found = launch.local_layout(config.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
+    found = launch.local_layout(parser.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
     assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert launch.local_layout(config.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
+    assert launch.local_layout(parser.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
     with pytest.raises(MachineError, match="2 ranks want a GPU each and 1 are visible"):
-        launch.local_layout(config.parse(["recipe=mnist", *words], environ={}))
+        launch.local_layout(parser.parse(["recipe=mnist", *words], environ={}))
 
 
 # What sinfo says of partitions: main, the default, has two nodes of 8 CPUs; in small a job may have 15 minutes and 2 CPUs of a node.
@@ -1256,7 +1259,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 def test_check_fails_of_whatever_part_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((snapshot, "size"), (rehearsal, "start"), (rehearsal, "room"), (launch, "_ask")):
+    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "room"), (launch, "_ask")):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == wrong:
@@ -1275,8 +1278,8 @@ def test_check_of_a_sweep_looks_at_its_first_run_and_print_needs_no_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looked: list[Path] = []
-    monkeypatch.setattr(rehearsal, "start", lambda settings, run_dir, *_: looked.append(run_dir))
-    monkeypatch.setattr(rehearsal, "room", lambda run_dir, *_: looked.append(run_dir))
+    monkeypatch.setattr(checks, "start", lambda settings, run_dir, *_: looked.append(run_dir))
+    monkeypatch.setattr(checks, "room", lambda run_dir, *_: looked.append(run_dir))
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["recipe=mnist", "sweep.lr=0.5,0.1", f"run_dir={tmp_path}/s"]
     assert launch.main(["check", "launcher=print", *words]) == 0
@@ -1299,21 +1302,21 @@ def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.Monke
         "resume=c.pt",
         "sweep.lr=0.5,0.1",
     ]
-    settings = config.parse(words, environ={})
-    environ = rehearsal._environment(settings, rehearsal.Asked("/f", 16, True))
+    settings = parser.parse(words, environ={})
+    environ = checks._environment(settings, checks.Asked("/f", 16, True))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
-    asked = rehearsal.asked(environ)
+    asked = checks.asked(environ)
     assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
         "/d",
         "example",
-        rehearsal.Asked("/f", 16, True),
+        checks.Asked("/f", 16, True),
     )
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
         "",
         "lo",
         "lo",
     )
-    assert rehearsal._words(settings, Path("/t/run"), Path("/base")) == {
+    assert checks._words(settings, Path("/t/run"), Path("/base")) == {
         "lr": "0.5", "stage_dir": "", "backend": "auto", "resume": "/base/c.pt", "device": "cpu", "run_dir": "/t/run",
     }  # fmt: skip
 
@@ -1331,12 +1334,12 @@ def test_waiting_ends_with_the_jobs_outcome(
 ) -> None:  # fmt: skip
     states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str, environ: Mapping[str, str]) -> jobs.Job | None:
+    def ask(job: str, environ: Mapping[str, str]) -> scontrol.Job | None:
         if (answer := next(states)) is None:
             raise MachineError("a controller that is started again does not answer")
-        return jobs.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
+        return scontrol.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
 
-    monkeypatch.setattr(jobs, "find", ask)
+    monkeypatch.setattr(scontrol, "find", ask)
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
     rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
@@ -1348,11 +1351,11 @@ def test_waiting_ends_with_the_jobs_outcome(
 def test_waiting_says_that_a_requeued_job_is_held_and_what_came_of_the_saved_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = jobs.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
-    cancelled = jobs.Job("7", "CANCELLED", "", 75, 1)
-    answers = iter([jobs.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
-    monkeypatch.setattr(jobs, "find", lambda job, environ: next(answers))
-    monkeypatch.setattr(jobs, "show", lambda *asked: [cancelled])
+    held = scontrol.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
+    cancelled = scontrol.Job("7", "CANCELLED", "", 75, 1)
+    answers = iter([scontrol.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
+    monkeypatch.setattr(scontrol, "find", lambda job, environ: next(answers))
+    monkeypatch.setattr(scontrol, "show", lambda *asked: [cancelled])
     monkeypatch.setattr(submit.time, "sleep", lambda s: None)
     rundir.write_status(
         tmp_path, "preempted", attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=5, reason="SIGUSR2"
@@ -1411,14 +1414,14 @@ def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> 
     return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
 
 
-def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str = RUNNING, requeue: str = "true") -> None:
+def stub_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str = RUNNING, requeue: str = "true") -> None:
     stub(folder, monkeypatch, "scontrol", f"if [ $1 = show ]; then echo {shlex.quote(state)}; else {requeue}; fi")
 
 
 def test_a_preempted_run_is_queued_again(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch)
+    stub_scontrol(tmp_path, monkeypatch)
     assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
     assert calls(tmp_path, "scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     said = capsys.readouterr().out
@@ -1430,7 +1433,7 @@ def test_a_preempted_run_is_queued_again(
 def test_an_array_task_queues_itself_alone(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=4")
+    stub_scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=4")
     finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
     assert calls(tmp_path, "scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
     assert "restart 5 of at most 20" in capsys.readouterr().out
@@ -1457,7 +1460,7 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, words: str,
     next_word: str,
 ) -> None:  # fmt: skip
-    scontrol(tmp_path, monkeypatch, f"JobId=7 JobName=x\n{state}")
+    stub_scontrol(tmp_path, monkeypatch, f"JobId=7 JobName=x\n{state}")
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert f"saved at step 12; {words}" in capsys.readouterr().out
@@ -1467,7 +1470,7 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
 def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch, RUNNING + "\nPriority=0")
+    stub_scontrol(tmp_path, monkeypatch, RUNNING + "\nPriority=0")
     finish(preempted)
     assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
     assert "requeued (restart 1 of at most 20), but held: scontrol release 7 starts it;" in capsys.readouterr().out
@@ -1478,7 +1481,7 @@ def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
 def test_a_job_is_queued_again_so_often_and_no_more(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
 ) -> None:  # fmt: skip
-    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts={restarts or 0}")
+    stub_scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts={restarts or 0}")
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
@@ -1488,7 +1491,7 @@ def test_a_job_is_queued_again_so_often_and_no_more(
 def test_one_requeue_below_the_limit_is_still_done(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=2")
+    stub_scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=2")
     finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
     assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
 
@@ -1496,13 +1499,13 @@ def test_one_requeue_below_the_limit_is_still_done(
 def test_a_job_that_gains_no_step_is_not_queued_again_for_ever(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=1")
+    stub_scontrol(tmp_path, monkeypatch, f"{RUNNING} Restarts=1")
     monkeypatch.setattr(rundir, "gained_nothing", lambda run_dir, launch: True)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in calls(tmp_path, "scontrol")] == ["show"]
     assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
     assert (rundir.read_status(preempted) or {})["next"] == "no-progress"
-    scontrol(tmp_path, monkeypatch)
+    stub_scontrol(tmp_path, monkeypatch)
     finish(preempted)  # the first start may be stopped before its first step
     assert calls(tmp_path, "scontrol")[-1] == ["requeue", "7"]
 
@@ -1529,7 +1532,7 @@ def test_no_scontrol_is_said_and_the_status_still_asks_for_a_requeue(
 def test_a_failing_scontrol_is_said_in_one_line(
     tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
+    stub_scontrol(tmp_path, monkeypatch, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
     assert finish(preempted) == errors.EXIT_REQUEUE
     said = capsys.readouterr().out
     assert "not requeued (slurm_update error: Access denied): to resume, start it again" in said
@@ -1544,7 +1547,7 @@ def test_a_failing_scontrol_is_said_in_one_line(
 def test_finish_gives_what_the_run_came_to_and_queues_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, srun_status: int, expected: int
 ) -> None:
-    scontrol(tmp_path, monkeypatch)
+    stub_scontrol(tmp_path, monkeypatch)
     rundir.write_status(tmp_path, state, attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=1)
     assert finish(tmp_path, srun_status=srun_status) == expected
     assert calls(tmp_path, "scontrol") == []
@@ -1597,7 +1600,7 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same script is submitted again: how often still, and the nodes so far, go with it in variables."""
-    monkeypatch.setattr(config, "ROOT", tmp_path)
+    monkeypatch.setattr(parser, "ROOT", tmp_path)
     for name in ("recipes", "env"):
         (tmp_path / name).symlink_to(ROOT / name)
     # As Slurm 26.05 describes a job of 4 tasks with a GPU each: the number is in no variable but SLURM_TRES_PER_TASK.
@@ -1699,5 +1702,5 @@ def test_a_job_that_resumes_a_run_on_the_cpu_asks_for_no_gpu(tmp_path: Path) -> 
     job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
     assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
     assert job.arguments == (f"run_dir={tmp_path}",)
-    settings = config.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
+    settings = parser.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
     assert f"{tmp_path}/data" in slurm.container_folders(settings, {}, ROOT)

@@ -1,12 +1,12 @@
-"""recipes/core/jobs.py: what scontrol prints, read as jobs."""
+"""recipes/core/run/scontrol.py: what scontrol prints, read as jobs."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from recipes.core import jobs
 from recipes.core.errors import MachineError
+from recipes.core.run import scontrol
 
 # Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
 PRINTED = """\
@@ -28,7 +28,7 @@ JobId=13 JobName=b
 
 
 def test_every_job_that_scontrol_prints_is_read() -> None:
-    task, plain = jobs.parse(PRINTED)
+    task, plain = scontrol.parse(PRINTED)
     assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
     assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
     assert task.fields["JobName"] == "a b JobState=DONE"
@@ -55,14 +55,14 @@ def test_an_unknown_job_is_none_and_a_silent_controller_an_error(
         (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     if expected is None:
-        assert jobs.find("7", os.environ) is None
+        assert scontrol.find("7", os.environ) is None
     else:
         with pytest.raises(MachineError, match=expected):
-            jobs.show("7", os.environ, timeout_s=0.5 if "sleep" in script else jobs.ANSWER_S)
+            scontrol.show("7", os.environ, timeout_s=0.5 if "sleep" in script else scontrol.ANSWER_S)
 
 
 def test_a_job_whose_name_is_not_utf_8_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [job.state for job in jobs.show("7", os.environ)] == ["RUNNING"]
+    assert [job.state for job in scontrol.show("7", os.environ)] == ["RUNNING"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core import liveness, rundir
+from recipes.core.run import liveness, rundir
 
 
 @pytest.fixture

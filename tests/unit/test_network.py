@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core import network
-from recipes.core.network import Choice, NetworkError, Route, choose, route_to, settings
-from recipes.core.ranks import RankInfo
+from recipes.core.place import network
+from recipes.core.place.network import Choice, NetworkError, Route, choose, route_to, settings
+from recipes.core.place.ranks import RankInfo
 from tests import helpers
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from recipes import prepare
-from recipes.core import packing
+from recipes.core.data.packed import packing
+from recipes.core.data.packed.packing import RECORD, PackOptions
 from recipes.core.errors import InputError, MachineError
-from recipes.core.packing import RECORD, PackOptions
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from recipes.core import preempt
-from recipes.core.preempt import StopFlag
+from recipes.core.run import signals
+from recipes.core.run.signals import StopFlag
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -34,7 +34,7 @@ from tests.helpers import ROOT
     ],
 )
 def test_what_squeue_says_of_the_time_left(text: str, seconds: float | None) -> None:
-    assert preempt.parse_time_left(text) == seconds
+    assert signals.parse_time_left(text) == seconds
 
 
 def squeue(folder: Path, text: str) -> None:
@@ -49,14 +49,14 @@ def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
     squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
-    assert preempt.seconds_left(job) == 120
+    assert signals.seconds_left(job) == 120
     for silent in ("exit 1", "echo NOT_SET"):
         squeue(tmp_path, silent)
-        assert preempt.seconds_left(job) == pytest.approx(1000, abs=5)
+        assert signals.seconds_left(job) == pytest.approx(1000, abs=5)
     (tmp_path / "squeue").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert preempt.seconds_left({"SLURM_JOB_ID": "7"}) is None
-    assert preempt.seconds_left({}) is None
+    assert signals.seconds_left({"SLURM_JOB_ID": "7"}) is None
+    assert signals.seconds_left({}) is None
 
 
 class Clock:
@@ -64,7 +64,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(preempt, "threading", self)
+        monkeypatch.setattr(signals, "threading", self)
 
     def Thread(self, target: Callable[[], None], **of: Any) -> Any:
         return SimpleNamespace(start=target)
@@ -100,7 +100,7 @@ def test_a_run_stops_so_long_before_its_job_ends(
         end = answers[max(moment for moment in answers if moment <= clock.now)]
         return None if end is None else end - clock.now
 
-    preempt.watch_the_end(flag, 120, left, lambda name: told.append((name, clock.now)))
+    signals.watch_the_end(flag, 120, left, lambda name: told.append((name, clock.now)))
     assert told == ([("the time limit", stopped_at)] if stopped_at else [])
     assert flag.reason == ("the time limit" if stopped_at else "")
 
@@ -222,11 +222,11 @@ def test_further_interrupts_do_not_put_the_end_off() -> None:
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     begin = time.monotonic()
-    while process.poll() is None and time.monotonic() - begin < 3 * preempt.INTERRUPT_S:
+    while process.poll() is None and time.monotonic() - begin < 3 * signals.INTERRUPT_S:
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     ended = helpers.finish(process, 1)
-    assert (ended.status, ended.lines) == (preempt.INTERRUPTED, ["the last words", STUCK_WORDS])
+    assert (ended.status, ended.lines) == (signals.INTERRUPTED, ["the last words", STUCK_WORDS])
 
 
 def test_the_time_in_which_a_process_is_stopped_is_not_its_patience() -> None:
@@ -269,13 +269,13 @@ def test_a_hangup_is_heeded_unless_nohup_has_it_ignored(nohup: bool) -> None:
 
 
 def test_handlers_and_pipe_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in preempt.SIGNALS]
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
     descriptors = len(os.listdir("/proc/self/fd"))
-    with preempt.stop_flag() as stop:
+    with signals.stop_flag() as stop:
         assert signal.set_wakeup_fd(-1) >= 0
         os.kill(os.getpid(), signal.SIGTERM)
         helpers.wait_until(lambda: stop.reason == "SIGTERM", 10, "the flag")
-    assert [signal.getsignal(number) for number in preempt.SIGNALS] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

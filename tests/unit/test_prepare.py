@@ -27,8 +27,9 @@ from typing import Any
 import pytest
 
 from recipes import prepare
-from recipes.core import datafiles, staging
-from recipes.core.datafiles import DataFile, Dataset
+from recipes.core.data import download
+from recipes.core.data.download import DataFile, Dataset
+from recipes.core.data.packed import staging
 from recipes.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +186,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """run(*mirrors, source=…) prepares the tiny set in tmp_path/data; returns exit status, stdout, stderr."""
-    monkeypatch.setattr(datafiles, "RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
 
     def go(*mirrors: str, source: str = "", data_dir: Path = tmp_path / "data") -> tuple[int, str, str]:
         monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_files, dataset(*mirrors)))
@@ -400,7 +401,7 @@ def test_a_server_that_resumes_at_another_byte_than_was_asked_for(
     else:
         assert code == 3
         assert f"sent bytes from {middle + 100} on, {middle} were asked for" in err
-        assert len(server.requests) == 1 + datafiles.RETRIES
+        assert len(server.requests) == 1 + download.RETRIES
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(
@@ -432,7 +433,7 @@ def test_a_server_that_always_drops_is_given_up(run: Run, server: Server) -> Non
     code, _, err = run(server.url)
     assert code == 3
     assert "closed after" in err
-    assert len(server.requests) == 1 + datafiles.RETRIES
+    assert len(server.requests) == 1 + download.RETRIES
 
 
 @pytest.mark.parametrize("code", [429, 503])
@@ -471,7 +472,7 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
     # over plain http to loopback, where the same handler decides
     with serving() as server:
         server.answers[f"{IMAGES}.gz"] = status(302, Location="http://example.org/x")
-        stream = datafiles._open_place(f"{server.url}{IMAGES}.gz", dataset().files[0])
+        stream = download._open_place(f"{server.url}{IMAGES}.gz", dataset().files[0])
         with pytest.raises(OSError, match=r"redirects to http://example\.org"):
             stream.read(1)
         stream.close()
@@ -506,7 +507,7 @@ def test_a_dripping_server_is_given_up_in_time(run: Run, server: Server, monkeyp
             time.sleep(0.02)
 
     server.answers[f"{IMAGES}.gz"] = drip
-    monkeypatch.setattr(datafiles, "TOTAL_S", 0.3)
+    monkeypatch.setattr(download, "TOTAL_S", 0.3)
     start = time.monotonic()
     code, _, err = run(server.url)
     assert code == 3
@@ -521,7 +522,7 @@ def test_a_silent_server_times_out(run: Run, server: Server, monkeypatch: pytest
         over.wait(20)
 
     server.answers[f"{IMAGES}.gz"] = silent
-    monkeypatch.setattr(datafiles, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(download, "TIMEOUT_S", 0.1)
     start = time.monotonic()
     code, _, err = run(server.url)
     over.set()
@@ -761,7 +762,7 @@ def test_where_one_may_not_look_is_said_of_its_key(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("find", [datafiles.find_mnist, datafiles.find_cifar10, staging.is_packed, staging.read_index])
+@pytest.mark.parametrize("find", [download.find_mnist, download.find_cifar10, staging.is_packed, staging.read_index])
 def test_where_one_may_not_look_for_data_is_one_line(find: Callable[[Path], Any], reachable: Path) -> None:
     (reachable / "locked").mkdir(mode=0)
     with not_root(), pytest.raises(InputError, match=r"'/.*/locked/.*' cannot be read \(Permission denied\)"):
@@ -833,14 +834,14 @@ def test_nothing_heavy_is_imported() -> None:
 def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
     try:
-        datafiles.find_mnist(source)
-    except datafiles.DataFileError as err:
+        download.find_mnist(source)
+    except download.DataFileError as err:
         pytest.skip(str(err))
     assert prepare.main(["mnist", f"data_dir={tmp_path}", f"source={source}"]) == 0
-    found = datafiles.find_mnist(tmp_path)
-    shape, pixels = datafiles.read_idx(found["test_images"])
+    found = download.find_mnist(tmp_path)
+    shape, pixels = download.read_idx(found["test_images"])
     assert shape == (10000, 28, 28)
-    assert datafiles.read_idx(found["train_images"])[0] == (60000, 28, 28)
+    assert download.read_idx(found["train_images"])[0] == (60000, 28, 28)
     assert prepare.main(["mnist", f"data_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.count("already there, verified") == 4
 
@@ -848,5 +849,5 @@ def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, caps
     torchvision = pytest.importorskip("torchvision")
     theirs = torchvision.datasets.MNIST(str(tmp_path), train=False)
     assert torch.equal(torch.frombuffer(pixels, dtype=torch.uint8).view(shape), theirs.data)
-    labels = datafiles.read_idx(found["test_labels"])[1]
+    labels = download.read_idx(found["test_labels"])[1]
     assert list(labels[:5]) == theirs.targets[:5].tolist() == [7, 2, 1, 0, 4]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.core import local
-from recipes.core.ranks import RankError, RankInfo, detect, port_for
+from recipes.core.launch import local
+from recipes.core.place.ranks import RankError, RankInfo, detect, port_for
 
 
 def env(text: str) -> dict[str, str]:

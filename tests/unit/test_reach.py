@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core import reach
-from recipes.core.reach import Server
+from recipes.core.doctor import reach
+from recipes.core.doctor.reach import Server
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core import rundir, runs
+from recipes.core.run import rundir, table
 from tests import helpers
 
 
@@ -86,14 +86,14 @@ def test_a_run_that_says_running_tells_its_last_word(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", "running")
     updated = rundir.read_status(folder)["updated"]  # type: ignore[index]
     for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
-        assert runs.look(folder, updated + seconds).note == f"last word {told} ago"
+        assert table.look(folder, updated + seconds).note == f"last word {told} ago"
 
 
 def test_damaged_and_unbegun_ones_cost_their_own_words_alone(tmp_path: Path) -> None:
     folder = make(tmp_path / "a/run", lr=0.1)
     for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
         (folder / name).write_text("[{: nothing")
-    found = runs.look(folder, time.time())
+    found = table.look(folder, time.time())
     assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
     (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
@@ -130,11 +130,11 @@ def test_a_run_whose_newest_launch_was_refused_is_no_longer_shown_as_done(tmp_pa
     folder = make(tmp_path / "run", lr=0.1)
     os.utime(folder / "status.json", (1, 1))
     rundir.refuse(folder, "7.0", 2, "lr: 0.1 then, 0.2 now")
-    found = runs.look(folder, time.time())
+    found = table.look(folder, time.time())
     assert (found.state, found.note, found.step) == ("refused", "lr: 0.1 then, 0.2 now (before that: done)", 10)
     assert found.results["val_top1"] == 0.9412
     os.utime(folder / "refused.json", (0, 0))  # a later launch has done it
-    found = runs.look(folder, time.time())
+    found = table.look(folder, time.time())
     assert (found.state, found.note) == ("done", "")
 
 
@@ -142,15 +142,15 @@ def test_a_live_run_stays_running_when_a_second_launch_is_refused(tmp_path: Path
     folder = make(tmp_path / "run", "running")
     os.utime(folder / "status.json", (1, 1))
     rundir.refuse(folder, "8.0", 2, "job 7 (running) uses it")
-    found = runs.look(folder, time.time())
+    found = table.look(folder, time.time())
     assert found.state == "running"
     assert found.note.startswith("last word ")
     assert found.note.endswith(" ago; a later launch was refused: job 7 (running) uses it")
 
 
-@pytest.mark.parametrize("module", ["recipes.mnist", "recipes.core.batch"])
+@pytest.mark.parametrize("module", ["recipes.mnist", "recipes.core.launch.batch"])
 def test_a_job_that_was_refused_before_its_run_began_has_its_reason_there(tmp_path: Path, module: str) -> None:
-    argv = ["begin", "mnist"] if module == "recipes.core.batch" else []
+    argv = ["begin", "mnist"] if module == "recipes.core.launch.batch" else []
     command = [sys.executable, "-m", module, *argv, f"run_dir={tmp_path}/run", "epohcs=1"]
     ended = helpers.run(command, environ=helpers.clean_environment(SLURM_JOB_ID="7"))
     assert ended.status == 2, ended.out

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core import errors, rundir
+from recipes.core import errors
 from recipes.core.errors import Kind, Next
+from recipes.core.run import rundir
 
 HOSTS = ["a", "a", "b", "b"]
 LAUNCH = "12.0"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import rundir, snapshot
 from recipes.core.errors import MachineError
+from recipes.core.launch import snapshot
+from recipes.core.run import rundir
 
 
 @pytest.fixture

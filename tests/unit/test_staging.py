@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import staging
+from recipes.core.data.packed import staging
+from recipes.core.data.packed.staging import stage
 from recipes.core.errors import InputError, MachineError
-from recipes.core.staging import stage
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from recipes.core import envfile, variables
-from recipes.core.variables import KNOWN, Problem, check_file, problems, suggestion
+from recipes.core.config import envfile
+from recipes.core.doctor import variables
+from recipes.core.doctor.variables import KNOWN, Problem, check_file, problems, suggestion
 
 ENV_DIR = Path(__file__).parents[2] / "env"
 FILES = sorted(ENV_DIR.rglob("*.env"))

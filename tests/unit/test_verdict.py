@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes.core import reach, verdict
-from recipes.core.verdict import Expected
+from recipes.core.doctor import reach, verdict
+from recipes.core.doctor.verdict import Expected
 
 Report = dict[str, Any]
 

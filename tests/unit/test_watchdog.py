@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core import rundir, watchdog
+from recipes.core.run import rundir, watchdog
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -152,7 +152,9 @@ def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     process = rank(tmp_path, "works", timeout_s=4)
     assert process.stdout
     watcher = int(process.stdout.readline())
-    helpers.wait_until(lambda: "recipes.core.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start")
+    helpers.wait_until(
+        lambda: "recipes.core.run.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start"
+    )
     process.send_signal(signal.SIGSTOP)
     time.sleep(2 * watchdog.POLL_S)  # it has seen the last of the pulse
     os.kill(watcher, signal.SIGSTOP)
@@ -176,7 +178,9 @@ def test_it_heeds_no_signal_of_slurms_and_ends_with_its_rank(waiting: subprocess
     assert waiting.stdout
     watcher = int(waiting.stdout.readline())
     status = Path(f"/proc/{watcher}/status")
-    helpers.wait_until(lambda: "recipes.core.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start")
+    helpers.wait_until(
+        lambda: "recipes.core.run.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start"
+    )
     wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
     def ignored() -> int:

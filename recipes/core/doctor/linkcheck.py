@@ -1,0 +1,114 @@
+"""One rank of the doctor's bandwidth test: an all_reduce over all, and each node with a few others. ``python -m recipes.core.doctor.linkcheck``.
+
+Its place is in its environment, as torchrun would put it; what it finds it prints, a line of JSON as it comes.
+"""
+
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 16 << 20  # bytes, of each way of a pair, and of the all_reduce
+PARTNERS = 4  # that a node is paired with; so many in a job of any size
+TRIES = 5
+
+
+def say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def main(backend: str, listener: int, timeout_s: float) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    nodes: list[int] = json.loads(os.environ["NODES"])  # node_rank of each rank
+    timeout = datetime.timedelta(seconds=timeout_s)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0, timeout=timeout,
+        wait_for_workers=False, master_listen_fd=listener if rank == 0 else None,
+    )  # fmt: skip
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    say(at="meeting the others")
+    seconds, right = all_reduce(device, rank, size)
+    say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, right=right)
+    firsts = [nodes.index(node) for node in sorted(set(nodes))]
+    for mask in masks(len(firsts)):
+        if rank in firsts:
+            pair(firsts, nodes, rank, mask, device)
+        say(at=f"pairs, {mask} apart")
+        dist.barrier()
+    say(at="the end")
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)  # the store goes with this rank
+    os._exit(0)  # a group that has lost a rank may never come back from its teardown
+
+
+def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]:
+    """The best of a few, in seconds, and whether the sum was right."""
+    data, taken = torch.zeros(SIZE // 4, device=device), []
+    for _ in range(TRIES):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    data.fill_(rank % 13 + 1)  # small, so that float32 holds the sum of any number of ranks
+    dist.all_reduce(data)
+    return min(taken), bool((data == sum(other % 13 + 1 for other in range(size))).all())
+
+
+def masks(count: int) -> list[int]:
+    """Which bit parts the partners in each round: i meets i ^ mask. At most `PARTNERS`, so that nobody's work grows with ``count``.
+
+    The highest is always there: with it everybody has a partner in some round.
+    """
+    bits = max(0, count - 1).bit_length()
+    return sorted({1 << bit for bit in (0, 1, bits // 2, bits - 1) if 0 <= bit < bits})
+
+
+def pair(firsts: list[int], nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
+    """With the one partner of this round, both ways at once. The lower one tells the figure."""
+    mine = firsts.index(rank)
+    if mine ^ mask >= len(firsts):
+        return
+    peer = firsts[mine ^ mask]
+    data, came = (torch.zeros(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
+    taken = []
+    for _ in range(TRIES):
+        begin = time.perf_counter()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, came, peer)])
+        for work in works:
+            work.wait()
+        synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    if rank < peer:
+        say(pair=[nodes[rank], nodes[peer], SIZE / min(taken) / 1e9])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    except Exception as error:
+        say(error=" ".join(str(error).split())[:300], host=socket.gethostname())
+        os._exit(1)

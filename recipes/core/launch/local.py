@@ -1,0 +1,341 @@
+"""Ranks of one machine, without Slurm: starts them, stops all when one fails, names the first that failed. Standard library only."""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from recipes.core import errors
+from recipes.core.run import rundir, signals
+from recipes.core.errors import Kind, MachineError
+from recipes.core.run.watchdog import RunningClock
+
+PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
+STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written
+TERM_GRACE_S = 5.0  # and this long after SIGTERM
+SAVING_S = 20.0  # without a word more in its file, a checkpoint is not being written any longer
+PR_SET_PDEATHSIG = 1
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each machine, which of them this is, and where rank 0 listens (port 0: a free one, on this machine alone)."""
+
+    ranks: tuple[int, ...]
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """GPUs that a process here may use, found without torch: those that a variable names, else those of NVIDIA's or AMD's driver."""
+    if (named := named_gpus(environ)) is not None:
+        return named[1]
+    nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
+    return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
+
+
+def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """The variable that shows a process the fewest GPUs, NVIDIA's or AMD's, and how many; None where none is set."""
+    counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
+    return min(counts, key=lambda one: one[1], default=None)
+
+
+def listed_gpus(listed: str) -> int:
+    """GPUs that are shown for a value of such a variable: those before the first that is none; of MIG slices one."""
+    names = [name.strip() for name in listed.split(",")]
+    known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)
+
+
+def listen(layout: Layout) -> socket.socket:
+    """The socket that rank 0 accepts its peers on: bound before any rank starts, so no two runs can draw the same port.
+
+    Raises MachineError where the port is taken.
+    """
+    alone = layout.master_port == 0
+    try:
+        if alone or not socket.has_dualstack_ipv6():
+            family = socket.AF_INET
+            return socket.create_server(("127.0.0.1" if alone else "", layout.master_port), family=family, backlog=2048)
+        return socket.create_server(("", layout.master_port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+    except OSError as error:
+        where = f"{socket.gethostname()}: port {layout.master_port}"
+        raise MachineError(
+            f"{where} cannot be listened on ({error.strerror}); give another in master=HOST:PORT"
+        ) from None
+
+
+def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one rank, by the names that torchrun gives them."""
+    before = sum(layout.ranks[: layout.node_rank])
+    return {
+        **environ,
+        "RANK": str(before + local_rank),
+        "WORLD_SIZE": str(sum(layout.ranks)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(layout.ranks[layout.node_rank]),
+        "GROUP_RANK": str(layout.node_rank),
+        "GROUP_WORLD_SIZE": str(len(layout.ranks)),
+        "MASTER_ADDR": layout.master_addr,
+        "MASTER_PORT": str(port),
+    }
+
+
+class Rank(Protocol):
+    """A process, as subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> Any: ...  # int, or None while it runs
+    def poll(self) -> int | None: ...
+    def wait(self) -> object: ...
+
+
+def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
+    """Runs ``command`` once a rank of this machine, in the folder ``root``, as `supervise` does."""
+
+    def start(variables: dict[str, str], listener: socket.socket | None) -> Rank:
+        handed = (listener.fileno(),) if listener else ()
+        if listener:
+            variables["RECIPES_LISTEN_FD"] = str(listener.fileno())
+        prepare = die_with(os.getpid())
+        return subprocess.Popen(
+            command, env=variables, cwd=root, pass_fds=handed, start_new_session=True, preexec_fn=prepare
+        )
+
+    return supervise(start, layout, run_dir, environ)
+
+
+def supervise(
+    start: Callable[[dict[str, str], socket.socket | None], Rank],
+    layout: Layout,
+    run_dir: Path | None,
+    environ: Mapping[str, str],
+) -> int:
+    """Starts the ranks of this machine, waits for them, and gives the run's exit status.
+
+    start: a process of a session of its own, which dies with this one; called with its variables, and for rank 0 with the socket
+    that it is to accept its peers on. run_dir: for the run's status; None on a machine that is not the first, where rank 0 is elsewhere.
+    """
+    # Lines whole, as the ranks' are: Python writes a line's end by itself there, and one of theirs can come between.
+    sys.stderr.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
+    listener = listen(layout) if layout.node_rank == 0 else None
+    port = listener.getsockname()[1] if listener else layout.master_port
+    ranks: list[Rank] = []
+    stop = _Stop()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop)
+        stack.callback(_kill, ranks)
+        for local_rank in range(layout.ranks[layout.node_rank]):
+            variables = rank_environment(layout, local_rank, port, environ)
+            ranks.append(start(variables, listener if local_rank == 0 else None))
+        if listener:
+            listener.close()
+        first, early = _watch(ranks, stop, run_dir)
+        return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
+
+
+class _Stop:
+    """Turns preempt's signals into a flag while it is entered; ``asked`` counts them, those that come together as one."""
+
+    def __init__(self) -> None:
+        self.asked, self._last = 0, float("-inf")
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        again = self.asked and number == signal.SIGHUP  # the kernel's, and the shell's own when it ends
+        if time.monotonic() - self._last > signals.TOGETHER_S and not again:
+            self.asked, self._last = self.asked + 1, time.monotonic()
+
+    def __enter__(self) -> "_Stop":
+        self._before = {number: signal.signal(number, self._note) for number in signals.heeded()}
+        # Whoever started this may have blocked one.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """What a rank does before it starts: asks the kernel to be killed when the launcher dies, however that happens."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(errors.EXIT_CRASH)
+
+    return prepare
+
+
+def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[int | None, int | None]:
+    """Waits until every rank has ended, helping where that takes too long, unless a checkpoint is being written in ``run_dir``.
+
+    Gives the first that failed by itself, if any; and one that had ended with status 0 before that, as a rank alone never should.
+    """
+    first: int | None = None
+    early: int | None = None
+    told, deadline, saving = 0, float("inf"), _Saving(run_dir)
+    now = RunningClock().now
+    while [rank for rank in ranks if not _ended(rank)]:  # all are asked, or one that has ended stays unseen
+        if first is None and not told:
+            first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
+            if first is None:
+                early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
+            else:
+                deadline = now() + PEERS_GRACE_S
+        if first is not None:
+            _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it will never end by itself
+        if stop.asked > told:
+            told = stop.asked
+            _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
+            # On a machine that is not the first nothing shows whether rank 0 still saves: there the ranks' own timeouts bound it.
+            deadline = now() + STOP_GRACE_S if run_dir else float("inf")
+            if told == 1:
+                _say("stopping: the ranks save and end; once more to stop at once")
+        if now() > deadline and saving.goes_on():
+            deadline = now() + PEERS_GRACE_S  # the others notice its end a little later
+        if now() > deadline:
+            _signal(ranks, signal.SIGTERM)
+            time.sleep(TERM_GRACE_S)
+            _signal(ranks, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.02)
+    if first is None and not told:
+        first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
+    return first, early
+
+
+def _say(line: str) -> None:
+    """A line of the launcher's, for as long as there is who reads it: Ctrl-C ends a ``tee`` behind it too, and the ranks are to save."""
+    try:
+        print(line, file=sys.stderr)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            return
+        with open(os.devnull, "w") as nobody:  # what could not be written is tried again at exit
+            os.dup2(nobody.fileno(), sys.stderr.fileno())
+
+
+def _ended(rank: Rank) -> bool:
+    """Whether a rank has ended. What one that failed has left, a loader process over a sample, is killed."""
+    if rank.returncode is None:
+        # multiprocessing has waited for one that ended before the last was started.
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if not found:  # nor is it polled: one that has ended since would be waited for, its session not yet killed
+                return False
+            if found.si_status != 0:
+                os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
+    return rank.poll() is not None
+
+
+class _Saving:
+    """Whether a checkpoint is being written, by its size from look to look: the file server's clock may be another."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._folder = run_dir / "checkpoints" if run_dir else None
+        self._sizes: dict[str, int] = {}
+        self._grown_at = 0.0
+
+    def goes_on(self) -> bool:
+        sizes = {}
+        for path in self._folder.glob(".step-*") if self._folder else ():  # what has no name yet
+            with contextlib.suppress(OSError):
+                sizes[path.name] = path.stat().st_size
+        if sizes != self._sizes:
+            self._sizes, self._grown_at = sizes, time.monotonic()
+        return bool(sizes) and time.monotonic() - self._grown_at < SAVING_S
+
+
+def _is_stopped(rank: Rank) -> bool:
+    """Whether a rank was stopped (SIGSTOP)."""
+    if rank.returncode is not None:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
+    """To every rank that lives; SIGKILL to its whole session, loader processes included."""
+    for rank in ranks:
+        if not _ended(rank):
+            if number == signal.SIGKILL:
+                with contextlib.suppress(ProcessLookupError):  # a spawned one makes its session when torch is imported
+                    os.killpg(rank.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+
+
+def _kill(ranks: Sequence[Rank]) -> None:
+    _signal(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _outcome(
+    ranks: Sequence[Rank],
+    first: int | None,
+    early: int | None,
+    stop: _Stop,
+    layout: Layout,
+    run_dir: Path | None,
+    launch: str,
+) -> int:
+    run_dir = run_dir and rundir.of_launch(run_dir, launch)
+    if first is None:
+        code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
+        status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
+        if status and status["state"] in ("failed", "incomplete"):
+            _say(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
+        return rundir.exit_code(status, code) if status else code
+    code = _status(ranks[first])
+    if code in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
+        if run_dir:
+            rundir.close(run_dir, launch)  # where that rank could not, its disk being full
+        return code  # the rank has said why
+    killed = ranks[first].returncode < 0
+    kind = Kind.killed if killed else Kind.error
+    ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
+    done = run_dir and (rundir.read_status(run_dir) or {}).get("state") == "done"
+    if early is not None and not killed and not done:  # what the others then lost
+        first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
+    number = sum(layout.ranks[: layout.node_rank]) + first
+    who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
+    reason = f"rank {who['rank']} on {who['host']} {ended}"
+    if run_dir:
+        status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=who)
+        if status and status["state"] in ("done", "preempted"):
+            return rundir.exit_code(status, code)  # it was through, and a library crashed at its exit
+        if status and killed:  # the other ranks know only that it is gone
+            where = {"attempt": status["attempt"], "step": status["step"]}
+            rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=who)
+        elif status and status["reason"]:
+            reason = status["reason"]
+    _say(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))
+    return code
+
+
+def _status(rank: Rank) -> int:
+    """The exit status as a shell gives it: 128 and the signal's number where a signal ended it."""
+    return 128 - rank.returncode if rank.returncode < 0 else rank.returncode

@@ -1,0 +1,88 @@
+"""Ranks from plain python, by torch.multiprocessing: ``python -m recipes.toy spawn=2``. They are looked after as launch.py's are."""
+
+import os
+import runpy
+import socket
+import sys
+import time
+from typing import Any
+
+import torch.multiprocessing
+
+from recipes.core.files import ROOT
+from recipes.core import errors
+from recipes.core.launch import local
+from recipes.core.place import network
+from recipes.core.run import entry, rundir
+from recipes.core.run.entry import Start
+from recipes.core.launch.local import Rank
+
+SPAWNED = "RECIPES_SPAWNED"  # set in a process that was started here
+STARTED_BY = {"env": "torchrun (or who set RANK)", "slurm": "srun", "openmpi": "mpirun", "pmi": "mpiexec"}
+
+
+def processes(module: str, start: Start) -> None:
+    """Runs ``module`` in ``spawn=`` processes of this machine, and ends with their outcome; returns at once in one of them.
+
+    Ends with one line and status 2 where something else has started several ranks already.
+    """
+    if SPAWNED in os.environ:
+        return
+    info, count = start.ranks, start.settings.config.spawn
+    batch = "RECIPES_BATCH" in os.environ  # the job reads how the ranks of its own srun ended
+    if batch or (info.launcher in STARTED_BY and info.world_size > 1):
+        if info.rank:
+            time.sleep(1.5)
+        else:
+            by = f"{STARTED_BY.get(info.launcher, 'srun')} has started this process already, as rank 0 of {info.world_size}"
+            print(
+                f"{start.settings.recipe}: spawn={count}: {by}: leave spawn= out, or start plain python",
+                file=sys.stderr,
+            )
+        sys.exit(errors.EXIT_CONFIG)
+    run_dir = rundir.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, ROOT)
+    argv, context = [*sys.argv, f"run_dir={run_dir}"], torch.multiprocessing.get_context("spawn")
+
+    def begin(variables: dict[str, str], listener: socket.socket | None) -> Rank:
+        process = context.Process(target=_one, args=(os.getpid(), module, argv, variables, listener))
+        process.start()
+        return _Process(process)
+
+    # What this process has set for itself each rank sets for itself, and says so.
+    mine = dict(start.from_files)
+    if start.interface:
+        mine |= network.settings(start.interface, {})
+    if start.own_folder:
+        mine |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
+    environ = {name: value for name, value in os.environ.items() if mine.get(name) != value}
+    entry.remove_own_folder(start)
+    sys.exit(local.supervise(begin, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
+
+
+class _Process:
+    """A process of multiprocessing, as subprocess.Popen would show it."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = int(process.pid)
+        self.returncode: int | None = None  # as of the last poll: whoever asks multiprocessing has the process reaped
+
+    def poll(self) -> int | None:
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self) -> None:
+        self._process.join()
+        self.poll()
+
+
+def _one(parent: int, module: str, argv: list[str], variables: dict[str, str], listener: socket.socket | None) -> None:
+    """What a process that was started does: becomes the rank."""
+    os.setsid()
+    local.die_with(parent)()
+    os.environ.clear()
+    os.environ.update(variables)
+    if listener:
+        os.environ["RECIPES_LISTEN_FD"] = str(listener.detach())
+    sys.argv = argv
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

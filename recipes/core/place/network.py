@@ -1,0 +1,214 @@
+"""Which network interface do the ranks talk over? The one whose route reaches the other nodes: the kernel is asked."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from recipes.core.place.ranks import RankInfo
+
+# linux/netlink.h, linux/rtnetlink.h, linux/if_addr.h
+_NLM_F_REQUEST, _NLM_F_DUMP = 0x1, 0x300
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_RTM_NEWADDR, _RTM_GETADDR, _RTM_NEWROUTE, _RTM_GETROUTE = 20, 22, 24, 26
+_RTN_UNICAST, _RTN_LOCAL = 1, 2
+_RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_MESSAGE = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
+_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's bits, …, type at 7, flags
+_ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix bits, flags, scope, interface index
+_ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
+
+_SET = "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
+FIX_ROUTE = f"bring the interface up, or fix its route (ip route get PEER on that node), {_SET}"
+FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME on that node), {_SET}"
+
+
+class NetworkError(RuntimeError):
+    """No interface was found that reaches the peer. what: one line that names host and peer. fix: what to do."""
+
+    def __init__(self, what: str, fix: str = FIX_ROUTE) -> None:
+        super().__init__(f"{what}: {fix}")
+        self.what, self.fix = what, fix
+
+
+@dataclass(frozen=True)
+class Route:
+    interface: str
+    source: str  # this machine's address on the way there; "" if the kernel names none
+    local: bool  # the address is one of this machine's own
+
+
+@dataclass(frozen=True)
+class Choice:
+    interface: str
+    address: str  # this node's address on it
+    peer: str  # host name of the node it was chosen for; "" for a lone node
+    peer_address: str
+    reason: str
+
+
+def route_to(address: str) -> Route:
+    """The kernel's route to an IPv4 or IPv6 address (as `ip route get`; a zone as in fe80::1%eth0 is respected).
+
+    Raises NetworkError if there is no route, the text is no address, or the kernel cannot be asked.
+    """
+    try:
+        target = ipaddress.ip_address(address)
+        zone = getattr(target, "scope_id", None)
+        request = _ROUTE.pack(_family(target), target.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
+        request += _attribute(_RTA_DST, target.packed)
+        if zone:
+            request += _attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(zone)))
+        route, attributes = next(_ask(_RTM_GETROUTE, 0, request, _RTM_NEWROUTE, _ROUTE))
+        kind = route[7]
+        if kind not in (_RTN_UNICAST, _RTN_LOCAL) or _RTA_OIF not in attributes:
+            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+        interface = socket.if_indextoname(struct.unpack("=I", attributes[_RTA_OIF])[0])
+    except OSError as error:
+        raise NetworkError(f"{socket.gethostname()}: no route to {address} ({error.strerror or error})") from None
+    except ValueError:
+        raise NetworkError(f"{address!r} is not an IP address") from None
+    source = attributes.get(_RTA_PREFSRC)
+    return Route(interface, str(ipaddress.ip_address(source)) if source else "", kind == _RTN_LOCAL)
+
+
+def choose(info: RankInfo) -> Choice | None:
+    """The interface for this node's traffic: the one whose route reaches the first other node; loopback for a lone one.
+
+    Where the nodes' names are unknown, the master stands for the peer, and the master's own node takes the interface
+    that carries the master's address. None where that is not to be known (the address is a loopback one, or several
+    interfaces carry it): then nothing is set, and NCCL and gloo choose. One name is resolved, once.
+
+    Raises NetworkError if the peer's name does not resolve, or no route reaches it.
+    """
+    if info.num_nodes == 1:
+        loopback = _loopback()
+        return Choice(loopback, "127.0.0.1", "", "", "one node") if loopback else None
+    if info.nodes:
+        return _towards(info.nodes[1 if info.node_rank == 0 else 0])
+    if info.node_rank > 0:
+        return _towards(info.master_addr)
+    return _carrier(info.master_addr)
+
+
+def settings(choice: Choice, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make NCCL and gloo use the interface, less those that `environ` has already.
+
+    NCCL takes the name as a prefix unless it begins with `=` (NCCL's user guide, "Environment Variables"); gloo takes
+    exact names.
+    """
+    names = {"NCCL_SOCKET_IFNAME": f"={choice.interface}", "GLOO_SOCKET_IFNAME": choice.interface}
+    return {name: value for name, value in names.items() if name not in environ}
+
+
+def _towards(peer: str) -> Choice:
+    own, failures = [], []
+    for address in _resolve(peer):
+        try:
+            route = route_to(address)
+        except NetworkError as error:
+            failures.append(error.what)
+            continue
+        # An address of our own is no way to another node, even where the peer has it too (every docker0 is 172.17.0.1).
+        if route.local:
+            own.append(address)
+            continue
+        return Choice(route.interface, route.source, peer, address, f"route to {peer} ({address})")
+    if failures:
+        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
+    loopback = _loopback()
+    if not loopback:
+        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {own[0]} is its own address", FIX_NAME)
+    return Choice(loopback, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
+
+
+def _carrier(master: str) -> Choice | None:
+    """The one interface that carries the master's address, on the master's node."""
+    carriers = {address: interface for interface, address in own_addresses()}
+    found = [address for address in _resolve(master) if address in carriers and not _is_loopback(address)]
+    if len({carriers[address] for address in found}) != 1:
+        return None
+    return Choice(carriers[found[0]], found[0], master, found[0], f"it has the master's address {found[0]}")
+
+
+def _resolve(host: str) -> list[str]:
+    """All addresses of a host, in the resolver's order."""
+    try:
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a host name"
+        raise NetworkError(f"{socket.gethostname()} cannot resolve {host} ({reason})", FIX_NAME) from None
+    return [str(sockaddr[0]) for *_, sockaddr in answers]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _loopback() -> str | None:
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of this machine."""
+    found = []
+    request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    try:
+        for fields, attributes in _ask(_RTM_GETADDR, _NLM_F_DUMP, request, _RTM_NEWADDR, _ADDRESS):
+            # On a point-to-point link IFA_ADDRESS is the other end's.
+            packed = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
+            if packed:
+                found.append((socket.if_indextoname(fields[4]), str(ipaddress.ip_address(packed))))
+    except OSError as error:
+        raise NetworkError(f"{socket.gethostname()}: the kernel does not tell its addresses ({error})") from None
+    return found
+
+
+def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
+    return socket.AF_INET if address.version == 4 else socket.AF_INET6
+
+
+def _ask(
+    kind: int, flags: int, body: bytes, answer: int, header: struct.Struct
+) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
+    """The kernel's answers of one type: the header's fields and the attributes. Raises OSError with its error."""
+    if not hasattr(socket, "AF_NETLINK"):
+        raise OSError(errno.EAFNOSUPPORT, "asking for routes needs Linux")
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(5)
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)
+        while True:
+            data = kernel.recv(1 << 18)
+            while data:
+                length, received, *_ = _MESSAGE.unpack_from(data)
+                payload, data = data[_MESSAGE.size : length], data[_align(length) :]
+                if received == _NLMSG_DONE:
+                    return
+                if received == _NLMSG_ERROR:
+                    code = -struct.unpack_from("=i", payload)[0]
+                    raise OSError(code, os.strerror(code))
+                if received == answer:
+                    yield header.unpack_from(payload), dict(_attributes(payload[header.size :]))
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    data = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value
+    return data.ljust(_align(len(data)), b"\0")
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(data)
+        yield kind, data[_ATTRIBUTE.size : length]
+        data = data[_align(length) :]
+
+
+def _align(length: int) -> int:
+    return (length + 3) & ~3

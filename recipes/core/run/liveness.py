@@ -1,0 +1,211 @@
+"""Whether another job or process still uses a run directory: by its job in Slurm, else its process, else its heartbeat. Standard library only."""
+
+import os
+import re
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core.run import rundir, scontrol
+from recipes.core.errors import MachineError
+
+ENDING_S = 60.0  # wait for a job that Slurm is ending
+HEARTBEAT_S = 5.0  # between two heartbeats of a run; session's fence makes them
+WATCH_S = 4 * HEARTBEAT_S  # an attempt that has no heartbeat for so long is not alive
+OLD_S = 300.0  # after a heartbeat that is older, no next one is awaited; clocks differ by less
+ASK_S = 20.0  # for the controller's answer
+
+
+@dataclass(frozen=True)
+class Found:
+    """problem: who uses the run directory, in words, "" for nobody. note: what is only presumed, for the log."""
+
+    problem: str = ""
+    note: str = ""
+
+
+def about(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What `rundir.open_attempt` records of this process for `look`; cluster: None outside Slurm."""
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "place": _place()}
+    return {"process": process, "cluster": environ.get("SLURM_CLUSTER_NAME", "") if rundir.job_id(environ) else None}
+
+
+def _started(pid: int) -> str:
+    """The time at which a process was started, in the kernel's ticks; "" where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _place() -> str:
+    """The boot of this machine and its process namespace: process numbers are compared within one alone."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def heartbeat(run_dir: Path) -> None:
+    """Called by rank 0 every HEARTBEAT_S. Raises OSError."""
+    os.utime(run_dir / "attempt.json")
+
+
+def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: float = ENDING_S) -> Found:
+    """Who else uses ``run_dir``; an earlier start of this same job does not count. takeover: only other elements of its array count.
+
+    patience_s: how long to wait for a job that is ending and for a heartbeat; 0 on a login node. A requeued job does not take over
+    again.
+    """
+    takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
+    note = ""
+    for record in _attempts(run_dir):
+        if not takes_over or of_array(rundir.job_id(environ), record.get("job")):
+            found = _look_at(record, run_dir, environ, patience_s)
+            if found.problem:
+                return found
+            note = note or found.note
+    return Found(note=note)
+
+
+def _attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """The newest attempt, and the last one that has begun if that is another: the newest may still be refused."""
+    newest = rundir.read_json(run_dir / "attempt.json")
+    begun = rundir.begun(newest)
+    return [record for record in (newest, begun if begun is not newest else None) if record]
+
+
+def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
+    """A line on the pending or running job that uses ``run_dir``, for a submission; "" if there is none, or none is known.
+
+    Jobs that ``dependency`` waits for do not count.
+    """
+    ended_first = {
+        job
+        for jobs_of in re.findall(r"after\w+((?::\d+[\d_*]*)+)", dependency)
+        for job in re.findall(r"\d+(?:_\d+)?", jobs_of)
+    }
+    submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
+    records = _attempts(run_dir)
+    if submitted:
+        records = [{"job": submitted, "cluster": ""}, *(one for one in records if one.get("job") != submitted)]
+    for record in records:
+        job = str(record.get("job") or "")
+        if "singleton" in dependency or {job, job.partition("_")[0]} & ended_first:
+            continue
+        if found := _look_at(record, run_dir, environ, 0.0).problem:
+            return found
+    return ""
+
+
+def of_array(job: str | None, other: object) -> bool:
+    """Whether two jobs are different elements of one array."""
+    mine, theirs = str(job or "").split("_"), str(other or "").split("_")
+    return len(mine) == len(theirs) == 2 and mine[0] == theirs[0] and mine[1] != theirs[1]
+
+
+def element(run_dir: Path, other: object) -> Found:
+    """The refusal of a second element of an array on one run directory."""
+    return Found(
+        f"run_dir={run_dir}: element {other} of this job array uses it, and each element needs its own: "
+        "launch.py makes such an array (sweep.KEY=A,B)"
+    )
+
+
+def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str], patience_s: float) -> Found:
+    own, job = rundir.job_id(environ), record.get("job")
+    if of_array(own, job):
+        return element(run_dir, job)
+    status = rundir.read_status(run_dir) or {}
+    is_its = status.get("attempt") == record.get("attempt")
+    if is_its and status.get("state") in ("done", "failed", "incomplete"):
+        return Found()
+    runs = _runs(record)
+    in_slurm = record.get("cluster") is not None
+    if own is not None and own == job:
+        # An earlier start of this job, or another step of it: only its process shows whether that step still runs.
+        if record.get("launch") == rundir.launch_id(environ) and runs:
+            return _used(run_dir, f"another step of this job (process {record['process']['pid']})", "wait for its end")
+        return Found()
+    here = environ.get("SLURM_CLUSTER_NAME", "")
+    if in_slurm and (not here or record["cluster"] in ("", here)):
+        try:
+            stopped = is_its and status.get("state") == "preempted"
+            return _ask(str(job), run_dir, environ, patience_s, stopped)
+        except MachineError as error:
+            why = str(error)
+    elif in_slurm:
+        why = f"it is a job of cluster {record['cluster']}"
+    elif runs is not None:
+        mine = record["process"]
+        who = f"process {mine['pid']} on {mine['host']}"
+        return _used(run_dir, who, f"end it (kill {mine['pid']})") if runs else Found()
+    elif job is not None and job == environ.get("TORCHELASTIC_RUN_ID"):
+        return Found()  # torchrun has started its ranks again
+    else:
+        why = "it runs on another host"
+    if is_its and status.get("state") == "preempted":
+        return Found()
+    return _watch(record, run_dir, patience_s, why)
+
+
+def _runs(record: Mapping[str, Any]) -> bool | None:
+    """Whether the process of an attempt runs; None where that cannot be seen from here."""
+    its = record.get("process") or {}
+    if not its.get("place") or its["place"] != _place():
+        return None
+    return bool(its["started"]) and _started(int(its["pid"])) == its["started"] and its["pid"] != os.getpid()
+
+
+def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, stopped: bool) -> Found:
+    """By the job's state in Slurm. stopped: the attempt was saved. In salloc nothing requeues it, and its job continues without it.
+
+    Raises MachineError where Slurm cannot be asked.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = next(iter(scontrol.show(job, environ, timeout_s=ASK_S)), None)
+        if not found or found.ended or (found.state == scontrol.COMPLETING and not patience_s):
+            return Found()
+        if stopped and found.fields.get("BatchFlag") == "0":
+            return Found()
+        if found.state != scontrol.COMPLETING or time.monotonic() > deadline:
+            break
+        time.sleep(1.0)
+    end = f"cancel it (scancel {job})"
+    if found.waiting:
+        state = "was requeued and is pending" if found.restarts else "is pending"
+        return _used(run_dir, f"job {job}, which {state},", end, "will use it")
+    return _used(run_dir, f"job {job} ({found.state.lower()})", end)
+
+
+def _watch(record: Mapping[str, Any], run_dir: Path, patience_s: float, why: str) -> Found:
+    """By the heartbeat, where nothing else can be asked."""
+    job, host = record.get("job"), (record.get("hosts") or ["unknown"])[0]
+    who = f"job {job} on {host}" if job else f"a process on {host}"
+    first, begin = newest_heartbeat(run_dir), time.monotonic()
+    while patience_s and time.time() - first < OLD_S and time.monotonic() - begin < min(WATCH_S, patience_s):
+        time.sleep(1.0)
+        if newest_heartbeat(run_dir) > first:
+            return _used(run_dir, f"{who} (its heartbeat advances; {why})", "end it")
+    return Found(note=f"{run_dir}: {who} has used it; it counts as ended, since it has no heartbeat ({why})")
+
+
+def newest_heartbeat(run_dir: Path) -> float:
+    """Its time; 0 for none. The file is opened, so that a network file system asks its server."""
+    try:
+        with open(run_dir / "attempt.json", "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> Found:
+    return Found(
+        f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir; takeover=true starts anyway"
+    )

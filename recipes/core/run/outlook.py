@@ -1,0 +1,85 @@
+"""What comes next for a run: its own record, and its job in Slurm's queue. Never torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core.run import rundir
+from recipes.core.errors import MachineError, Next, next_of
+from recipes.core.run.scontrol import Job, Queue, describe
+
+AGAIN = "to resume, start it again with the same run_dir="
+# Why nothing starts the run again.
+WORDS = {
+    Next.cancelled: f"the job was cancelled: {AGAIN}",
+    Next.max_requeues: f"not requeued, since max_requeues= is reached: {AGAIN}",
+    Next.no_progress: f"not requeued, since its last start completed no step: {AGAIN}",
+    Next.requeue_failed: f"not requeued, since scontrol requeue failed: {AGAIN}",
+    Next.not_requeued: f"not requeued by Slurm: {AGAIN}",
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run's job. id: "" outside Slurm. job: None where Slurm does not know it, or could not be asked. asked: whether it answered.
+
+    line: one line about the job. next: what happens to it after the run's newest start; None while that start runs, or where
+    nothing is known. submitted_since: it is not the job that started the run last, but one that was submitted after it.
+    """
+
+    id: str
+    job: Job | None
+    asked: bool
+    line: str
+    next: Next | None
+    submitted_since: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job has processes, as far as Slurm knows."""
+        return self.job is not None and not self.job.ended and not self.job.waiting
+
+
+def look(run_dir: Path, queue: Queue) -> Outlook:
+    """The outlook of the job that was submitted last, if it has not begun yet; else of the job that started the run last."""
+    attempt, described = rundir.owner(run_dir) or {}, rundir.read_json(run_dir / "job.yaml") or {}
+    of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
+    if attempt.get("cluster", "") is None:  # outside Slurm: a number is torchrun's --rdzv-id
+        of_attempt = ""
+    ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
+    if not ids:
+        return Outlook("", None, False, "it is not a Slurm job", None)
+    try:
+        found = {one: job for one in ids if (job := queue.find(one))}
+    except MachineError as error:
+        return Outlook(ids[0], None, False, str(error), None)
+    if not found:
+        return Outlook(ids[-1], None, True, f"Slurm no longer knows job {ids[-1]}", None)
+    chosen, job = next(((one, job) for one, job in found.items() if not job.ended), next(iter(found.items())))
+    number = str(attempt.get("launch", "")).rpartition(".")[2]
+    since = bool(of_attempt) and chosen != of_attempt
+    after = job.after_start(int(number) if number.isdecimal() and not since else -1)
+    return Outlook(chosen, job, True, describe(job), after, since)
+
+
+def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
+    """One line on a run that was stopped: what stopped it, where it was saved, and what comes next."""
+    found, noted = look(run_dir, queue), next_of(status)
+    saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
+    if found.job is None:  # its own record is all that is known
+        why = f" ({found.line})" if found.id else ""
+        if noted in (Next.requeued, Next.held):
+            lost = f": {AGAIN}" if found.asked else ""
+            return f"{saved}; job {found.id} was requeued, and its state now is unknown{why}{lost}"
+        return f"{saved}; {WORDS[noted] if noted else AGAIN}{'' if noted else why}"
+    if found.next in (Next.requeued, Next.held):
+        return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
+    if found.next:
+        # Its batch script has noted why it did not requeue the job; while that ends, Slurm shows it like a cancelled one.
+        is_final = noted not in (None, Next.requeued, Next.held) and not found.submitted_since
+        return f"{saved}; {found.line}; {WORDS[noted if noted and is_final else found.next]}"
+    if found.job.fields.get("BatchFlag") == "0":  # salloc or srun: nothing requeues it
+        return f"{saved}; {AGAIN}"
+    return f"{saved}; {found.line}, and its batch script has not ended yet"

@@ -1,0 +1,176 @@
+"""What run directories say of their runs, side by side. Never torch."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipes.core import errors
+from recipes.core.config import parser
+from recipes.core.run import outlook, rundir
+from recipes.core.run.scontrol import Queue
+
+DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID
+INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # of a run directory; no runs of their own
+RESULTS = ("val_top1", "val_top5", "loss", "samples_per_second")
+WIDEST, LONGEST_NOTE = 60, 300  # characters of a value, and of a note, in the table
+
+
+@dataclass(frozen=True)
+class Found:
+    """One run. values: its recipe's keys, and what was submitted besides. results: of its summary, else of its last row."""
+
+    folder: Path
+    recipe: str
+    state: str
+    step: int
+    note: str
+    values: dict[str, Any]
+    results: dict[str, Any]
+
+
+def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """The run directories in ``folder``, itself among them, the oldest first; those of jobs that wait in the queue too.
+
+    Raises OSError where the folder itself cannot be read; one below it that cannot is left out, with a line.
+    """
+    if any((folder / name).exists() for name in ("attempt.json", "job.yaml", "refused.json")):
+        yield folder
+    elif depth:
+        inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
+        for entry in sorted(inside, key=lambda entry: entry.stat().st_mtime):
+            try:
+                yield from run_directories(Path(entry.path), depth - 1)
+            except OSError as error:
+                print(f"{entry.path}: cannot be read ({error.strerror}), and is left out", file=sys.stderr)
+
+
+def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
+    """What a run directory says. now: of time.time(). queue: for the note on what comes next; None: not asked."""
+    status, summary = rundir.read_status(folder) or {}, rundir.read_json(folder / "summary.json") or {}
+    values, job = _keys(folder / "config.yaml"), rundir.read_json(folder / "job.yaml") or {}
+    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
+    if state != "done":  # what an earlier attempt has left
+        summary = {}
+    row = {} if summary else _last_row(folder / "metrics.jsonl")
+    if state == "running":
+        note = f"last word {ago(now - _number(status.get('updated'), now))} ago"
+        if queue and (found := outlook.look(folder, queue)).asked and not found.is_active:  # it was killed, or its node
+            state, note = "not running", f"{note}; {found.line}"
+    if queue and state == "preempted":
+        note = outlook.after_stop(folder, status, queue)
+    if (refused := rundir.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
+        line = str(refused.get("line") or "")
+        if not status:
+            note = line
+        elif state in ("running", "not running"):
+            note = f"{note}; a later launch was refused: {line}"
+        else:
+            state, note = "refused", f"{line} (before that: {state}{note and f', {note}'})"
+    if not status and not note and isinstance(job.get("log"), str):
+        # The batch script may have ended before it started Python.
+        lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
+        note = lines[-1].decode(errors="replace") if lines else ""
+    if queue and not status and not note and (found := outlook.look(folder, queue)).asked:
+        note = found.line
+    recipe = str(job.get("recipe") or parser.recipe_of(folder))
+    arguments = job.get("arguments")
+    typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
+    values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}
+    results = {name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None}
+    return Found(
+        folder, recipe, state, int(_number(row.get("step"), _number(status.get("step"), 0))), note, values, results
+    )
+
+
+def is_newer(folder: Path, name: str, other: str) -> bool:
+    """By the clock of the file system, whose both are; also where the other is not there."""
+    try:
+        return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
+    except OSError:
+        return (folder / name).exists()
+
+
+def _keys(path: Path) -> dict[str, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception:  # a run that was refused has none; a damaged one costs its keys alone
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    """The last whole row of metrics.jsonl, however long that is."""
+    for line in reversed(_last_lines(path)):
+        try:
+            row = json.loads(line)
+        except ValueError:  # being written, or cut by a kill
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, (int, float)) and abs(value) < 1e15 else otherwise
+
+
+def ago(seconds: float) -> str:
+    """A duration, rounded to its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def differing(runs: Sequence[Found]) -> list[str]:
+    """The keys in which runs of one recipe differ, in the order in which they are declared."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for run in runs:
+        for name, value in run.values.items():
+            seen.setdefault((run.recipe, name), set()).add(str(value))
+    return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
+
+
+def table(runs: Sequence[Found]) -> list[str]:
+    """Lines of a table: a run each, with what it differs in and what came of it."""
+    keys = differing(runs)
+    results = [name for name in RESULTS if any(name in run.results for run in runs)]
+    head = ["run", "state", "step", *keys, *results, "note"]
+    rows = [
+        [
+            _short(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
+            *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
+        ]
+        for run in runs
+    ]  # fmt: skip
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]
+
+
+def _short(folder: Path) -> str:
+    """The path from here, where that is below."""
+    relative = os.path.relpath(folder)
+    return str(folder) if relative.startswith("..") else relative
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else errors.shown(value, WIDEST)

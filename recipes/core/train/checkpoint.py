@@ -1,0 +1,443 @@
+"""Checkpoints: one file each, written whole or not at all, beside the training, and read without running what is in them.
+
+A file is what torch.save writes, a zip archive, with a SHA-256 over all of it in the archive's comment: whoever reads it finds
+every bit that has changed since, and torch.load reads it as any other.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.core.data import download
+from recipes.core.run import rundir
+from recipes.core.errors import InputError, MachineError
+
+NAME = re.compile(r"step-(\d{8,})\.pt")
+COMMENT = re.compile(rb"sha256:([0-9a-f]{64})")
+COMMENT_BYTES = 71
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class State:
+    """All that a run is made of at a step boundary. step: completed optimiser steps."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    ema: nn.Module | None = None
+    step: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """This rank's random states: of torch, its GPU, Python, and NumPy where something has imported it."""
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        keys = torch.tensor(keys.tolist())
+        states["numpy"] = {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached}
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Puts back what `rng_state` gave."""
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if python := states.get("python"):
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    if (numpy := states.get("numpy")) and "numpy" in sys.modules:
+        keys = sys.modules["numpy"].array(numpy["keys"].tolist(), dtype="uint32")
+        state = (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        sys.modules["numpy"].random.set_state(state)
+
+
+def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint of ``state`` holds. The tensors in it are the training's own. rng: each rank's `rng_state`."""
+    return {
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scheduler": state.scheduler.state_dict(),
+        "ema": state.ema.state_dict() if state.ema else None,
+        "sampler": dict(sampler),
+        "rng": rng,
+        "meta": {**state.meta, "step": state.step},
+    }
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the training state in a checkpoint's content, in hexadecimal: the same where it is the same to the last bit."""
+    found = hashlib.sha256()
+    parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")
+    _feed(found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]})
+    return found.hexdigest()
+
+
+def _feed(update: Callable[[bytes], None], value: Any) -> None:
+    if isinstance(value, Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            update(f"{key!r}:".encode())
+            _feed(update, value[key])
+    elif isinstance(value, (list, tuple)):
+        update(f"[{len(value)}".encode())
+        for one in value:
+            _feed(update, one)
+    else:
+        update(repr(value).encode())
+
+
+class HostCopy:
+    """Copies of tensors in host memory, which is taken once and used again: pinned where the tensors are a GPU's."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Any, ...], Tensor] = {}
+        self._of_gpu = False
+
+    def take(self, content: Any) -> Any:
+        """``content`` with a copy in the place of each tensor, good until the next time; tensors that were one stay one."""
+        seen: dict[tuple[Any, ...], Tensor] = {}
+        copied = self._copy(content, (), seen)
+        if self._of_gpu:
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, value: Any, place: tuple[Any, ...], seen: dict[tuple[Any, ...], Tensor]) -> Any:
+        if isinstance(value, dict):
+            copied = type(value)((key, self._copy(one, (*place, key), seen)) for key, one in value.items())
+            if hasattr(value, "_metadata"):  # a state_dict's versions of its modules
+                copied._metadata = value._metadata  # type: ignore[attr-defined]
+            return copied
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._copy(one, (*place, i), seen) for i, one in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        value, self._of_gpu = value.detach(), self._of_gpu or value.is_cuda
+        same = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if same in seen and value.numel():
+            return seen[same]
+        there = self._places.get(place)
+        if there is None or (there.dtype, there.shape, there.stride()) != same[1:]:
+            there = self._places[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        seen[same] = there.copy_(value, non_blocking=True)
+        return there
+
+
+def size_of(content: Any) -> int:
+    """Bytes of the tensors in ``content``."""
+    if isinstance(content, Mapping):
+        return sum(map(size_of, content.values()))
+    if isinstance(content, (list, tuple)):
+        return sum(map(size_of, content))
+    return content.nbytes if isinstance(content, Tensor) else 0
+
+
+def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
+    """Bytes of a checkpoint's file when the optimiser has its state: it takes a step, and the run is of no use after that.
+
+    ranks: of the run, each of which has random states in it. Nothing is written.
+    """
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    state.optimizer.step()
+    counted = _Counted()
+    torch.save(content_of(state, sampler, [rng_state(device) for _ in range(ranks)]), cast(IO[bytes], counted))
+    return counted.bytes + COMMENT_BYTES
+
+
+class _Counted:
+    """A file of which nothing is kept but its size."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the ``newest``, all where it is 0; those of every ``every_steps``; and the one that ``best`` names."""
+
+    newest: int = 3
+    every_steps: int = 0
+
+
+class Saver:
+    """Writes checkpoints into ``folder`` in a thread of its own, one at a time. Rank 0 alone has one.
+
+    still_mine: raises MachineError where the folder is another attempt's now; asked before a file comes under its name.
+    saved: called from that thread with the path of what is safe on the disk.
+    """
+
+    def __init__(
+        self, folder: Path, keep: Keep, still_mine: Callable[[], None], saved: Callable[[Path, int], None]
+    ) -> None:
+        self._folder, self._keep, self._still_mine, self._saved = folder, keep, still_mine, saved
+        self._copy, self._writing = HostCopy(), threading.Thread()
+        self._error: BaseException | None = None
+
+    def save(self, content: Mapping[str, Any], best: bool = False) -> None:
+        """Copies ``content`` and begins to write it, when what was begun before is written. best: ``best`` is to name it.
+
+        Raises MachineError, one line, where there is no room or the write before this one failed.
+        """
+        self.wait()
+        self._want_room(size_of(content))
+        copied = self._copy.take(dict(content))
+        self._writing = threading.Thread(target=self._write, args=(copied, best), name="checkpoint")
+        self._writing.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until what was begun is on the disk. Raises MachineError, one line, where it could not be written."""
+        if self._writing.ident:
+            self._writing.join(timeout_s)
+        self.check()
+
+    def check(self) -> None:
+        """Raises what the last write ended with, if it has ended badly; does not wait."""
+        error, self._error = self._error, None
+        if isinstance(error, OSError):
+            raise MachineError(self._words(error, 0)) from None
+        if error:
+            raise error
+
+    def _want_room(self, need: int) -> None:
+        try:
+            usage = shutil.disk_usage(self._folder)
+        except OSError as error:
+            raise MachineError(self._words(error, need)) from None
+        if usage.total and usage.free < need:  # some network file systems say 0 of 0
+            raise MachineError(self._words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), need))
+
+    def _words(self, error: OSError, need: int) -> str:
+        size = f" of {download.megabytes(need)}" if need else ""
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {download.megabytes(shutil.disk_usage(self._folder).free)} free"
+        return (
+            f"run_dir={self._folder.parent}: a checkpoint{size} cannot be written ({error.strerror}{free}): make room there; "
+            f"{after_a_restart(self._folder)}"
+        )
+
+    def _write(self, content: Mapping[str, Any], best: bool) -> None:
+        try:
+            path = write(self._folder, content, best=best, before_rename=self._still_mine)
+            prune(self._folder, self._keep)
+            self._saved(path, int(content["meta"]["step"]))
+        except BaseException as error:  # raised in the training's own thread, by `check`
+            self._error = error
+
+
+def write(
+    folder: Path, content: Mapping[str, Any], *, best: bool = False, before_rename: Callable[[], None] = lambda: None
+) -> Path:
+    """Writes ``step-XXXXXXXX.pt`` into ``folder`` and points ``latest`` to it, last; ``best`` as well where it is that.
+
+    The file comes under its name only when all of it is on the disk. Raises OSError where it cannot be written.
+    """
+    path = folder / f"step-{content['meta']['step']:08d}.pt"
+    # Written anew: its new content, which says that it is the best, is never there with another one named so.
+    if best and named(folder, "latest") == path.name:
+        point(path, "best", before_rename)
+    rundir.write_whole(path, lambda file: _write_archive(file, content), before_rename)
+    for name in ("best", "latest") if best else ("latest",):
+        point(path, name, before_rename)
+    return path
+
+
+def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
+    """Makes ``latest`` or ``best`` of its folder name the checkpoint ``path``. Raises OSError."""
+    if named(path.parent, pointer) != path.name:
+        rundir.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
+
+
+def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:
+    """A zip archive ends with the length of its comment, in two bytes, and the comment: all before those two is what is hashed."""
+    hashed = _Hashed(file)
+    torch.save(content, cast(IO[bytes], hashed))
+    if hashed.last != b"\0\0":
+        raise RuntimeError("torch.save no longer ends with the end of a zip archive without a comment")
+    comment = b"sha256:" + hashed.hash.hexdigest().encode()
+    file.seek(-2, os.SEEK_END)
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+class _Hashed:
+    """A file to write to from begin to end, with the SHA-256 of all but the last two bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.hash, self.last = file, hashlib.sha256(), b""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.hash.update(self.last[: max(0, len(self.last) + len(view) - 2)])
+        self.hash.update(view[: max(0, len(view) - 2)])
+        self.last = (self.last + bytes(view[-2:]))[-2:]
+        return self._file.write(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def prune(folder: Path, keep: Keep) -> None:
+    """Removes the checkpoints before the ``latest`` that ``keep`` does not name. Those of later steps, of a run that was sent back,
+    are left alone."""
+    if not keep.newest:
+        return
+    there = candidates(folder)
+    stay = {named(folder, "latest"), named(folder, "best")}
+    newest = next((step_of(path) for path in there), 0)
+    for path in [path for path in there if step_of(path) <= newest][keep.newest :]:
+        if path.name not in stay and not (keep.every_steps and step_of(path) % keep.every_steps == 0):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    found = NAME.fullmatch(path.name)
+    assert found
+    return int(found[1])
+
+
+def named(folder: Path, pointer: str) -> str:
+    """The name of the checkpoint that ``latest`` or ``best`` points to; "" for none."""
+    try:
+        name = (folder / pointer).read_text().strip()
+    except (OSError, ValueError):
+        return ""
+    return name if NAME.fullmatch(name) else ""
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, the newest first: the one that ``latest`` names, then those before it, then the rest.
+
+    A run that was sent back to an earlier step has older ones of higher steps beside its own.
+    """
+    steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
+    latest = named(folder, "latest")
+    newest = step_of(Path(latest)) if latest else max(steps, default=0)
+    return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
+
+
+def after_a_restart(folder: Path) -> str:
+    """Where a run whose checkpoints are in ``folder`` continues when it is started again, in words."""
+    there = candidates(folder)
+    if not there:
+        return "there is no checkpoint yet: started again, the run begins at step 0"
+    return f"started again, the run continues from {there[0].name}"
+
+
+def sweep(folder: Path) -> None:
+    """Removes what attempts that were killed while they saved have left. Called by rank 0 alone, before any save."""
+    for name in ("step-", "latest.", "best."):
+        for path in folder.glob(f".{name}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU. Raises InputError, one line, for a file that is damaged or is none.
+
+    ``weights_only``: nothing in it is run. Safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch itself does not look
+    at the archive's checksums when it loads: a flipped bit of a weight would pass.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"checkpoint {path}: is no file")
+    try:
+        if fault := _fault_of(path):
+            raise InputError(f"checkpoint {path}: {fault}")
+        with zipfile.ZipFile(path) as archive:  # torch.save packs nothing: what would unpack to more is not its work
+            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
+                raise InputError(f"checkpoint {path}: is no checkpoint (it would unpack to more than it is)")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
+    except Exception as error:  # torch.load raises whatever a damaged archive makes it
+        raise InputError(f"checkpoint {path}: is damaged or no checkpoint ({type(error).__name__})") from None
+    if not isinstance(content, dict) or not {"model", "optimizer", "scheduler", "sampler", "rng", "meta"} <= set(
+        content
+    ):
+        raise InputError(f"checkpoint {path}: is not one of these recipes'")
+    meta = content["meta"]
+    if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or not isinstance(meta.get("step"), int):
+        raise InputError(f"checkpoint {path}: does not say what it is of")
+    return content
+
+
+def _fault_of(path: Path) -> str:
+    """What is wrong with a checkpoint's file, by its size and SHA-256; "" where nothing is. Raises OSError."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        tail = min(size, COMMENT_BYTES + 2)
+        file.seek(-tail, os.SEEK_END)
+        length, comment = file.read(2), file.read()
+        told = COMMENT.fullmatch(comment)
+        if not told or int.from_bytes(length, "little") != COMMENT_BYTES:
+            return "is damaged or no checkpoint (it does not end with its SHA-256)"
+        file.seek(0)
+        found, left = hashlib.sha256(), size - tail
+        while left and (chunk := file.read(min(left, CHUNK_BYTES))):
+            found.update(chunk)
+            left -= len(chunk)
+    return "" if found.hexdigest().encode() == told[1] else "is damaged (its SHA-256 is another)"
+
+
+def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> None:
+    """Puts a checkpoint's content into ``state``, without optimiser and schedule where it is not to be trained further.
+
+    Raises InputError when it is of another model.
+    """
+    try:
+        state.model.load_state_dict(content["model"])
+        if to_train:
+            state.optimizer.load_state_dict(content["optimizer"])
+            state.scheduler.load_state_dict(content["scheduler"])
+        if state.ema:
+            state.ema.load_state_dict(content["ema"])
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"checkpoint: is of another model ({' '.join(str(error).split())[:200]})") from None
+    state.step = int(content["meta"]["step"])
+    if to_train and isinstance(state.scheduler, LambdaLR):
+        state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step
+        state.scheduler.step()  # the rate of this step by today's schedule: with more epochs it is another one
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
+    """``name: then → now`` for each key that differs and may not."""
+    names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
+    return [f"{name}: {saved.get(name)} then, {now.get(name)} now" for name in names]

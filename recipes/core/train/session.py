@@ -1,0 +1,922 @@
+"""One attempt of one run, from the process group to the exit status: what every recipe's ``main`` is called inside of."""
+
+import contextlib
+import errno
+import faulthandler
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
+
+import torch
+import torch.distributed
+from omegaconf import OmegaConf
+
+from recipes.core.files import ROOT
+from recipes.core import errors
+from recipes.core.config import parser
+from recipes.core.launch import snapshot
+from recipes.core.run import entry, liveness, logs, rundir, signals, watchdog
+from recipes.core.train import checkpoint, distributed, metrics
+from recipes.core.train.checkpoint import State
+from recipes.core.config.parser import RunKeys, Settings
+from recipes.core.train.distributed import World
+from recipes.core.run.entry import Start
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
+from recipes.core.launch.checks import Asked, Over
+
+ASKING_S = 5.0  # that `World.behind` takes at most
+PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
+FENCE_S = liveness.HEARTBEAT_S  # between two looks at whose the run directory is
+LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
+DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
+STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
+SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
+OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
+# Keys of a run that say when all ranks save together.
+OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
+# Where one differs, a resumed run is not the unbroken one to the last bit.
+OF_THE_BITS = ("torch", "world_size", "cpu_threads")
+
+
+@dataclass
+class Run:
+    """What a recipe's main works with. stopping: the ranks have agreed to stop; set by the step loop alone."""
+
+    settings: Settings
+    world: World
+    dir: Path
+    attempt: int
+    launch: str  # what started rank 0, by `rundir.launch_id`
+    stop: signals.StopFlag
+    terminal: TextIO | None
+    rows: metrics.Rows | None  # rank 0's
+    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
+    resumed_from_step: int | None = None
+    resumed_from: Path | None = None
+    was_done: bool = False
+    rehearsal: Asked | None = None  # by `launch.py check`, in place of a run
+    checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
+    saver: checkpoint.Saver | None = field(init=False, default=None)  # rank 0's
+    begun: bool = False
+    stopping: str = ""
+    samples: int = 0  # trained on, in this attempt
+    train_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # taken by who says why this rank ends
+    _saved_at: float = field(default_factory=time.monotonic)
+    _store_asked_at: float = 0.0
+    _commit: str | None = None  # of the code, on rank 0
+
+    def __post_init__(self) -> None:
+        trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
+        self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
+        if self.world.rank == 0:
+            keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", keep, self.check_mine, self._saved)
+
+    @property
+    def keys(self) -> RunKeys:
+        return self.settings.run
+
+    @property
+    def step(self) -> int:
+        """Completed optimiser steps."""
+        return self.state.step if self.state else 0
+
+    @property
+    def ranks(self) -> int:
+        """Of the run; for `launch.py check`, which has one, those of the job."""
+        return self.rehearsal.ranks if self.rehearsal else self.world.size
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks have GPUs; for `launch.py check`, which has none, whether those of the job have."""
+        return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """A line from rank 0."""
+        if self.world.rank == 0:
+            self.progress("")
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A line from any rank, with its host's name."""
+        print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Rank 0's progress line, rewritten in place; on a terminal only."""
+        if self.terminal and self.world.rank == 0:
+            try:
+                self.terminal.write(f"\r\033[K{text}")
+                self.terminal.flush()
+            except OSError:  # it is gone; the run goes on
+                self.terminal = None
+
+    def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
+        """Begins: makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
+
+        sampler: what the order of samples depends on besides the config. Called by all ranks. Raises InputError where the
+        checkpoint is another run's, or none can be read; then the run directory keeps the status that it had.
+        """
+        self.state = state
+        state.meta = {
+            "recipe": self.settings.recipe,
+            "config": _plain(self.settings),
+            "world_size": self.world.size,
+            "torch": str(torch.__version__),
+            "cpu_threads": torch.get_num_threads(),
+            "best": None,  # of the evaluations so far: val_top1 and its step
+            "unevaluated": None,  # the row of an epoch's last step, where a stop has put its evaluation off
+        }
+        self._compare_keys(state.meta["config"])
+        chosen = self._choose_checkpoint()
+        if chosen:
+            self._load(chosen, sampler)
+        # An evaluation's rehearsal ends when it is known to have something to evaluate.
+        if not self.settings.config.evaluate:
+            self.end_rehearsal(sampler)
+        self._begin()
+
+    def begin(self) -> None:
+        """Begins, in place of `resume`, where there is nothing to save or to go on from. Called by all ranks."""
+        self._compare_keys(_plain(self.settings))
+        self.end_rehearsal()
+        self._begin()
+
+    def end_rehearsal(self, sampler: Mapping[str, Any] | None = None) -> None:
+        """Where `launch.py check` has started this run: leaves word of what there is, and ends it. Called by all ranks.
+
+        sampler: as `resume` has it; None where no checkpoint will be written.
+        """
+        if not self.rehearsal:
+            return
+        found: dict[str, Any] = {
+            "resumed_from_step": self.resumed_from_step,
+            "evaluates": self.settings.config.evaluate,
+        }
+        if self.state:
+            found["parameters"] = sum(parameter.numel() for parameter in self.state.model.parameters())
+        if sampler is not None:
+            size = checkpoint.size_in_training(self.state, sampler, self.world.device, self.rehearsal.ranks)
+            found |= {"samples": sampler.get("num_samples"), "checkpoint_bytes": size}
+        if self.world.rank == 0:
+            rundir.write_json(Path(self.rehearsal.file), found)
+        raise Over
+
+    def _begin(self) -> None:
+        if self.world.rank == 0:
+            self.check_mine()
+            checkpoint.sweep(self.dir / "checkpoints")
+            (self.dir / "refused.json").unlink(missing_ok=True)
+            if not self.settings.config.evaluate:
+                text = OmegaConf.to_yaml(self.settings.saved).encode()
+                rundir.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
+            self._commit = snapshot.git_commit(ROOT)
+            (self.dir / snapshot.DIFF).unlink(missing_ok=True)
+            if diff := snapshot.difference(ROOT):
+                rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
+            came = self.resumed_from
+            own = came is not None and came.parent == self.dir / "checkpoints"
+            if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
+                checkpoint.point(came, "latest")  # where the run is now: it may have been sent back
+            rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
+        self.begun = True
+        if self.world.rank == 0:
+            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
+
+    def stop_is_near(self) -> bool:
+        """Whether this rank was told to stop, or another, of which the store is asked once a second. For between two steps: no
+        collective, and not the same on all ranks."""
+        if self.stop:
+            self.world.store.set(STOP_IS_NEAR, self.stop.reason)
+            return True
+        if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
+            return False
+        self._store_asked_at = time.monotonic()
+        return bool(self.world.store.check([STOP_IS_NEAR]))
+
+    def told_to_stop(self) -> str:
+        """Why a rank was told to stop, "" where none was; the same on all ranks. Called by all ranks."""
+        reasons = [""] * self.world.size
+        with self.world.meeting():
+            torch.distributed.all_gather_object(reasons, self.stop.reason)
+        return next((reason for reason in reasons if reason), "")
+
+    def agree(self) -> tuple[str, bool]:
+        """Why all ranks stop now, "" where they do not, and whether a checkpoint is due; the same on all ranks.
+
+        Called by all ranks after each step, in a loop of one's own; that of `train.fit` does not wait for the answer.
+        """
+        self.world.pulse.beat(watchdog.SUM, self.step)
+        every_s = self.keys.checkpoint_every_s
+        due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        answers = [("", False)] * self.world.size
+        torch.distributed.all_gather_object(answers, (self.stop.reason, due))
+        self.world.pulse.beat(watchdog.ROW)
+        return next((reason for reason, _ in answers if reason), ""), answers[0][1] or self.interval_ends()
+
+    def interval_ends(self) -> bool:
+        """Whether checkpoint_every_steps= or keep_every_steps= asks for a checkpoint of this step."""
+        intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
+        return any(every and self.step % every == 0 for every in intervals)
+
+    def stop_where_asked(self) -> None:
+        """Raises Stopped, on all ranks, when one was told to stop; for what has nothing to save. Called by all ranks."""
+        if reason := self.told_to_stop():
+            raise Stopped(reason)
+
+    def _compare_keys(self, keys: dict[str, Any]) -> None:
+        """Raises InputError on a rank whose keys are not rank 0's: several machines started by hand can differ.
+
+        keys: the recipe's; those of a run by which the ranks meet are compared too.
+        """
+        keys = keys | {name: getattr(self.keys, name) for name in OF_ALL_RANKS}
+        first = json.loads(self.world.broadcast_text("keys", json.dumps(keys)))
+        paths = {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
+        other = [
+            f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
+        ]
+        if other:
+            host = self.world.hosts[0]
+            raise InputError(
+                f"{self.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): give the same on each"
+            )
+
+    def _load(self, chosen: str, sampler: Mapping[str, Any]) -> None:
+        state = self.state
+        self._await_file(Path(chosen))
+        content = checkpoint.read(Path(chosen))
+        meta = content["meta"]
+        free = parser.may_change(type(self.settings.config))
+        if meta.get("recipe") != self.settings.recipe:
+            raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
+        evaluate, now = self.settings.config.evaluate, state.meta["config"]
+        may_change = set(now) - OF_THE_MODEL if evaluate else free
+        changed = checkpoint.differences(
+            meta["config"], now, may_change | (set(meta["config"]) - set(now) if evaluate else set())
+        )
+        if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | free)):
+            self.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
+        if not evaluate:
+            changed += checkpoint.differences(content["sampler"], sampler, {"samples", *now})
+        if changed:
+            raise InputError(
+                f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
+            )
+        length = [] if evaluate else checkpoint.differences(meta["config"], now, set(now) - set(parser.LENGTH))
+        if length and not (self.settings.resumes or self.keys.force):
+            raise InputError(
+                f"checkpoint {chosen}: {'; '.join(length)}, and there is no config.yaml of its run: give the same, or force=true"
+            )
+        checkpoint.restore(state, content, to_train=not evaluate)
+        if len(content["rng"]) == self.world.size:
+            checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
+        # In a folder of its own, this run has no best one yet, and no row that lacks its results.
+        if Path(chosen).parent == self.checkpoints:
+            state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
+        self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
+        self.say(f"resumed from {chosen}, step {state.step}")
+        if length:
+            then, rate = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
+            change = f"learning rate of the next step: {then[0]:.4g} then, {rate[0]:.4g} now" if then else ""
+            self.say(f"the run's length changes: {'; '.join([*length, change]).rstrip('; ')}")
+        other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
+        if other and not evaluate:
+            words = "; ".join(f"{name}: {meta.get(name)} then, {state.meta[name]} now" for name in other)
+            self.say(f"the same samples in the same order, but not the same to the last bit ({words})")
+
+    def _await_file(self, path: Path) -> None:
+        """Until rank 0's choice is seen here: a network file system may show it to the nodes at different times."""
+        deadline = time.monotonic() + min(SEEN_S, self.keys.timeout_s / 2)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"{self.world.host}: does not see {path}, which rank 0 on {self.world.hosts[0]} has chosen"
+                )
+            os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS look again
+            time.sleep(0.1)
+
+    def _choose_checkpoint(self) -> str:
+        """The checkpoint to go on from, "" for none: rank 0 looks, all ranks learn the same."""
+        chosen, error = "", ""
+        if self.world.rank == 0:
+            try:
+                chosen = self._look_for_checkpoint()
+            except InputError as problem:
+                error = str(problem)
+        found = json.loads(self.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
+        if found[1]:
+            self.world.await_readers("checkpoint")
+            raise InputError(found[1])
+        return str(found[0])
+
+    def _look_for_checkpoint(self) -> str:
+        wanted, there = self.keys.resume, checkpoint.candidates(self.checkpoints)
+        if there and self._has_begun_before():
+            wanted = "auto"  # from what it has saved itself, where it has
+        if wanted not in ("auto", "never"):
+            of_run = wanted in parser.RESUME_WORDS
+            path = self.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
+            if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
+                path = path.with_name(name)
+            elif of_run:
+                why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
+                raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
+            if not os.path.exists(path):
+                raise InputError(f"resume={wanted}: there is no such file on {self.world.host}")
+            if not path.is_dir():
+                return str(path)
+            there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
+            if not there:
+                raise InputError(
+                    f"resume={wanted}: there is no checkpoint in that folder: give a run directory that has one, or a file"
+                )
+        if wanted == "never":
+            if there:
+                raise InputError(
+                    f"resume=never: {self.dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
+                )
+            return ""
+        for path in there:
+            try:
+                checkpoint.read(path)
+                return str(path)
+            except InputError as problem:
+                self.warn(f"{problem}; taking the one before it")
+        if there:
+            raise InputError(f"{there[0].parent}: none of {len(there)} can be read: move them away to start anew")
+        return ""
+
+    def _has_begun_before(self) -> bool:
+        """Whether this job, which was queued again, has trained this run before, and there is a checkpoint of that."""
+        if self.settings.config.evaluate or not self.world.ranks.restart_count:
+            return False
+        before = (rundir.read_json(self.dir / "attempt.json") or {}).get("before") or {}
+        if "from_step" not in before or before.get("job") != _job(os.environ):
+            return False
+        status = rundir.read_status(self.dir)
+        has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
+        return bool(has_saved) or bool(before.get("own"))
+
+    def check_mine(self) -> None:
+        """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
+        rundir.check_owner(self.dir, self.attempt, self.launch)
+
+    def is_mine(self) -> bool:
+        """Whether no later attempt has taken the run directory over, as far as the file system tells."""
+        with contextlib.suppress(MachineError):
+            self.check_mine()
+            return True
+        return False
+
+    def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
+        """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.
+
+        best: ``checkpoints/best`` is to name it. Raises MachineError on rank 0 where this one, or the last one, cannot be written.
+        """
+        self._saved_at = time.monotonic()
+        self.world.pulse.beat(watchdog.SAVING)
+        rng: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        if self.saver:
+            self.check_mine()
+            self.saver.save(checkpoint.content_of(self.state, sampler, rng), best)
+            if wait:
+                self.saver.wait()
+        if wait:
+            self.world.pulse.beat(watchdog.SAVED)
+            torch.distributed.barrier()
+
+    def check_saved(self) -> None:
+        """Raises MachineError, on rank 0, where a checkpoint could not be written in the meantime."""
+        if self.saver:
+            self.saver.check()
+
+    def _saved(self, path: Path, step: int) -> None:
+        self.check_mine()
+        rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)
+        self.progress("")
+        print(f"checkpoint {path}", flush=True)
+
+    def is_best(self, results: Mapping[str, Any]) -> bool:
+        """Whether these results are the best so far, which is noted then; the same on all ranks."""
+        found, best = results.get("val_top1"), self.state.meta.get("best")
+        if found is None or (best and best["val_top1"] >= found):
+            return False
+        self.state.meta["best"] = {"val_top1": float(found), "step": self.state.step}
+        return True
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
+        self.world.pulse.beat(watchdog.END)
+        if self.world.rank != 0:
+            return
+        self.check_mine()
+        step = self.step
+        if self.stopping:
+            rundir.write_status(
+                self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping, kind=Kind.stopped
+            )
+            where = (
+                "before the evaluation's end"
+                if self.settings.config.evaluate
+                else f"at step {step}, saved in {self.dir}"
+            )
+            self.say(f"stopped by {self.stopping} {where}")
+            return
+        if results or not (self.dir / "summary.json").exists():
+            summary = {
+                "recipe": self.settings.recipe,
+                "world_size": self.world.size,
+                "num_nodes": self.world.ranks.num_nodes,
+                "device": self.world.device.type,
+                "backend": self.world.backend,
+                "epochs": self.settings.config.epochs,
+                "steps": step,
+                "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+                "wall_seconds": round(time.monotonic() - self.started, 3),
+                "resumed_from_step": self.resumed_from_step,
+                "restarts": self.attempt,
+                "git_commit": self._commit,
+                "versions": metrics.versions(),
+            }
+            # Where nothing was trained in this attempt, what was said of the training stays.
+            before = rundir.read_json(self.dir / "summary.json") or {}
+            stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
+            rundir.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
+        rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
+        self.say(f"finished at step {step}{rundir.accuracy(self.dir)}")
+
+
+def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
+    """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends the process.
+
+    What main returns goes into ``summary.json``. Exit status as in README: 0 done, 2 bad input, 3 cannot run here, 75 saved
+    and wants to be queued again, 1 anything else, with the first failing rank in the last lines and in ``status.json``.
+    """
+    code = errors.EXIT_CRASH
+    try:
+        faulthandler.enable()
+        os.umask(int(start.settings.run.umask, 8))
+        start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
+        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
+        _set_threads(start)
+        device = distributed.resolve_device(
+            start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count()
+        )
+        # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process; Python's own
+        # handler of SIGINT would run when the wait for the others is over.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        info = start.ranks
+
+        def tell(name: str) -> None:
+            if info.local_rank == 0:
+                ends = "stops" if start.settings.config.evaluate else "saves at the next step"
+                print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
+
+        with (
+            distributed.process_group(start, device) as world,
+            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ, start.pulse.clock.continued) as stop,
+            _end_of_job(start, stop, tell),
+        ):
+            code = _attempt(main, start, world, stop)
+            if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
+                # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
+                entry.remove_own_folder(start)
+                _leave(code)
+    except (InputError, MachineError) as error:
+        if start.ranks.local_rank != 0:
+            time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
+        if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
+            print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        entry.note_refusal(start.settings, code, str(error))
+    except torch.distributed.DistError as error:
+        info = start.ranks
+        print(
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {distributed.peer_words(error)}",
+            file=sys.stderr,
+        )
+    except BaseException:
+        traceback.print_exc()
+    entry.remove_own_folder(start)
+    if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
+        entry.end(code)
+    _leave(code)
+
+
+@contextlib.contextmanager
+def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None]) -> Iterator[None]:
+    """Rank 0 looks to the end of its job, for the sites that send no signal."""
+    if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
+        yield
+        return
+    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: signals.seconds_left(os.environ), tell)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once; its connections end with it, and the peers notice."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
+    """The part that has a run directory: gives the exit status, and leaves a record where this rank failed."""
+    run_dir, attempt, launch, was_done = _open_run_dir(start, world)
+    with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
+        rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
+        if rows:
+            stack.callback(rows.close)
+        current = Run(
+            start.settings, world, run_dir, attempt, launch, stop, terminal, rows, was_done=was_done,
+            rehearsal=start.rehearsal,
+        )  # fmt: skip
+        words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
+        world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
+        over = threading.Event()
+        stack.callback(over.set)
+        if world.rank == 0:
+            threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
+        threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+        stop.last_words = lambda: current.failing.acquire(blocking=False) and _fail(current, KeyboardInterrupt())
+        try:
+            _introduce(current, start)
+            _check_shared(current)
+            _seed_others(start.settings.config.seed, world.rank)
+            world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
+            results = main(start.settings.config, current)
+            stop.settling = True
+            current.finish(results)
+            world.pulse.beat(watchdog.LEAVING)
+            torch.distributed.barrier()
+            return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
+        except Over:
+            return errors.EXIT_DONE
+        except BaseException as error:
+            stop.settling = True
+            current.failing.acquire()  # for good
+            current.progress("")
+            return _fail(current, error)
+
+
+def _keep_flight_record(run: Run) -> None:
+    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
+
+    torch would write it when its own timeout passes, and that never does.
+    """
+    if run.world.backend == "nccl":
+        record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
+        rundir.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
+
+
+def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
+    """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next.
+
+    Until then, writes heartbeats.
+    """
+    while not over.wait(FENCE_S):
+        try:
+            run.check_mine()
+            with contextlib.suppress(OSError):
+                liveness.heartbeat(run.dir)
+        except MachineError as error:
+            print(f"{run.settings.recipe}: {error}", file=sys.stderr)
+            _leave(errors.EXIT_MACHINE)
+
+
+def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
+    """Ends this process where it waits for the other ranks for ``timeout_s`` without success, and names the rank that is behind.
+
+    This takes the place of torch's own timeouts, which would count the time in which the job was suspended.
+    """
+    world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
+    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
+    while not over.wait(distributed.POLL_S):
+        now, moment = world.pulse.read(), clock.now()
+        suspended_s = clock.suspension_s()
+        if suspended_s not in (0.0, reported_s):  # one that is not reported yet
+            reported_s = suspended_s
+            if world.ranks.local_rank == 0:
+                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
+        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
+            last, since = now, moment
+        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
+            behind = world.behind()
+            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, it is the network
+            if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
+                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
+                code = errors.EXIT_CRASH
+                try:
+                    code = _fail(run, distributed.PeerTimeout(words), behind)
+                    with contextlib.suppress(Exception):  # the record is only an aid to find a cause in NCCL
+                        _keep_flight_record(run)
+                    entry.remove_own_folder(start)
+                finally:
+                    _leave(code)
+
+
+def _stopped_early(run: Run, reason: str) -> int:
+    """Stopped before there was a step to save: nothing is lost, and nothing else is to be written."""
+    if run.world.rank == 0 and run.is_mine():
+        before = rundir.read_status(run.dir)
+        step = before["step"] if before else 0
+        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason, kind=Kind.stopped)
+        run.say(f"stopped by {reason} before its first step")
+    return errors.EXIT_REQUEUE
+
+
+def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
+    """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see.
+
+    behind: the rank for which it has waited in vain, where that is known already.
+    """
+    world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
+    if isinstance(error, Stopped):
+        return _stopped_early(run, str(error))
+    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and disk_full:
+        error = MachineError(
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
+        )
+    code, kind, line = errors.EXIT_CRASH, Kind.error, errors.one_line(error)
+    if isinstance(error, MachineError):
+        code, kind, line = errors.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
+    elif isinstance(error, InputError):
+        code, kind, line = errors.EXIT_CONFIG, Kind.input, str(error)
+    elif isinstance(error, RunError):
+        line = str(error)
+    elif words := _known_words(error):
+        kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
+    elif lost := distributed.peer_kind(error):
+        kind, line = lost, distributed.peer_words(error)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(
+                f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
+            )
+        if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
+            code, kind = errors.EXIT_REQUEUE, Kind.suspended
+            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
+    # At once, since the others lose their connections to this rank now, and would call it silent.
+    recorded = _record(run, kind, line, code, moment, behind)
+    if kind is Kind.timeout:
+        behind = behind or world.behind()
+    elif kind in (Kind.peer_lost, Kind.suspended):
+        world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
+    if run.saver:
+        with contextlib.suppress(Exception):  # why it could not be written is not why this rank ends
+            run.saver.wait(LAST_SAVE_S)
+    if behind or not recorded:
+        _record(run, kind, line, code, moment, behind)
+    with contextlib.suppress(OSError):
+        if code != errors.EXIT_CRASH:
+            if world.rank == 0 or not _rank0_says(run, line):
+                print(f"{recipe}: {line}", file=sys.stderr)
+        elif kind.is_consequence:
+            if not behind:
+                _await_peers_words(run)
+        elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
+            traceback.print_exc()
+    with contextlib.suppress(OSError):
+        found = rundir.verdict(run.dir, run.attempt)
+        if not run.is_mine():  # the status is a later attempt's
+            return code
+        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is whole
+            saved = (rundir.read_status(run.dir) or {}).get("step", 0)
+            rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
+        elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
+            rundir.write_status(
+                run.dir,
+                "failed",
+                attempt=run.attempt,
+                step=step,
+                reason=found.reason,
+                kind=found.kind,
+                first=found.first,
+            )
+        elif code != errors.EXIT_CRASH:
+            rundir.refuse(run.dir, run.launch, code, found.reason)
+        speaks = not kind.is_consequence or world.rank == min(
+            rundir.failed_ranks(run.dir, run.attempt), default=world.rank
+        )
+        if code == errors.EXIT_CRASH and speaks:
+            print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+            if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
+                print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
+    return code
+
+
+def _others_failed(run: Run) -> bool:
+    """Whether a rank that was not suspended has failed: then this rank alone was stopped, and the others waited for it."""
+    found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    return any(record and kind_of(record) is not Kind.suspended for record in found)
+
+
+def _await_peers_words(run: Run) -> None:
+    """Until the other ranks have told what they know; longer where one is still asking the store, which is rank 0's, who is behind."""
+    time.sleep(PEERS_TELL_S)
+    others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
+        time.sleep(ASKING_S - PEERS_TELL_S)
+
+
+def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
+    """Leaves this rank's record; False where there is no room for it."""
+    try:
+        rundir.record_failure(
+            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
+            behind=behind, moment=moment,
+        )  # fmt: skip
+    except OSError:
+        return False
+    return True
+
+
+def _known_words(error: BaseException) -> str:
+    """What is wrong and the mend, in a line, for torch's errors that are the user's to mend; "" for any other."""
+    text = errors.one_line(error)
+    if _is_out_of_memory(error):
+        return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
+    if "InvalidCxxCompiler" in text or "C++ compiler" in text:
+        return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
+    return ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate memory; torch's CPU allocator raises a bare RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
+
+
+def _rank0_says(run: Run, line: str) -> bool:
+    """Whether rank 0 ends with the same line within 1.5 s, so that this rank need not repeat it."""
+    for _ in range(15):
+        record = rundir.read_failure(run.dir, run.attempt, rank=0)
+        if record:
+            return bool(record["error"] == line)
+        time.sleep(0.1)
+    return False
+
+
+def _job(environ: Mapping[str, str]) -> str | None:
+    """What is started again, and is the same then: Slurm's job, or torchrun's run."""
+    return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
+    """The run directory that rank 0 chooses, made; this attempt's number and launch; and whether the run was done already."""
+    message: dict[str, Any] = {}
+    if world.rank == 0:
+        # In a batch script one run is the job's, whichever step it is (another srun may have come before).
+        run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, ROOT)
+        if start.settings.config.evaluate:
+            path = rundir.for_evaluation(path)
+        patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
+        try:
+            found = liveness.look(path, os.environ, start.settings.run.takeover, patience_s)
+            if found.note:
+                print(f"{start.settings.recipe}: {found.note}", flush=True)
+            if found.problem:
+                message = {"used": found.problem}
+            else:
+                for name in ("logs", "checkpoints", "failures"):
+                    (path / name).mkdir(parents=True, exist_ok=True)
+                status = rundir.read_status(path)
+                launch, about = rundir.launch_id(os.environ), liveness.about(os.environ)
+                attempt = rundir.open_attempt(
+                    path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
+                )
+                was_done = bool(status and status["state"] == "done")
+                message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
+        except OSError as error:
+            message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
+    message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
+    if "error" in message or "used" in message:
+        world.await_readers("run_dir")
+        raise InputError(message["used"]) if "used" in message else MachineError(message["error"])
+    path = Path(message["dir"])
+    if world.rank != 0:
+        for name in ("logs", "failures"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+    return path, message["attempt"], message["launch"], message["was_done"]
+
+
+def _check_shared(run: Run) -> None:
+    """Raises MachineError, on all ranks, where a node of the job does not see what rank 0 writes into the run directory.
+
+    Started on other nodes, the job would find no checkpoint, and train from the beginning. Called by all ranks.
+    """
+    world = run.world
+
+    def look(tell: Callable[[object], None]) -> None:
+        deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
+        while world.ranks.local_rank == 0 and not rundir.owner(run.dir, attempt=run.attempt, launch=run.launch):
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
+                )
+            os.listdir(run.dir)  # makes NFS look again
+            time.sleep(0.1)
+
+    if world.ranks.in_slurm and world.ranks.num_nodes > 1:
+        world.together("run_dir", look)
+
+
+def _introduce(run: Run, start: Start) -> None:
+    """The first lines: size, device, where the run is kept, the network, GPUs that nobody uses."""
+    world = run.world
+    again = f", attempt {run.attempt + 1}" if run.attempt else ""
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
+    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
+    run.say(f"run directory: {run.dir}")
+    if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
+        # An earlier start may have ended before it came here; or it was on a node whose disk this one does not see.
+        run.say(
+            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
+            " if it is on a node's own disk, give one that all nodes share"
+        )
+    if words := run.settings.words_from_run():
+        run.say(f"from the run: {words}")
+    _say_network(run, start)
+    if start.from_files:
+        run.say("from env files: " + " ".join(sorted(start.from_files)))
+    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    used = world.ranks.local_world_size if world.device.type == "cuda" else 0
+    if granted.isdecimal() and int(granted) > used:
+        why = f"{used} ranks" if used else "device=cpu"
+        run.say(f"warning: {why}, and {int(granted) - used} GPUs a node stand idle: give sbatch --gpus-per-node={used}")
+    _warn_of_few_cpus(run)
+
+
+def _warn_of_few_cpus(run: Run) -> None:
+    """Slurm binds a task to its --cpus-per-task where the site has TaskPlugin=task/affinity or task/cgroup; srun's default is 1."""
+    threads = {
+        "cpu_threads": run.settings.run.cpu_threads,
+        "num_workers": getattr(run.settings.config, "num_workers", 0),
+    }
+    name, most = max(threads.items(), key=lambda item: item[1])
+    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if allowed < min(most, machine):
+        run.say(
+            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
+            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
+        )
+
+
+def _say_network(run: Run, start: Start) -> None:
+    """The interface that rank 0's node uses and why, and each node that has another."""
+    world = run.world
+    if world.backend == "mpi":
+        run.say("network: MPI's own choice")
+        return
+    name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    used = os.environ.get(name, "").removeprefix("=")
+    if world.ranks.local_rank == 0:
+        world.store.set(f"interface/{world.ranks.node_rank}", f"{world.host} {used}")
+    if world.rank != 0:
+        return
+    if used:
+        proven = start.interface and start.interface.interface == used
+        run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
+    elif world.size > 1:
+        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
+    for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
+        host, _, other = text.partition(" ")
+        if other != used:
+            run.say(f"network: {host} has {other or 'none proven'} instead")
+
+
+def _seed_others(seed: int, rank: int) -> None:
+    """Python's and NumPy's own generators, for recipes that draw from them; torch's is the recipe's to seed."""
+    random.seed(seed * 1_000_003 + rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
+
+
+def _set_threads(start: Start) -> None:
+    threads = start.settings.run.cpu_threads or (1 if start.ranks.world_size > 1 else 0)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """The recipe's keys as what a checkpoint can hold: texts, numbers, booleans. Variables in paths, which may change, stay unresolved."""
+    keys, typed = settings.config, OmegaConf.to_container(settings.saved, resolve=False)
+    assert isinstance(typed, dict)
+    values = {f.name: typed[f.name] if f.metadata.get("path") else getattr(keys, f.name) for f in fields(keys)}
+    return {name: getattr(value, "name", value) for name, value in values.items()}
