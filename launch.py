@@ -16,6 +16,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.core import files
+from recipes.core.place import gpus
+from recipes.core.run import source
+
 if TYPE_CHECKING:
     from recipes.core.config.parser import Settings
     from recipes.core.launch.local import Layout
@@ -36,7 +40,6 @@ def main(argv: "list[str]") -> int:
     _use_project_python(argv)
     from recipes.core import errors
     from recipes.core.config import parser
-    from recipes.core.run import rundir
 
     if not argv or {"-h", "--help", "help"} & set(argv):
         errors.show(parser.help_text())
@@ -44,7 +47,7 @@ def main(argv: "list[str]") -> int:
     checked = argv[:1] == ["check"]
     try:
         settings = parser.parse(argv[1:] if checked else argv)
-        spawn, home = getattr(settings.config, "spawn", 0), rundir.home(ROOT)
+        spawn, home = getattr(settings.config, "spawn", 0), source.home(ROOT)
         if spawn:
             mend = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
             raise errors.ConfigError(
@@ -165,7 +168,7 @@ def _ask(job: "Job", settings: "Settings") -> str:
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
         if folder.exists():
-            rundir.private_folder(ROOT, name)
+            files.private_folder(ROOT, name)
         checks.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
@@ -312,7 +315,7 @@ def local_layout(settings: "Settings") -> "Layout":
         if job.node_rank or job.master:
             raise errors.ConfigError("node_rank= and master= want gpus=8,2 beside them, the ranks of each machine")
         ranks = (slurm.ranks_per_node(job, settings.run.device),)
-    seen = local.visible_gpus(os.environ)
+    seen = gpus.visible_gpus(os.environ)
     if not job.gpus and job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
         ranks = (seen,)
     if not on_cpu and (job.gpus or job.gpus_per_node or seen) and ranks[job.node_rank] > seen:

@@ -30,6 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from recipes.core.files import read_json, write_json
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.conf.doctor import Config
 from recipes.core import errors
@@ -72,7 +74,7 @@ class Meeting:
         with tempfile.TemporaryFile(dir=folder) as file:
             self._begin = os.fstat(file.fileno()).st_mtime
         if first:
-            rundir.write_json(folder / NAMED, {"name": self._name})
+            write_json(folder / NAMED, {"name": self._name})
 
     def tell(self, name: str, content: Mapping[str, Any]) -> None:
         self._told[name] = content
@@ -100,7 +102,7 @@ class Meeting:
 
     def _learn_name(self) -> bool:
         """Whether the first rank has named this examination since; then what was told is told again."""
-        name = None if self._is_first else (rundir.read_json(self.folder / NAMED) or {}).get("name")
+        name = None if self._is_first else (read_json(self.folder / NAMED) or {}).get("name")
         if not name or name == self._name:
             return False
         self._name = str(name)
@@ -110,7 +112,7 @@ class Meeting:
 
     def _write(self, name: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        rundir.write_json(self.folder / f"{name}.json", {"of": self._name, "by": self.token, "says": self._told[name]})
+        write_json(self.folder / f"{name}.json", {"of": self._name, "by": self.token, "says": self._told[name]})
 
     def _word(self, name: str) -> dict[str, Any] | None:
         """What was told in this examination; one's own without a look at the file, which another one may have written over."""
@@ -125,7 +127,7 @@ class Meeting:
         path = self.folder / file
         with contextlib.suppress(OSError):
             if path.stat().st_mtime > self._begin - STALE_S:
-                return rundir.read_json(path)
+                return read_json(path)
         return None
 
     def is_new(self, name: str) -> bool:
@@ -141,7 +143,7 @@ class Meeting:
         }
         for file, (key, value) in mine.items():
             with contextlib.suppress(OSError):
-                if (rundir.read_json(self.folder / file) or {}).get(key) == value:
+                if (read_json(self.folder / file) or {}).get(key) == value:
                     (self.folder / file).unlink()
 
     def sweep(self) -> None:
@@ -352,7 +354,7 @@ def _judge(meeting: Meeting, info: RankInfo, cfg: Config, run_dir: Path, end: fl
     found = verdict.judge(
         _expected(info), [*finals.values(), *({**report, "early": True} for report in early.values())]
     )
-    rundir.write_json(run_dir / "doctor.json", verdict.as_json(found))
+    write_json(run_dir / "doctor.json", verdict.as_json(found))
     meeting.tell("verdict", {"exclude": found.exclude, "healthy": found.healthy})
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
@@ -409,7 +411,7 @@ def main(argv: list[str]) -> int:
         errors.show(f"{(__doc__ or '').strip()}\n\n{parser.help_text('doctor')}")
         return errors.EXIT_DONE
     keep_all()
-    rundir.go_home(ROOT)
+    source.go_home(ROOT)
     settings = parser.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
     envfile.apply(parser.env_variables(settings.run.network, settings.job.cluster), os.environ)

@@ -26,11 +26,11 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.data import classfolder, download
 from recipes.core.data.packed import packing
-from recipes.core.run import rundir
 from recipes.core.data.classfolder import Listing
 from recipes.core.config.parser import key
 from recipes.core.data.download import (
@@ -277,7 +277,7 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
 
 def _cifar10_is_there(folder: Path, source: str) -> bool:
     """Whether it is there, and whole. Raises InputError where it was made of something else than is wanted."""
-    index = rundir.read_json(folder / "index.json") or {}
+    index = files.read_json(folder / "index.json") or {}
     known = index.get("sha256")
     if not isinstance(known, dict):
         return False
@@ -388,7 +388,7 @@ def _convert_cifar10(folder: Path, place: str, given: str) -> None:
         "skipped": counts.skipped,
         "resized": counts.resized,
     }
-    rundir.write_json(folder / "index.json", index)
+    files.write_json(folder / "index.json", index)
     _say(f"cifar10: {samples['train']} training and {samples['test']} test images, {len(classes)} classes")
     if counts.resized:
         _say(f"cifar10: {counts.resized} images were brought to 32 x 32 pixels")
@@ -407,10 +407,8 @@ def _write_idx(folder: Path, split: str, chunks: Chunks) -> int:
         file.seek(0)
         file.write(_idx_header(len(labels), 3, 32, 32))
 
-    rundir.write_whole(folder / f"{split}-images-idx4-ubyte", fill)
-    rundir.write_whole(
-        folder / f"{split}-labels-idx1-ubyte", lambda file: file.write(_idx_header(len(labels)) + labels)
-    )
+    files.write_whole(folder / f"{split}-images-idx4-ubyte", fill)
+    files.write_whole(folder / f"{split}-labels-idx1-ubyte", lambda file: file.write(_idx_header(len(labels)) + labels))
     return len(labels)
 
 

@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core import errors
-from recipes.core.run import rundir, table
+from recipes.core.run import table
 from recipes.core.errors import InputError
 from recipes.core.run.scontrol import Queue
 
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         errors.show((__doc__ or "").strip())
         return errors.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [rundir.home(ROOT) / "runs"]
+    folders = [Path(word) for word in argv if word != "--json"] or [source.home(ROOT) / "runs"]
     try:
         queue = Queue()
         found = [table.look(path, time.time(), queue) for folder in folders for path in table.run_directories(folder)]

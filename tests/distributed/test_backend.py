@@ -17,12 +17,12 @@ from tests import helpers
 
 # The recipe on a torch that says it has MPI, for which gloo stands: rank and size are then MPI's to say, as they are in RANK_OF_MPI.
 WITH_MPI = """
-from recipes.core import entry
+from recipes.core.run import entry
 START = entry.begin("toy")
 import os
 import torch.distributed as dist
 from recipes import toy
-from recipes.core import session
+from recipes.core.train import session
 real = dist.init_process_group
 def init(backend, **kwargs):
     assert (backend, kwargs) == ("mpi", {})

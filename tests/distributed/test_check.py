@@ -17,7 +17,7 @@ from recipes.core.config import parser
 from recipes.core.data import download
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
-from recipes.core.launch.checks import Found
+from recipes.core.run.dryrun import Found
 from tests import helpers
 from tests.helpers import ROOT, Ended
 from tests.slurm.jobs import copy_repository

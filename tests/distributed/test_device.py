@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from recipes.core import files
 from recipes.core.config import parser
 from recipes.core.config.parser import Device
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import GlobalBatches
 from recipes.core.errors import InputError, MachineError
-from recipes.core.launch import local
+from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import rundir
 from recipes.core.run.entry import Start
 from recipes.core.train import checkpoint, distributed, session
 from recipes.core.train.checkpoint import State
@@ -255,7 +255,7 @@ def save(folder: Path, state: State) -> Path:
 
 def write_archive(path: Path, content: Any) -> None:
     """A file with its right SHA-256, whatever is in it."""
-    rundir.write_whole(path, lambda file: checkpoint._write_archive(file, content))
+    files.write_whole(path, lambda file: checkpoint._write_archive(file, content))
 
 
 def test_a_restored_state_goes_on_as_the_saved_one(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file_alone(tmp_path: Pa
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        rundir.write_whole(tmp_path / "step-00000001.pt", write)
+        files.write_whole(tmp_path / "step-00000001.pt", write)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
     assert (tmp_path / "step-00000001.pt").read_bytes() == b"old"
@@ -391,7 +391,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 COPIED = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from recipes.core import logs
+from recipes.core.run import logs
 how, path = sys.argv[1:]
 print("before")
 with logs.copied_to(Path(path)) as terminal:
@@ -434,7 +434,7 @@ def test_all_output_is_in_the_log_and_where_it_was_before(tmp_path: Path, how: s
 UNREAD = """
 import sys
 from pathlib import Path
-from recipes.core import logs
+from recipes.core.run import logs
 with logs.copied_to(Path(sys.argv[1])):
     for number in range(4):
         sys.stdin.readline()
@@ -460,7 +460,7 @@ def test_the_log_goes_on_where_nobody_reads_along_any_more(tmp_path: Path) -> No
 IN_ONE_WRITE = """
 import os, sys
 from pathlib import Path
-from recipes.core import logs
+from recipes.core.run import logs
 with logs.copied_to(Path(sys.argv[1])):
     read_end, write_end = os.pipe2(os.O_DIRECT)  # keeps what is written apart: one read gives one write
     os.dup2(write_end, 1)
@@ -530,20 +530,20 @@ def test_what_a_killed_save_left_is_swept(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
-    assert local.listed_gpus(listed) == count
+    assert gpus.listed_gpus(listed) == count
 
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
-    assert local.visible_gpus({}, tmp_path) == 0
+    assert gpus.visible_gpus({}, tmp_path) == 0
     for number, found in enumerate(("0", "0", "4321", "4322")):  # two sockets and two GPUs of AMD's
         node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
         node.mkdir(parents=True)
         (node / "gpu_id").write_text(f"{found}\n")
-    assert local.visible_gpus({}, tmp_path) == 2
+    assert gpus.visible_gpus({}, tmp_path) == 2
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
-    assert local.visible_gpus({}, tmp_path) == 3
-    assert local.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
+    assert gpus.visible_gpus({}, tmp_path) == 3
+    assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
 
 
 def test_nccls_flight_record_is_kept_with_the_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ CODE = """
 import os, random, signal
 import numpy
 from recipes import broken
-from recipes.core import checkpoint, entry, session
+from recipes.core.train import checkpoint; from recipes.core.run import entry; from recipes.core.train import session
 START = entry.begin("broken")
 
 def each_step(run, where):

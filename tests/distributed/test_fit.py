@@ -368,10 +368,10 @@ def test_the_best_evaluation_is_saved_and_named(tmp_path: Path) -> None:
 def test_a_signal_ahead_of_the_handlers_is_not_lost() -> None:
     code = """
 import os, signal
-from recipes.core import entry, preempt
+from recipes.core.run import entry; from recipes.core.run import signals
 entry.begin("mnist", ["device=cpu"])
 os.kill(os.getpid(), signal.SIGUSR2)  # would end the process
-with preempt.stop_flag() as stop:
+with signals.stop_flag() as stop:
     print(stop.reason)
 """
     ended = helpers.run([sys.executable, "-c", code])

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core.run import rundir, watchdog
+from recipes.core import files
+from recipes.core.run import watchdog
 from recipes.core.train import session
 from tests import forked, helpers
 
 HELD = """
-from recipes.core import entry, session
+from recipes.core.run import entry; from recipes.core.train import session
 session.FENCE_S = 0.1
 START = entry.begin("broken")
 from recipes import broken
@@ -73,7 +74,7 @@ def test_an_attempt_whose_run_directory_is_taken_over_ends_while_it_waits(
 ) -> None:
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
-    rundir.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
+    files.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
     ended = helpers.finish(held[0], timeout_s=30)
     assert ended.status == 3, ended.out
     assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
@@ -121,10 +122,10 @@ def test_the_fence_is_looked_at_every_few_seconds() -> None:
 
 AGREE = """
 import os, signal
-from recipes.core import entry
+from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core import session
+from recipes.core.train import session
 agree = session.Run.agree
 def told(run):
     if run.step == 3 and run.world.rank == 1:

@@ -290,8 +290,8 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 def launch(code: str, ranks: int, run_dir: Path | None = None, together_s: float = signals.TOGETHER_S) -> list[str]:
     """The command of a process that runs ``code`` on that many ranks and ends with the launcher's status."""
     program = (
-        "import os, sys; from pathlib import Path; from recipes.core import local, preempt\n"
-        f"preempt.TOGETHER_S = {together_s}\n"
+        "import os, sys; from pathlib import Path; from recipes.core.launch import local; from recipes.core.run import signals\n"
+        f"signals.TOGETHER_S = {together_s}\n"
         "local.PEERS_GRACE_S = local.STOP_GRACE_S = local.TERM_GRACE_S = 0.3\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
@@ -419,7 +419,7 @@ def test_asked_twice_the_launcher_does_not_wait() -> None:
 def test_a_key_that_is_held_leaves_the_status_whole(tmp_path: Path) -> None:
     """Ctrl-C again and again, until the launcher has ended."""
     code = f"""
-from recipes.core import rundir
+from recipes.core.run import rundir
 attempt = rundir.open_attempt(Path({str(tmp_path)!r}), ["a"], rundir.launch_id(os.environ))
 rundir.begin_attempt_at(Path({str(tmp_path)!r}), 0)
 rundir.write_status(Path({str(tmp_path)!r}), "running", attempt=attempt, step=7)
@@ -488,7 +488,7 @@ def test_a_killed_evaluation_is_not_the_end_of_the_run_that_it_is_of(tmp_path: P
     (tmp_path / "config.yaml").write_text("")
     code = f"""
 from pathlib import Path
-from recipes.core import rundir
+from recipes.core.run import rundir
 folder = Path({str(tmp_path)!r}, "evaluation")
 folder.mkdir()
 attempt = rundir.open_attempt(folder, ["b"], rundir.launch_id(os.environ))
@@ -550,7 +550,7 @@ def test_a_stop_saves_where_nobody_reads_what_the_launcher_says(tmp_path: Path, 
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from recipes.core import local
+from recipes.core.launch import local
 theirs, mine = os.pipe()
 os.dup2(mine, 2)
 def stop():
@@ -569,7 +569,7 @@ sys.exit(local.run(["bash", "-c", {save!r}], local.Layout((1,)), None, Path.cwd(
 @pytest.mark.parametrize(("state", "status"), [("done", 0), ("preempted", 75)])
 def test_a_crash_at_a_ranks_exit_leaves_what_the_run_came_to(tmp_path: Path, state: str, status: int) -> None:
     code = f"""
-from recipes.core import rundir
+from recipes.core.run import rundir
 folder = Path({str(tmp_path)!r})
 attempt = rundir.open_attempt(folder, ["a"], rundir.launch_id(os.environ))
 rundir.begin_attempt_at(folder, 0)
@@ -602,7 +602,7 @@ def test_a_line_of_the_launchers_is_written_whole() -> None:
     """Its ranks write to the same place, and would come between a line and its end."""
     code = """
 import os, subprocess
-from recipes.core import local
+from recipes.core.launch import local
 def start(variables, listener):
     rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
     print("started", flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from recipes.core.run import rundir
 from recipes.core.train import checkpoint
 from tests import helpers
@@ -63,10 +64,10 @@ def test_a_run_that_is_sent_back_goes_on_from_there(tmp_path: Path) -> None:
     assert checkpoint.named(folder, "latest") == "step-00000004.pt"
     assert resumed(back[0], "max_steps=5", **again) == 4  # the same job, which has begun at 4
     noted = helpers.read(tmp_path / "run", "attempt")
-    rundir.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
+    files.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
     assert resumed(back[0], "max_steps=2", **again) == 2  # another one's
     assert helpers.read(tmp_path / "run", "status")["step"] == 2
-    rundir.write_json(tmp_path / "run/attempt.json", {**helpers.read(tmp_path / "run", "attempt"), "own": False})
+    files.write_json(tmp_path / "run/attempt.json", {**helpers.read(tmp_path / "run", "attempt"), "own": False})
     assert resumed(back[1], "max_steps=4", **again) == 4  # it had begun, and saved nothing
 
 

@@ -14,12 +14,12 @@ from tests import helpers
 
 # A recipe of a linear model and batch normalisation, made for the test; WORK is its main's body.
 RECIPE = """
-from recipes.core import entry
+from recipes.core.run import entry
 START = entry.begin("mnist")
 import dataclasses, json, time, torch
 from torch import nn
-from recipes.core import session, train
-from recipes.core.checkpoint import State
+from recipes.core.train import session; from recipes.core.train import loop
+from recipes.core.train.checkpoint import State
 from recipes.core.data import GlobalBatches
 from recipes.core.errors import InputError, MachineError
 

@@ -26,17 +26,17 @@ WORDS = ("epochs=1000", "warmup=0", "schedule=constant", "checkpoint_every_steps
 # Two interrupts behind the moment at which a run's end is written, or a rank's failure recorded.
 LATE = """
 import os, signal, sys, time
-from recipes.core import entry
+from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core import preempt, rundir, session
+from recipes.core.run import signals; from recipes.core.run import rundir; from recipes.core.train import session
 def late(write):
     def call(*given, **of):
         write(*given, **of)
         if "running" not in given:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(2 * preempt.TOGETHER_S)
+                time.sleep(2 * signals.TOGETHER_S)
     return call
 rundir.write_status, rundir.record_failure = late(rundir.write_status), late(rundir.record_failure)
 session.run(toy.main, START)
@@ -56,10 +56,10 @@ def test_two_interrupts_behind_the_end_change_nothing(
 # A step that never ends, in a call that no Python handler comes between.
 STUCK = """
 import ctypes, signal, sys
-from recipes.core import entry
+from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core import session
+from recipes.core.train import session
 def stuck(run):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes it
     print("stuck", flush=True)
@@ -86,7 +86,7 @@ def test_an_interrupt_that_its_main_thread_does_not_heed_leaves_word(tmp_path: P
 # A library that crashes when the interpreter takes itself apart, and what is done before that.
 CRASHES = """
 import atexit, os
-from recipes.core import entry
+from recipes.core.run import entry
 entry.begin("toy")
 import sys
 class Library:

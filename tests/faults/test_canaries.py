@@ -38,8 +38,8 @@ from recipes.core.data import download
 from recipes.core.data.download import CIFAR10, DataFile, DataFileError
 from recipes.core.data.packed import packing
 from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.files import private_folder, write_json
 from recipes.core.launch import batch, submit
-from recipes.core.run import rundir
 from recipes.core.train import checkpoint, models
 from tests import helpers
 
@@ -302,7 +302,7 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
         (folder / "runs" / "submitit").mkdir(parents=True)
         (folder / "runs" / "submitit").chmod(0o777)
         with pytest.raises(MachineError) as refused:
-            rundir.private_folder(folder, "submitit")
+            private_folder(folder, "submitit")
         at_work.bash("-c", "chmod 700 " + str(refused.value).rpartition("chmod 700 ")[2])
         assert stat.S_IMODE((folder / "runs" / "submitit").stat().st_mode) == 0o700
         assert not at_work.fired(), payload
@@ -665,7 +665,7 @@ def test_a_link_at_a_temporary_files_name_is_not_followed(trap: Trap, monkeypatc
     name = f".status.json.{os.uname().nodename}.{os.getpid()}.00000000"
     (trap.work / name).symlink_to(victim)
     with pytest.raises(FileExistsError):
-        rundir.write_json(target, {"a": 1})
+        write_json(target, {"a": 1})
     assert victim.read_text() == "mine"
     assert not target.exists()
     part = trap.work / f".t.{os.uname().nodename}.00000000.part"

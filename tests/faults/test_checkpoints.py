@@ -339,7 +339,7 @@ def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(sta
 UNPRIVILEGED = """
 import ctypes, os
 from recipes import broken
-from recipes.core import entry, session
+from recipes.core.run import entry; from recipes.core.train import session
 START = entry.begin("broken")
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert os.geteuid() or ctypes.CDLL(None, use_errno=True).capset(header, none) == 0, ctypes.get_errno()

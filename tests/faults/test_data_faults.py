@@ -487,8 +487,8 @@ CIFAR_RUNNER = """
 import hashlib, sys
 from dataclasses import replace
 from recipes import prepare
-from recipes.core import datafiles
-from recipes.core.datafiles import CIFAR10, DataFile
+from recipes.core.data import download
+from recipes.core.data.download import CIFAR10, DataFile
 url, size, sha256, images, data_dir = sys.argv[1:]
 file = DataFile("cifar-10-binary.tar.gz", int(size), sha256, keep_packed=True)
 for module in (prepare, datafiles):

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.place import ranks
 from recipes.core.run import rundir
 from recipes.core.train import checkpoint
@@ -461,7 +462,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
 
     def taken_over() -> bool:
         outlived = all(helpers.alive(pid) for pid in old.values())
-        attempt = rundir.read_json(job.run_dir / "attempt.json")
+        attempt = files.read_json(job.run_dir / "attempt.json")
         assert outlived or attempt["attempt"] == 1, (
             "the fault was not there: the first attempt's ranks are dead already"
         )

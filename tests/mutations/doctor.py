@@ -897,7 +897,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/explain.py",
-        "folders = list(runs.run_directories(path)) if is_folder else []",
+        "folders = list(table.run_directories(path)) if is_folder else []",
         "folders = []",
         "the logs of several runs are one false diagnosis",
         f"{EXPLAIN}::test_each_run_has_a_section_of_its_own",

@@ -371,7 +371,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "stack.enter_context(rundir.umask(0o077))",
+        "stack.enter_context(files.umask(0o077))",
         "pass",
         "others may read and change the pickles that a job runs",
         f"{JOB}::test_submission_leaves_the_script_and_the_description_in_the_run_directory",
@@ -533,7 +533,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "by_clock = job and settings.run.stop_before_s and preempt.is_short(environ)",
+        "by_clock = job and settings.run.stop_before_s and signals.is_short(environ)",
         "by_clock = job and settings.run.stop_before_s and False",
         "a job of two minutes from a ready script saves and stops at its first step",
         f"{JOB}::test_a_job_of_a_few_minutes_goes_by_the_clock",
@@ -568,7 +568,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        'rundir.write_whole(run_dir / "job.sh", lambda file: file.write(text))',
+        'files.write_whole(run_dir / "job.sh", lambda file: file.write(text))',
         "pass",
         "a ready script on bad nodes cannot be submitted again",
         f"{JOB}::test_queued_again_words_are_relative_to_the_repository_still",
@@ -688,14 +688,14 @@ MUTATIONS = [
     ),
     # the copy of the code
     Mutation(
-        "recipes/core/launch/snapshot.py",
+        "recipes/core/run/source.py",
         'LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}',
         'LEFT_OUT = {"data", "tests", "sbatch", "build", "__pycache__"}',
         "each copy of the code holds the runs before it",
         SNAPSHOT,
     ),
     Mutation(
-        "recipes/core/launch/snapshot.py",
+        "recipes/core/run/source.py",
         'return folder.name == "env" or any(modules)',
         "return any(modules)",
         "a copy of the code lacks the env files: each job with network= fails",
@@ -703,8 +703,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/snapshot.py",
-        "if rundir.stamp(copy) and all(_content(copy / name) == data for name, data in content.items()):",
-        "if rundir.stamp(copy):",
+        "if source.stamp(copy) and all(_content(copy / name) == data for name, data in content.items()):",
+        "if source.stamp(copy):",
         "a copy that a purge has thinned out is given to new jobs",
         SNAPSHOT,
     ),
@@ -887,21 +887,21 @@ MUTATIONS = [
         "tests/distributed/test_local.py::test_asked_twice_the_launcher_does_not_wait",
     ),
     Mutation(
-        "recipes/core/launch/local.py",
+        "recipes/core/place/processes.py",
         "        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         "",
         "ranks outlive a launcher that was killed, and keep the GPUs",
         "tests/distributed/test_local.py::test_no_rank_outlives_a_killed_launcher",
     ),
     Mutation(
-        "recipes/core/launch/local.py",
+        "recipes/core/place/gpus.py",
         "itertools.takewhile(lambda name: name not in",
         "filter(lambda name: name not in",
         "CUDA_VISIBLE_DEVICES=0,-1,1 counts as two GPUs",
         "tests/distributed/test_device.py::test_gpus_that_cuda_shows",
     ),
     Mutation(
-        "recipes/core/launch/local.py",
+        "recipes/core/place/gpus.py",
         'sum(node.read_text().strip() != "0" for node in nodes)',
         "len(list(nodes))",
         "on an AMD machine the CPUs count as GPUs",
@@ -944,7 +944,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "if re.fullmatch(config.TIME, limit) and job.minutes > config.minutes(limit):",
+        "if re.fullmatch(parser.TIME, limit) and job.minutes > parser.minutes(limit):",
         "if False:",
         "a time beyond the partition's limit is refused without that limit",
         "tests/slurm/test_submission.py::test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is",
@@ -958,7 +958,7 @@ MUTATIONS = [
     ),
     Mutation(
         "launch.py",
-        "    not_seen = rehearsal.look_for_data(settings, ROOT, _here())\n",
+        "    not_seen = checks.look_for_data(settings, ROOT, _here())\n",
         '    not_seen = ""\n',
         "a job is queued whose data is missing",
         "tests/slurm/test_check_on_slurm.py::test_a_job_whose_data_is_missing_is_not_submitted",
@@ -993,14 +993,14 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "    if other := rundir.other_code(config.ROOT, os.environ):\n",
+        "    if other := source.other_code(ROOT, os.environ):\n",
         "    if other := '':\n",
         "a batch script runs on with the code of another clone",
         f"{JOB}::test_a_job_that_imports_other_code_is_refused",
     ),
     Mutation(
         "recipes/core/run/entry.py",
-        "    if other := rundir.other_code(config.ROOT, os.environ):\n",
+        "    if other := source.other_code(ROOT, os.environ):\n",
         "    if other := '':\n",
         "a rank trains with the code of another clone",
         f"{JOB}::test_a_job_that_imports_other_code_is_refused",
@@ -1020,15 +1020,15 @@ MUTATIONS = [
         CONTAINER,
     ),
     Mutation(
-        "recipes/core/launch/snapshot.py",
+        "recipes/core/run/source.py",
         '"diff", "HEAD", ',
         '"diff", ',
         "code.diff lacks what was staged: the run cannot be reproduced",
         SNAPSHOT,
     ),
     Mutation(
-        "recipes/core/launch/snapshot.py",
-        "for file in _files(code) if os.fsencode(",
+        "recipes/core/run/source.py",
+        "for file in python_files(code) if os.fsencode(",
         "for file in () if os.fsencode(",
         "code.diff lacks a new file that git does not track: the run cannot be reproduced",
         SNAPSHOT,

@@ -275,7 +275,7 @@ MUTATIONS = [
         GPUS,
     ),
     Mutation(
-        "recipes/core/launch/local.py",
+        "recipes/core/place/gpus.py",
         "return min(counts, key=lambda one: one[1], default=None)",
         "return max(counts, key=lambda one: one[1], default=None)",
         "a wrapper's ROCR_VISIBLE_DEVICES=3 beside Slurm's list counts as four GPUs",

@@ -391,7 +391,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/packing.py",
-        'isinstance(note["converted"], dict) and datafiles.fault_of(shard, known) is None',
+        'isinstance(note["converted"], dict) and download.fault_of(shard, known) is None',
         'isinstance(note["converted"], dict)',
         "a damaged file of a packed copy is kept when packing is resumed",
         PACKING,

@@ -61,14 +61,14 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/mnist.py",
-        "part = data.share(len(test_set), world.rank, world.size)",
-        "part = data.share(len(test_set), 0, 1)",
+        "part = in_memory.share(len(test_set), world.rank, world.size)",
+        "part = in_memory.share(len(test_set), 0, 1)",
         "mnist: each rank evaluates the whole test set",
         "tests/distributed/test_mnist.py::test_a_rank_takes_its_own_samples_and_random_numbers",
     ),
     Mutation(
         "recipes/mnist.py",
-        "    train.seed_ranks(run, cfg.seed)\n",
+        "    loop.seed_ranks(run, cfg.seed)\n",
         "",
         "mnist: all ranks draw the same random numbers",
         "tests/distributed/test_mnist.py::test_a_rank_takes_its_own_samples_and_random_numbers",
@@ -152,7 +152,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "make_optimizer(cfg, net, train.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))",
+        "make_optimizer(cfg, net, loop.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))",
         "make_optimizer(cfg, net, cfg.lr)",
         "cifar: the learning rate is not scaled with the batch",
         "tests/distributed/test_cifar.py::test_the_rate_by_hand",
@@ -194,8 +194,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "part = data.share(len(test_set), world.rank, world.size)",
-        "part = data.share(len(test_set), world.size, world.rank + 1)",
+        "part = in_memory.share(len(test_set), world.rank, world.size)",
+        "part = in_memory.share(len(test_set), world.size, world.rank + 1)",
         "cifar: ranks evaluate other parts than their own",
         "tests/distributed/test_cifar.py::test_a_rank_takes_its_own_samples",
     ),
@@ -362,7 +362,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/imagenet.py",
-        "best(data.normalise(batch, mean, std)), labels",
+        "best(in_memory.normalise(batch, mean, std)), labels",
         "best(batch.float()), labels",
         "imagenet: what is evaluated is not normalised",
         "tests/distributed/test_imagenet.py::test_validation_images_are_those_of_torchvisions_presets",
@@ -390,8 +390,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/toy.py",
-        "part = data.share(cfg.samples, world.rank, world.size)",
-        "part = data.share(cfg.samples, 0, world.size)",
+        "part = in_memory.share(cfg.samples, world.rank, world.size)",
+        "part = in_memory.share(cfg.samples, 0, world.size)",
         "toy: all ranks evaluate the first one's part",
         "tests/distributed/test_arithmetic.py::test_a_step_of_toy_by_hand",
     ),

@@ -79,8 +79,8 @@ MUTATIONS = [
     ),
     Mutation(
         SESSION,
-        "preempt.watch_the_end(stop, start.settings.run.stop_before_s, lambda",
-        "preempt.watch_the_end(stop, 0.0, lambda",
+        "signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda",
+        "signals.watch_the_end(stop, 0.0, lambda",
         "stop_before_s is ignored",
         FIT,
     ),
@@ -100,15 +100,15 @@ MUTATIONS = [
     ),
     Mutation(
         SESSION,
-        "        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, config.ROOT)\n",
+        "        start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)\n",
         "",
         "no watchdog: a rank whose interpreter is stuck blocks its nodes until the job's limit",
         GUARDS,
     ),
     Mutation(
         SESSION,
-        "start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, config.ROOT)",
-        "start.pulse.watch(1800.0, config.ROOT)",
+        "start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)",
+        "start.pulse.watch(1800.0, ROOT)",
         "timeout_s does not count for a rank that hangs",
         GUARDS,
     ),
@@ -240,7 +240,7 @@ MUTATIONS = [
         GUARDS,
     ),
     Mutation(
-        RUNDIR,
+        "recipes/core/files.py",
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
         "a machine that crashes leaves a checkpoint of zeros under its name",
@@ -466,7 +466,7 @@ MUTATIONS = [
         "tests/faults/test_checkpoints.py::test_at_each_point_of_a_save_there_is_the_old_or_the_new_one",
     ),
     Mutation(
-        RUNDIR,
+        "recipes/core/files.py",
         "    try:\n        os.fsync(folder)\n    finally:\n        os.close(folder)\n",
         "    os.close(folder)\n",
         "a machine that crashes may have lost the name of a checkpoint that was called saved",

@@ -209,7 +209,7 @@ TABLE: dict[str, How] = {
         own_slurm("max_steps=2", {"--ntasks-per-node=2": "--ntasks-per-node=1"}),
     "sudo python3 tests/slurm/cluster.py down": own_slurm("$OWN", {"sudo ": ""}, runs=0),  # and nobody else's
     # env/README.md
-    "python -c 'from recipes.core import envfile; print(envfile.read(\"env/clusters/<site>.env\"))'":
+    "python -c 'from recipes.core.config import envfile; print(envfile.read(\"env/clusters/<site>.env\"))'":
         tool(swap={"<site>": "ours"}, says="{'NCCL_IB_DISABLE': '1'}"),
     # The headers, where they have others
     "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),

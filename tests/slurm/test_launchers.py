@@ -147,7 +147,7 @@ def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 def test_torchruns_restart_goes_on_from_the_last_checkpoint(wanted: str, tmp_path: Path) -> None:
     """A rank is killed: torchrun starts all anew, and they go on in the same run directory, to the same bits."""
     # Checkpoints are slow, so that the kill comes between the second and the last step.
-    slow = "import time\nfrom recipes.core import checkpoint\nwrite = checkpoint.write\n" \
+    slow = "import time\nfrom recipes.core.train import checkpoint\nwrite = checkpoint.write\n" \
            "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n" \
            "import runpy, sys\nsys.argv[0] = 'toy'\nrunpy.run_module('recipes.toy', run_name='__main__')\n"  # fmt: skip
     (tmp_path / "slow.py").write_text(slow)

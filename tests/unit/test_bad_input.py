@@ -18,7 +18,7 @@ import launch
 from recipes import prepare
 from recipes.core import errors
 from recipes.core.launch import batch, local
-from recipes.core.run import entry, rundir
+from recipes.core.run import entry, source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -325,7 +325,7 @@ def test_a_machine_with_too_few_gpus(
 def test_launch_in_a_jobs_copy_of_the_code_names_the_repository(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rundir, "home", lambda root: Path("/the/repository"))
+    monkeypatch.setattr(source, "home", lambda root: Path("/the/repository"))
     assert "type it in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capsys)
 
 

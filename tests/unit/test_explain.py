@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from recipes.core.doctor.explain import explain, of_run
 from recipes.core.doctor.patterns import Explanation
 from recipes.core.errors import Kind, MachineError, Next
@@ -189,7 +190,7 @@ def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, n
 
 def test_a_job_that_was_submitted_since_is_the_one_that_counts(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
-    rundir.write_json(run / "job.yaml", {"job_id": "2"})
+    files.write_json(run / "job.yaml", {"job_id": "2"})
     answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
     expected = "stopped by SIGTERM, saved at step 7; submitted again: job 2 is pending (Resources)"
     assert of_run(run, answers).lines() == [expected]
@@ -223,7 +224,7 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
 def test_a_number_that_torchrun_was_given_is_no_job(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running", launch="")
     record = json.loads((run / "attempt.json").read_text())
-    rundir.write_json(run / "attempt.json", {**record, "job": "1", "cluster": None})
+    files.write_json(run / "attempt.json", {**record, "job": "1", "cluster": None})
     assert of_run(run, Answers({"1": None})).lines() == ["it is running, at step 7, last wrote 0 s ago"]
 
 
@@ -301,7 +302,7 @@ def test_the_batch_log_of_a_run_that_never_began_says_why(tmp_path: Path, noted:
     run.mkdir(parents=True)
     (tmp_path / "mnist-11.out").write_text("another job's\n")
     log.write_text("no Python environment: activate yours before sbatch\n")
-    rundir.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path), "log": str(log) if noted else None})
+    files.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path), "log": str(log) if noted else None})
     assert explain([tmp_path / "runs"], Answers({"1": None})) == [
         "it never began; Slurm no longer knows job 1",
         f"  {log}: no Python environment: activate yours before sbatch",
@@ -310,7 +311,7 @@ def test_the_batch_log_of_a_run_that_never_began_says_why(tmp_path: Path, noted:
 
 def test_sruns_lines_are_read_in_the_logs_of_the_job(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "runs" / "1", "failed", "all ranks exited without an error record", kind=Kind.killed)
-    rundir.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path)})
+    files.write_json(run / "job.yaml", {"job_id": "1", "root": str(tmp_path)})
     folder = tmp_path / "runs" / "submitit"
     folder.mkdir()
     (folder / "1_0_log.out").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n")

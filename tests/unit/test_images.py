@@ -361,7 +361,7 @@ def test_the_decoders_leave_the_interpreters_lock(decoder: str) -> None:
 def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> None:
     code = (
         "import os, sys, threading, numpy as np, torch\n"
-        "from recipes.core.images import make_decoder\n"
+        "from recipes.core.data.images import make_decoder\n"
         "torch.set_num_threads(8)\n"
         "resize, before = make_decoder('torchvision').resize, len(os.listdir('/proc/self/task'))\n"
         "whole, counts = np.zeros((900, 900, 3), np.uint8), []\n"
@@ -380,8 +380,8 @@ def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> N
 def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
     code = (
         "import sys, torch\n"
-        "from recipes.core import images\n"
-        "from recipes.core.data import GlobalBatches\n"
+        "from recipes.core.data import images\n"
+        "from recipes.core.data.in_memory import GlobalBatches\n"
         "source = images.open_images(sys.argv[1], 'train')\n"
         "batches = GlobalBatches(len(source), 8, 0, 0, 1)\n"
         "loader = images.Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"

@@ -18,12 +18,13 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.config import parser
 from recipes.core.errors import ConfigError, MachineError
 from recipes.core.launch import batch, checks, local, scripts, slurm, snapshot, submit
 from recipes.core.launch.slurm import Job
-from recipes.core.run import rundir, scontrol
+from recipes.core.run import dryrun, rundir, scontrol, source
+from recipes.core.run.dryrun import Asked
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -992,25 +993,25 @@ def test_what_a_job_says_itself_is_not_the_environments() -> None:
 def test_a_link_for_runs_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     with pytest.raises(MachineError, match=f"runs: is a link to {tmp_path}/gone, which is not there: make that folder"):
-        rundir.private_folder(tmp_path, "code")
+        files.private_folder(tmp_path, "code")
 
 
 def test_a_private_folder_is_private(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     before = os.umask(0)
     try:
-        folder = rundir.private_folder(tmp_path, "submitit")
+        folder = files.private_folder(tmp_path, "submitit")
     finally:
         os.umask(before)
     assert folder == tmp_path / "runs" / "submitit"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert rundir.private_folder(tmp_path, "submitit") == folder
+    assert files.private_folder(tmp_path, "submitit") == folder
 
 
 def test_a_private_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(MachineError, match="runs/submitit: cannot be made"):
-        rundir.private_folder(tmp_path, "submitit")
+        files.private_folder(tmp_path, "submitit")
 
 
 def test_a_run_directory_that_cannot_be_made_is_found_before_submission(
@@ -1303,13 +1304,13 @@ def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.Monke
         "sweep.lr=0.5,0.1",
     ]
     settings = parser.parse(words, environ={})
-    environ = checks._environment(settings, checks.Asked("/f", 16, True))
+    environ = checks._environment(settings, Asked("/f", 16, True))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
-    asked = checks.asked(environ)
+    asked = dryrun.asked(environ)
     assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
         "/d",
         "example",
-        checks.Asked("/f", 16, True),
+        Asked("/f", 16, True),
     )
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
         "",
@@ -1409,8 +1410,8 @@ def preempted(tmp_path: Path) -> Path:
 def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
     """batch.finish, in the job and launch that has left what there is in ``run_dir``."""
     environ = {"SLURM_JOB_ID": "7", **environ}
-    if attempt := rundir.read_json(run_dir / "attempt.json"):
-        rundir.write_json(run_dir / "attempt.json", {**attempt, "launch": rundir.launch_id(environ)})
+    if attempt := files.read_json(run_dir / "attempt.json"):
+        files.write_json(run_dir / "attempt.json", {**attempt, "launch": rundir.launch_id(environ)})
     return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
 
 
@@ -1511,7 +1512,7 @@ def test_a_job_that_gains_no_step_is_not_queued_again_for_ever(
 
 
 def test_a_requeue_does_not_cut_off_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "go_home", lambda root: None)
+    monkeypatch.setattr(source, "go_home", lambda root: None)
     monkeypatch.setattr(batch, "finish", lambda *given: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
     before = signal.getsignal(signal.SIGTERM)
     try:

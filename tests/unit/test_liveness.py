@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.run import liveness, rundir
 
 
 @pytest.fixture
 def other() -> Iterator[dict[str, Any]]:
     """What a live process records of itself."""
-    code = "import json, os, sys; from recipes.core import liveness; print(json.dumps(liveness.about({})), flush=True); sys.stdin.read()"
+    code = "import json, os, sys; from recipes.core.run import liveness; print(json.dumps(liveness.about({})), flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         cwd=Path(liveness.__file__).parents[2],
@@ -166,6 +167,6 @@ def test_a_submitted_job_that_slurm_starts_again_will_use_the_run_directory(tmp_
     environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
     an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
     assert liveness.queued(tmp_path, "", environ) == ""
-    rundir.write_json(tmp_path / "job.yaml", {"job_id": "7"})
+    files.write_json(tmp_path / "job.yaml", {"job_id": "7"})
     assert "job 7, which was requeued and is pending, will use it" in liveness.queued(tmp_path, "", environ)
     assert (tmp_path / "bin/asked").read_text() == "asked\n"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, sys
 from dataclasses import asdict
-from recipes.core import network, ranks
+from recipes.core.place import network; from recipes.core.place import ranks
 answers = []
 for name, argument in json.loads(sys.argv[1]):
     argument = ranks.RankInfo(**argument) if name == "choose" else argument

@@ -346,8 +346,8 @@ def test_a_split_without_any_good_image(tmp_path: Path) -> None:
 RUNNER = """
 import sys
 from pathlib import Path
-from recipes.core import packing
-from recipes.core.packing import PackOptions
+from recipes.core.data.packed import packing
+from recipes.core.data.packed.packing import PackOptions
 packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), PackOptions(size=24, samples_per_shard=4, workers=2), print)
 """
 

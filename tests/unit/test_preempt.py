@@ -114,9 +114,9 @@ def test_the_first_reason_stays() -> None:
 
 BLOCKED = """
 import ctypes, os, signal, sys
-from recipes.core import preempt
+from recipes.core.run import signals
 libc = ctypes.CDLL(None)
-with preempt.stop_flag(lambda name: print("noted", name, flush=True)) as stop:
+with signals.stop_flag(lambda name: print("noted", name, flush=True)) as stop:
     print("ready", flush=True)
     # Waits below Python, as in a collective: a handler of Python's cannot run before it is over.
     while not stop:
@@ -142,8 +142,8 @@ def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() ->
 
 TWICE = """
 import os, signal, subprocess, sys, time
-from recipes.core import preempt
-with preempt.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
+from recipes.core.run import signals
+with signals.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes them, and this one sleeps on
     send = f"kill -INT {os.getpid()}; sleep 0.5; "
     subprocess.Popen(["sh", "-c", send + send])
@@ -162,9 +162,9 @@ def test_two_interrupts_are_two_though_the_handler_is_called_once() -> None:
 
 INTERRUPTED = """
 import os, signal, time
-from recipes.core import preempt
-preempt.INTERRUPT_S = PATIENCE_S
-with preempt.stop_flag():
+from recipes.core.run import signals
+signals.INTERRUPT_S = PATIENCE_S
+with signals.stop_flag():
     try:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -184,10 +184,10 @@ def test_a_third_interrupt_does_not_cut_the_last_words_short() -> None:
 
 TOGETHER = """
 import os, signal, sys, time
-from recipes.core import preempt
+from recipes.core.run import signals
 apart_s = float(sys.argv[1])
-preempt.TOGETHER_S = 0.3 if apart_s else 60
-with preempt.stop_flag() as stop:
+signals.TOGETHER_S = 0.3 if apart_s else 60
+with signals.stop_flag() as stop:
     stop.settling = bool(apart_s)
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGINT)
@@ -205,8 +205,8 @@ def test_interrupts_that_come_together_are_one_and_none_cuts_an_end_short() -> N
 
 STUCK = """
 import ctypes, signal
-from recipes.core import preempt
-with preempt.stop_flag() as stop:
+from recipes.core.run import signals
+with signals.stop_flag() as stop:
     stop.last_words = lambda: print("the last words", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # taken by another thread: this one does not come back
     print("ready", flush=True)
@@ -241,8 +241,8 @@ def test_the_time_in_which_a_process_is_stopped_is_not_its_patience() -> None:
 
 FORKED = """
 import os, signal, time
-from recipes.core import preempt
-with preempt.stop_flag() as stop:
+from recipes.core.run import signals
+with signals.stop_flag() as stop:
     child = os.fork()
     if not child:
         time.sleep(60)
@@ -261,7 +261,7 @@ def test_what_a_forked_child_is_sent_is_not_for_its_parent() -> None:
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_hangup_is_heeded_unless_nohup_has_it_ignored(nohup: bool) -> None:
-    code = "import os, signal\nfrom recipes.core import preempt\n"
+    code = "import os, signal\nfrom recipes.core.run import signals\n"
     code += "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if nohup else ""
     code += "with preempt.stop_flag() as stop:\n    os.kill(os.getpid(), signal.SIGHUP)\n    print(stop.reason or 'goes on')"
     ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
@@ -281,7 +281,7 @@ def test_handlers_and_pipe_are_put_back() -> None:
 
 def test_a_signal_is_held_back_until_there_is_a_handler_for_it() -> None:
     """Slurm's may come while torch is imported."""
-    code = "from recipes.core import entry; entry.begin('toy', ['device=cpu'])"
+    code = "from recipes.core.run import entry; entry.begin('toy', ['device=cpu'])"
     code += "; import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=helpers.ROOT, env=helpers.clean_environment(), capture_output=True, text=True

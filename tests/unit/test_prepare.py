@@ -201,7 +201,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 RUNNER = """
 import functools, json, sys
 from recipes import prepare
-from recipes.core.datafiles import DataFile, Dataset
+from recipes.core.data.download import DataFile, Dataset
 spec = json.loads(sys.argv[1])
 spec["files"] = tuple(DataFile(**file) for file in spec["files"])
 prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_files, Dataset(**spec))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.run import rundir, table
 from tests import helpers
 
@@ -21,9 +22,7 @@ def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **
     rundir.write_status(folder, state, attempt=0, step=step, reason=reason)
     (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()))
     if state == "done":
-        rundir.write_json(
-            folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5}
-        )
+        files.write_json(folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5})
     return folder
 
 
@@ -41,7 +40,7 @@ def test_runs_side_by_side_with_the_keys_in_which_they_differ(tmp_path: Path) ->
     (tmp_path / "cifar/7_2/metrics.jsonl").write_text(
         '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
     )
-    rundir.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
+    files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
     for number in range(3):
         os.utime(tmp_path / f"cifar/7_{number}", (number, number))
     head, *rows = lines(str(tmp_path))
@@ -59,7 +58,7 @@ def test_runs_of_an_array_that_wait_or_were_refused_or_go_on_again(tmp_path: Pat
         if number in (0, 3):
             make(tmp_path / f"{number}", lr=(number + 1) / 10, seed=0)
         (tmp_path / f"{number}").mkdir(exist_ok=True)
-        rundir.write_json(
+        files.write_json(
             tmp_path / f"{number}/job.yaml", {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
         )
     rundir.refuse(tmp_path / "2", "7_2.0", 3, "node7: no GPU")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.errors import Kind, Next
 from recipes.core.run import rundir
 
@@ -81,9 +81,9 @@ def test_a_launch_is_told_from_an_earlier_one_of_the_same_job() -> None:
 
 def test_write_json_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    rundir.write_json(path, {"a": 1})
-    rundir.write_json(path, {"b": "ü"})
-    assert rundir.read_json(path) == {"b": "ü"}
+    files.write_json(path, {"a": 1})
+    files.write_json(path, {"b": "ü"})
+    assert files.read_json(path) == {"b": "ü"}
     assert os.listdir(tmp_path) == ["x.json"]
 
 
@@ -91,7 +91,7 @@ def test_write_json_that_fails_at_any_point_leaves_the_old_file_and_nothing_else
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.json"
-    rundir.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -100,12 +100,12 @@ def test_write_json_that_fails_at_any_point_leaves_the_old_file_and_nothing_else
         with monkeypatch.context() as patch:
             patch.setattr(os, name, full)
             with pytest.raises(OSError, match="No space"):
-                rundir.write_json(path, {"b": 2})
-        assert rundir.read_json(path) == {"a": 1}, name
+                files.write_json(path, {"b": 2})
+        assert files.read_json(path) == {"a": 1}, name
         assert os.listdir(tmp_path) == ["x.json"], name
     with pytest.raises(TypeError):
-        rundir.write_json(path, {"b": object()})
-    assert rundir.read_json(path) == {"a": 1}
+        files.write_json(path, {"b": object()})
+    assert files.read_json(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["x.json"]
 
 
@@ -123,7 +123,7 @@ def test_write_json_flushes_before_it_renames(tmp_path: Path, monkeypatch: pytes
 
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, noted(name))
-    rundir.write_json(tmp_path / "x.json", {})
+    files.write_json(tmp_path / "x.json", {})
     assert done == ["fsync", "replace", "fsync"]  # the file, then its name
 
 
@@ -146,7 +146,7 @@ def test_what_is_not_there_reads_as_none(tmp_path: Path) -> None:
 
 def test_attempts_are_numbered_from_zero_and_know_their_hosts(tmp_path: Path) -> None:
     assert [opened(tmp_path, [f"h{i}"]) for i in range(3)] == [0, 1, 2]
-    attempt = rundir.read_json(tmp_path / "attempt.json")
+    attempt = files.read_json(tmp_path / "attempt.json")
     assert attempt
     assert (attempt["attempt"], attempt["hosts"]) == (2, ["h2"])
 
@@ -395,7 +395,7 @@ def test_one_line_is_one_line(text: str) -> None:
 def test_umask_is_given_back(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        with rundir.umask(0o077):
+        with files.umask(0o077):
             (tmp_path / "private").touch(0o666)
         (tmp_path / "open").touch(0o666)
     finally:
@@ -425,7 +425,7 @@ def test_the_run_directory_is_an_attempts_until_the_next_one_begins(tmp_path: Pa
     rundir.begin_attempt_at(tmp_path, 5)
     assert rundir.owner(tmp_path, launch="1.0") is None
     assert rundir.owner(tmp_path) == rundir.owner(tmp_path, launch="3.0")
-    assert "before" not in (rundir.read_json(tmp_path / "attempt.json") or {})
+    assert "before" not in (files.read_json(tmp_path / "attempt.json") or {})
 
 
 def test_an_attempt_does_not_begin_in_place_of_a_later_one(tmp_path: Path) -> None:
@@ -446,8 +446,8 @@ def test_a_file_system_that_does_not_answer_once_is_no_later_attempt(
     tmp_path: Path, silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rundir.open_attempt(tmp_path, ["a"], "1.0")
-    looks, look = iter(range(9)), rundir.read_json
-    monkeypatch.setattr(rundir, "read_json", lambda path: None if next(looks) == silent else look(path))
+    looks, look = iter(range(9)), files.read_json
+    monkeypatch.setattr(files, "read_json", lambda path: None if next(looks) == silent else look(path))
     rundir.check_owner(tmp_path, 0, "1.0")
 
 
@@ -471,7 +471,7 @@ def test_what_a_run_came_to_is_said_where_nothing_can_be_written(
     def full(*arguments: object, **words: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rundir, "write_json", full)
+    monkeypatch.setattr(files, "write_json", full)
     closed = rundir.close(tmp_path, "7.0")
     assert closed
     assert (closed["state"], closed["step"]) == ("failed", 5)

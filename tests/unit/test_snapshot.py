@@ -10,7 +10,7 @@ import pytest
 
 from recipes.core.errors import MachineError
 from recipes.core.launch import snapshot
-from recipes.core.run import rundir
+from recipes.core.run import rundir, source
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def contents(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def git(root: Path, *words: str) -> str:
+def run_git(root: Path, *words: str) -> str:
     named = ("-c", "user.name=a", "-c", "user.email=a@b")
     return subprocess.run(["git", *named, *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -46,7 +46,7 @@ def test_it_has_the_code_and_nothing_else(root: Path) -> None:
     copy = snapshot.take(root)
     assert copy.parent == root / "runs" / "code"
     assert contents(copy) == CODE | {"snapshot.json", "code.diff"}
-    assert rundir.home(copy) == root
+    assert source.home(copy) == root
     assert rundir.choose("", "toy", "7", copy) == root / "runs" / "toy" / "7"
     assert (root / "runs/code").stat().st_mode & 0o777 == 0o700
 
@@ -65,30 +65,30 @@ def test_the_same_code_is_one_copy_and_other_code_another(root: Path) -> None:
 
 
 def test_it_knows_its_commit_and_how_it_differs(root: Path) -> None:
-    assert rundir.stamp(snapshot.take(root)) == {"root": str(root), "commit": None}
+    assert source.stamp(snapshot.take(root)) == {"root": str(root), "commit": None}
     (root / ".gitignore").write_text("runs/\n")
-    git(root, "init", "--quiet")
-    git(root, "add", ".")
-    git(root, "commit", "--quiet", "--message=all")
-    head = git(root, "rev-parse", "HEAD")
+    run_git(root, "init", "--quiet")
+    run_git(root, "add", ".")
+    run_git(root, "commit", "--quiet", "--message=all")
+    head = run_git(root, "rev-parse", "HEAD")
     clean = snapshot.take(root)
-    assert (snapshot.git_commit(clean), snapshot.difference(clean)) == (head, b"")
+    assert (source.commit(clean), source.difference(clean)) == (head, b"")
     (root / "recipes/toy.py").write_text("mine\n")
-    git(root, "add", ".")
+    run_git(root, "add", ".")
     copy = snapshot.take(root)
     (root / "recipes/toy.py").write_text("later\n")
-    assert snapshot.git_commit(copy) == f"{head}-dirty"
-    assert b"+mine" in snapshot.difference(copy)
-    assert b"+later" in snapshot.difference(root)
+    assert source.commit(copy) == f"{head}-dirty"
+    assert b"+mine" in source.difference(copy)
+    assert b"+later" in source.difference(root)
 
 
 def test_new_files_of_the_code_are_in_the_difference_up_to_a_size(
     root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / ".gitignore").write_text("runs/\nignored.py\n")
-    git(root, "init", "--quiet")
-    git(root, "add", ".")
-    git(root, "commit", "--quiet", "--message=all")
+    run_git(root, "init", "--quiet")
+    run_git(root, "add", ".")
+    run_git(root, "commit", "--quiet", "--message=all")
     new = {"recipes/new.py": b"mine\n", "mine/körper 1.bin": bytes(range(256)), "mine/empty.py": b"", "top.py": b"x"}
     for name, content in new.items():
         (root / name).write_bytes(content)
@@ -96,23 +96,23 @@ def test_new_files_of_the_code_are_in_the_difference_up_to_a_size(
         (root / name).write_text("not code")
     (root / "recipes/toy.py").write_text("changed\n")
     (root / "top.py").chmod(0o755)
-    diff = snapshot.difference(root)
-    assert snapshot.difference(snapshot.take(root)) == diff
+    diff = source.difference(root)
+    assert source.difference(snapshot.take(root)) == diff
     clone = tmp_path_factory.mktemp("clone")
-    git(root, "clone", "--quiet", str(root), str(clone))
+    run_git(root, "clone", "--quiet", str(root), str(clone))
     subprocess.run(["git", "apply", "-"], cwd=clone, input=diff, check=True)
     assert {name: (clone / name).read_bytes() for name in new} == new
     assert (clone / "recipes/toy.py").read_text() == "changed\n"
-    assert set(git(clone, "status", "--short", "-uall").splitlines()) == {
+    assert set(run_git(clone, "status", "--short", "-uall").splitlines()) == {
         "M recipes/toy.py", '?? "mine/k\\303\\266rper 1.bin"', "?? mine/empty.py", "?? recipes/new.py", "?? top.py",
     }  # fmt: skip
-    monkeypatch.setattr(snapshot, "MOST_DIFF", 4096)
+    monkeypatch.setattr(source, "MOST_DIFF", 4096)
     (root / "recipes/weights.bin").write_bytes(os.urandom(8192))
-    limited = snapshot.difference(root)
+    limited = source.difference(root)
     assert limited == b"# new file recipes/weights.bin, 8192 bytes: not kept here\n" + diff
-    found = list(snapshot._files(root))
-    monkeypatch.setattr(snapshot, "_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
-    assert snapshot.difference(root) == diff  # one that is removed meanwhile
+    found = list(source.python_files(root))
+    monkeypatch.setattr(source, "python_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
+    assert source.difference(root) == diff  # one that is removed meanwhile
 
 
 def test_one_that_was_changed_or_thinned_out_is_not_taken(root: Path) -> None:

@@ -25,7 +25,7 @@ from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS, SHARD_BYTES = 6, 300_000
-STAGE = "import sys; from pathlib import Path; from recipes.core.staging import stage; "
+STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.staging import stage; "
 STAGE += "print(stage(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
 
 
@@ -109,7 +109,9 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     chance, parts = random.Random(0), 0
     names = {path.name: path.stat().st_size for path in packed.iterdir()}
-    slow = STAGE.replace("print(", "import os; from recipes.core import staging; import time; w = staging._write; ")
+    slow = STAGE.replace(
+        "print(", "import os; from recipes.core.data.packed import staging; import time; w = staging._write; "
+    )
     slow = slow.replace(
         "stage(Path", "staging._write = lambda *a: (os.write(1, b'w'), time.sleep(0.05), w(*a)); print(stage(Path", 1
     )
@@ -132,7 +134,7 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
 def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     counted = STAGE.replace(
-        "print(", "import os; from recipes.core import staging; c = staging._Copying.copy; "
+        "print(", "import os; from recipes.core.data.packed import staging; c = staging._Copying.copy; "
         "staging._Copying.copy = lambda self, file: (os.write(1, f'copied {file.name}\\n'.encode()), c(self, file)); print(",
     )  # fmt: skip
     command = [sys.executable, "-c", counted, packed, tmp_path / "node"]

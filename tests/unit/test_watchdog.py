@@ -65,8 +65,8 @@ def test_the_time_before_the_clock_of_a_rank_is_started_was_no_stop(monkeypatch:
 RANK = """
 import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
-from recipes.core import watchdog
-from recipes.core.watchdog import Pulse
+from recipes.core.run import watchdog
+from recipes.core.run.watchdog import Pulse
 faulthandler.enable()
 pulse = Pulse()
 pulse.tell(recipe="toy", rank=3, host="node7", run_dir=sys.argv[2], attempt=1)

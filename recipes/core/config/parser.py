@@ -32,7 +32,6 @@ except ModuleNotFoundError as missing:
 
 from recipes.core.files import ROOT
 from recipes.core.config import envfile
-from recipes.core.launch import container
 from recipes.core.place import hostlist
 from recipes.core.run import rundir
 from recipes.core.errors import ConfigError, shown
@@ -266,7 +265,7 @@ class JobKeys:
                 raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
         minutes(self.time)
         extra_options(self.extra)
-        if problem := container.image_problem(self.container):
+        if problem := image_problem(self.container):
             raise ConfigError(f"container={shown(self.container)}: {problem}")
 
 
@@ -1080,3 +1079,13 @@ def _wanted(field: "dataclasses.Field[Any]") -> str:
     if issubclass(kind, Enum):
         return f"wants one of {', '.join(kind.__members__)}"
     return {bool: "wants true or false", int: "wants a whole number", float: "wants a number"}.get(kind, "wants a text")
+
+
+def image_problem(image: str) -> str:
+    """What is wrong with an image's name, "" where nothing is: a file has to be there; an address is the runtime's to judge."""
+    if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
+        return ""
+    path = os.path.expanduser(image)
+    if os.path.isabs(path) or image.endswith((".sif", ".sqsh", ".img")) or image.startswith("."):
+        return "" if os.path.exists(path) else "there is no such file"
+    return ""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,10 @@ from recipes.core.run import watchdog
 from recipes.core.data.in_memory import GlobalBatches, Shard, generator, share
 from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.data.packed.packing import Unreadable
-from recipes.core.train.session import Run
+
+if TYPE_CHECKING:
+    from recipes.core.train.session import Run
+
 
 IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
 AUGMENTATION = 1  # the stream of `generator`
@@ -304,7 +307,7 @@ def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None]
     return Files(folder / split, classes, tell)
 
 
-def open_sets(cfg: "SetKeys", run: Run) -> tuple[Images, Images]:
+def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
     """The training and the validation set of dataset=, data_dir= and stage_dir=, on every rank the same. Says what they are.
 
     Raises InputError and MachineError, on all ranks where one of them fails.

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core.place import gpus as gpu_checks
 from recipes.core.place import hostlist, network
-from recipes.core.run import rundir
 from recipes.core.doctor import variables as environment
 from recipes.core.place.findings import Finding
 from recipes.core.place.ranks import RankInfo
@@ -169,7 +169,7 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
     module = here.root / "proc/driver/nvidia/version"
     if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", _text(module)):
         facts["driver"] = found[1]
-    if there := rundir.stamp(ROOT):
+    if there := source.stamp(ROOT):
         commit = str(there.get("commit") or "")
     else:
         commit, _ = ask(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10)

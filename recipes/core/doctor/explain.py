@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core.doctor import patterns
 from recipes.core.run import liveness, outlook, rundir, table
@@ -140,7 +141,7 @@ def batch_logs(run_dir: Path, found: outlook.Outlook) -> list[Path]:
     if not found.id:
         return []
     described = small_json(run_dir / "job.yaml")
-    root = Path(str(described.get("root") or rundir.home(ROOT)))
+    root = Path(str(described.get("root") or source.home(ROOT)))
     named = [described.get("log") if described.get("job_id") == found.id else None]
     named += [found.job.fields.get(name) for name in ("StdOut", "StdErr")] if found.job else []
     job = re.escape(found.id)

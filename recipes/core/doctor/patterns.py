@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core.files import read_json
 from recipes.core.run import rundir
 from recipes.core.errors import InputError, Kind
 
@@ -562,7 +563,7 @@ def small_json(path: Path) -> dict[str, Any]:
     """A small JSON object in an ordinary file; else an empty one."""
     with contextlib.suppress(OSError, RecursionError):
         if stat.S_ISREG((status := path.stat()).st_mode) and status.st_size < HEAD_BYTES:
-            return rundir.read_json(path) or {}
+            return read_json(path) or {}
     return {}
 
 

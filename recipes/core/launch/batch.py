@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from recipes.core import files
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.config import parser
@@ -36,9 +38,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     left_over = slurm.left_over(environ, said)
     environ = {name: value for name, value in environ.items() if name not in left_over}
     try:
-        slurm.want_printable(ROOT, rundir.home(ROOT))
+        slurm.want_printable(ROOT, source.home(ROOT))
         settings = parser.parse(words, recipe=recipe)
-        here, folder = container_of(settings, environ), rundir.home(ROOT)
+        here, folder = container_of(settings, environ), source.home(ROOT)
         typed = parser.absolute(settings.typed, (parser.RunKeys, parser.recipe_conf(recipe)[0]), folder)
         bound = slurm.container_folders(settings, typed, folder) if here else []
     except errors.ConfigError as error:
@@ -65,7 +67,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             run_dir.mkdir(parents=True, exist_ok=True)
             text = Path(script).read_bytes()
             # Never through a link that lay in wait.
-            rundir.write_whole(run_dir / "job.sh", lambda file: file.write(text))
+            files.write_whole(run_dir / "job.sh", lambda file: file.write(text))
             described = {
                 "job_id": job,
                 "recipe": recipe,
@@ -73,7 +75,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
                 "code": str(code),
                 "log": said.get("StdOut"),
             }
-            rundir.write_json(run_dir / "job.yaml", described)
+            files.write_json(run_dir / "job.yaml", described)
     by_clock = job and settings.run.stop_before_s and signals.is_short(environ)
     if by_clock:
         print(f"{recipe}: a job of a few minutes goes by the clock: saved ahead of its end, and not by SIGUSR2")
@@ -97,7 +99,7 @@ def _used_by_another(settings: parser.Settings, run_dir: Path, job: str, environ
     if not settings.config.starts_a_run:
         return ""
     place = rundir.for_evaluation(run_dir) if settings.config.evaluate else run_dir
-    submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
+    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
     if liveness.of_array(job, submitted):  # that element has started, and its run has not begun yet
         found = liveness.element(run_dir, submitted)
     else:
@@ -121,7 +123,7 @@ def container_of(settings: parser.Settings, environ: Mapping[str, str]) -> conta
     profile = parser.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in parser.IN_IMAGE if name in profile} | parser.in_image(environ)
     keys = parser.parse_keys(parser.JobKeys, [f"{name}={value}" for name, value in values.items()])
-    image = container.whole(keys.container, rundir.home(ROOT))
+    image = container.whole(keys.container, source.home(ROOT))
     return container.chosen(image, keys.container_runtime.name, keys.container_mounts)
 
 
@@ -135,7 +137,7 @@ def _enter(
 
 def _code(environ: Mapping[str, str]) -> Path:
     """The copy of the code that this job runs, found again by its link when the job is: this one, or one of the repository as it is."""
-    if rundir.stamp(ROOT) or environ.get("RECIPES_SNAPSHOT") == "false":
+    if source.stamp(ROOT) or environ.get("RECIPES_SNAPSHOT") == "false":
         return ROOT
     try:
         code = snapshot.take(ROOT)
@@ -165,7 +167,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     options: list[str] = []
     inside = [sys.executable]
     if here := container_of(settings, environ):
-        bound = slurm.container_folders(settings, settings.typed, rundir.home(ROOT))
+        bound = slurm.container_folders(settings, settings.typed, source.home(ROOT))
         options, inside = _enter(here, settings, bound, ROOT, environ)
     step = [
         "srun",
@@ -194,7 +196,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             timeout=DOCTOR_S,
             cwd=ROOT,
         )
-    found = rundir.read_json(run_dir / "doctor" / "doctor.json")
+    found = files.read_json(run_dir / "doctor" / "doctor.json")
     if found and found["healthy"]:
         return errors.EXIT_DONE
     told = environ.get("RECIPES_RESUBMITS", "")
@@ -216,7 +218,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
     """Submits this job again, on other nodes, and says in a few words what came of it."""
     from recipes.core.launch import submit  # submitit is of no use to any other job
 
-    described = rundir.read_json(run_dir / "job.yaml") or {}
+    described = files.read_json(run_dir / "job.yaml") or {}
     try:
         if "directives" in described:  # launch.py's
             names = {f.name for f in dataclasses.fields(slurm.Job)}
@@ -236,7 +238,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             again_as = [f"--{name}={value}" for name, value in {**told, "exclude": excluded}.items()]
             asked = subprocess.run(
                 ["sbatch", "--parsable", *again_as, str(run_dir / "job.sh"), *words],
-                capture_output=True, text=True, timeout=120, check=True, cwd=rundir.home(ROOT),
+                capture_output=True, text=True, timeout=120, check=True, cwd=source.home(ROOT),
                 env={
                     **submit.clean_environment(environ), "RECIPES_RESUBMITS": str(left), "RECIPES_LEFT_OUT": excluded,
                     "RECIPES_CODE": str(ROOT),
@@ -345,7 +347,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if status is None:
         where = "the lines above"
         if "SUBMITIT_EXECUTOR" in environ:  # each rank has its own log
-            where += f", or in {rundir.home(ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
+            where += f", or in {source.home(ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
         print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
         return srun_status or errors.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
@@ -395,10 +397,10 @@ def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str
 
 
 def main(argv: list[str]) -> int:
-    if other := rundir.other_code(ROOT, os.environ):
+    if other := source.other_code(ROOT, os.environ):
         print(other, file=sys.stderr)
         return errors.EXIT_CONFIG
-    rundir.go_home(ROOT)
+    source.go_home(ROOT)
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():

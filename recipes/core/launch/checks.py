@@ -14,21 +14,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from recipes.core.place import processes
+from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.data import download
-from recipes.core.launch import local
-from recipes.core.run import rundir
 from recipes.core.config.parser import Backend, Device, Settings
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
+from recipes.core.run import dryrun
+from recipes.core.run.dryrun import Asked
+from recipes.core.run.dryrun import Found
 
 T = TypeVar("T")
 
-VARIABLE = "RECIPES_CHECK"  # holds `Asked`, in the process that is started here
 PATIENCE_S = 300.0  # for that process to come to its first step
 BESIDE_KEPT = 2  # checkpoints that want room beside those of keep_checkpoints=: the best one, and the one being written
 OTHER_RUN_DIR = "give another run_dir"
@@ -37,46 +39,6 @@ PLACE = re.compile(
     r"(SLURMD?|SRUN|SBATCH|SALLOC|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+|MPI_LOCAL\w+|MASTER_(ADDR|PORT)"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|RECIPES_(?!(DATA|CLUSTER)$)\w+"
 )
-
-
-class Over(Exception):
-    """The start of a run has come to where its training would begin."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the started process is told. file: where it leaves `Found`. ranks, gpus: how many the job has, and whether on GPUs."""
-
-    file: str
-    ranks: int
-    gpus: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a start has shown; None for what a run does not have. checkpoint_bytes: of a file, when the optimiser has its state."""
-
-    parameters: int | None = None
-    samples: int | None = None
-    checkpoint_bytes: int | None = None
-    resumed_from_step: int | None = None
-    evaluates: bool = False
-
-    def __str__(self) -> str:
-        if self.parameters is None:
-            return "nothing to train, and no checkpoints"
-        samples = "" if self.samples is None else f"{self.samples:,} training samples, "
-        step = self.resumed_from_step
-        if self.evaluates:
-            begin = "evaluates its weights" if step is None else f"evaluates step {step}"
-        else:
-            begin = "begins anew" if step is None else f"goes on from step {step}"
-        return f"{samples}{self.parameters:,} parameters, {begin}"
-
-
-def asked(environ: Mapping[str, str]) -> Asked | None:
-    """What this process is to leave instead of training, where `start` has started it."""
-    return Asked(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None
 
 
 def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
@@ -121,7 +83,7 @@ def start(
         if f"run_dir={place}" not in text:  # that line is of the temporary folder itself
             text = text.replace(str(place), str(run_dir))
         lines = [line for line in text.splitlines() if line.strip()]
-        found = rundir.read_json(note)
+        found = files.read_json(note)
     if code is None:
         raise MachineError(f"{recipe}: has not come to its first step within {patience_s:g} s on this machine")
     if code < 0:
@@ -269,7 +231,7 @@ def _environment(settings: Settings, told: Asked) -> dict[str, str]:
     kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
     alone = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**kept, **site, **alone, VARIABLE: json.dumps(asdict(told))}
+    return {**kept, **site, **alone, dryrun.VARIABLE: json.dumps(asdict(told))}
 
 
 def _run(command: list[str], root: Path, environ: Mapping[str, str], said: Path, patience_s: float) -> int | None:
@@ -277,7 +239,7 @@ def _run(command: list[str], root: Path, environ: Mapping[str, str], said: Path,
     with open(said, "wb") as errors:
         process = subprocess.Popen(
             command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-            start_new_session=True, preexec_fn=local.die_with(os.getpid()),
+            start_new_session=True, preexec_fn=processes.die_with(os.getpid()),
         )  # fmt: skip
     try:
         return process.wait(patience_s)

@@ -6,7 +6,6 @@ is used.
 """
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,13 +110,3 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
             f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]
     return lines
-
-
-def image_problem(image: str) -> str:
-    """What is wrong with an image's name, "" where nothing is: a file has to be there; an address is the runtime's to judge."""
-    if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
-        return ""
-    path = os.path.expanduser(image)
-    if os.path.isabs(path) or image.endswith((".sif", ".sqsh", ".img")) or image.startswith("."):
-        return "" if os.path.exists(path) else "there is no such file"
-    return ""

@@ -1,9 +1,7 @@
 """Ranks of one machine, without Slurm: starts them, stops all when one fails, names the first that failed. Standard library only."""
 
 import contextlib
-import ctypes
 import errno
-import itertools
 import os
 import signal
 import socket
@@ -20,13 +18,12 @@ from recipes.core import errors
 from recipes.core.run import rundir, signals
 from recipes.core.errors import Kind, MachineError
 from recipes.core.run.watchdog import RunningClock
+from recipes.core.place import processes
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
 STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written
 TERM_GRACE_S = 5.0  # and this long after SIGTERM
 SAVING_S = 20.0  # without a word more in its file, a checkpoint is not being written any longer
-PR_SET_PDEATHSIG = 1
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -37,28 +34,6 @@ class Layout:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-
-
-def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that a process here may use, found without torch: those that a variable names, else those of NVIDIA's or AMD's driver."""
-    if (named := named_gpus(environ)) is not None:
-        return named[1]
-    nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
-    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
-    return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
-
-
-def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """The variable that shows a process the fewest GPUs, NVIDIA's or AMD's, and how many; None where none is set."""
-    counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
-    return min(counts, key=lambda one: one[1], default=None)
-
-
-def listed_gpus(listed: str) -> int:
-    """GPUs that are shown for a value of such a variable: those before the first that is none; of MIG slices one."""
-    names = [name.strip() for name in listed.split(",")]
-    known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
-    return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)
 
 
 def listen(layout: Layout) -> socket.socket:
@@ -113,7 +88,7 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
         handed = (listener.fileno(),) if listener else ()
         if listener:
             variables["RECIPES_LISTEN_FD"] = str(listener.fileno())
-        prepare = die_with(os.getpid())
+        prepare = processes.die_with(os.getpid())
         return subprocess.Popen(
             command, env=variables, cwd=root, pass_fds=handed, start_new_session=True, preexec_fn=prepare
         )
@@ -173,18 +148,6 @@ class _Stop:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def die_with(parent: int) -> Callable[[], None]:
-    """What a rank does before it starts: asks the kernel to be killed when the launcher dies, however that happens."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(errors.EXIT_CRASH)
-
-    return prepare
 
 
 def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[int | None, int | None]:

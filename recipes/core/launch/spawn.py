@@ -1,4 +1,4 @@
-"""Ranks from plain python, by torch.multiprocessing: ``python -m recipes.toy spawn=2``. They are looked after as launch.py's are."""
+"""Ranks from plain python, by multiprocessing: ``python -m recipes.toy spawn=2``. They are looked after as launch.py's are."""
 
 import os
 import runpy
@@ -7,12 +7,13 @@ import sys
 import time
 from typing import Any
 
-import torch.multiprocessing
+import multiprocessing
 
 from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.launch import local
 from recipes.core.place import network
+from recipes.core.place.processes import die_with
 from recipes.core.run import entry, rundir
 from recipes.core.run.entry import Start
 from recipes.core.launch.local import Rank
@@ -41,7 +42,7 @@ def processes(module: str, start: Start) -> None:
             )
         sys.exit(errors.EXIT_CONFIG)
     run_dir = rundir.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, ROOT)
-    argv, context = [*sys.argv, f"run_dir={run_dir}"], torch.multiprocessing.get_context("spawn")
+    argv, context = [*sys.argv, f"run_dir={run_dir}"], multiprocessing.get_context("spawn")
 
     def begin(variables: dict[str, str], listener: socket.socket | None) -> Rank:
         process = context.Process(target=_one, args=(os.getpid(), module, argv, variables, listener))
@@ -79,7 +80,7 @@ class _Process:
 def _one(parent: int, module: str, argv: list[str], variables: dict[str, str], listener: socket.socket | None) -> None:
     """What a process that was started does: becomes the rank."""
     os.setsid()
-    local.die_with(parent)()
+    die_with(parent)()
     os.environ.clear()
     os.environ.update(variables)
     if listener:

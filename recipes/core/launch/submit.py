@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.launch import slurm
@@ -272,7 +273,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
     assert job.root is not None
     # Its job files are pickles, which a job runs as whatever they say.
-    folder = rundir.private_folder(job.root, "submitit")
+    folder = files.private_folder(job.root, "submitit")
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +288,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     said = slurm.directives(job)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(clean_environment(os.environ, said)))
-        stack.enter_context(rundir.umask(0o077))
+        stack.enter_context(files.umask(0o077))
         if job.ranks:
             # It would count nodes, of which Slurm finds the number; and for an array it makes an executor of its own.
             stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
@@ -337,8 +338,8 @@ def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str],
     try:
         where.mkdir(parents=True, exist_ok=True)
         text = script.read_bytes()
-        rundir.write_whole(where / "job.sh", lambda file: file.write(text))  # never through a link that lay in wait
-        rundir.write_json(where / "job.yaml", described)
+        files.write_whole(where / "job.sh", lambda file: file.write(text))  # never through a link that lay in wait
+        files.write_json(where / "job.yaml", described)
     except OSError as error:  # the job is in the queue, and will say the same
         print(f"run_dir={where}: cannot be written ({error.strerror}); job {job_id} will fail there", file=sys.stderr)
     return where

@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from recipes.core.launch import local
 from recipes.core.place.findings import Finding
 from recipes.core.place.ranks import RankInfo
+
+import itertools
+
 
 Ask = Callable[[Sequence[str], float], tuple[str, str]]
 SMI_S, CHECK_S = 20.0, 60.0
@@ -43,7 +45,7 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
 
     seen: how many torch sees. Nothing is wrong where none was granted or named, and none is seen.
     """
-    named = local.named_gpus(environ)
+    named = named_gpus(environ)
     source, expected = (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
 
@@ -51,7 +53,7 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
 def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     """Whether this rank, one of ``ranks`` on its node, is shown a GPU of its own alone (--gpus-per-task, --gpu-bind, a wrapper's
     variable). Not where Slurm has granted the node fewer than ranks."""
-    named, granted = local.named_gpus(environ), granted_gpus(environ)
+    named, granted = named_gpus(environ), granted_gpus(environ)
     if are_slices(environ):
         return False
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
@@ -85,7 +87,7 @@ def look(
         (smi, why), (apps, _), (topology, _) = pool.map(lambda words: ask(["nvidia-smi", *words], SMI_S), SMI)
     there = parse_smi(smi)
     others = [row for row in _rows(apps) if len(row) == 3 and row[1].isdecimal() and not _is_check(int(row[1]))]
-    expected = facts["granted"] or local.visible_gpus(environ, root)
+    expected = facts["granted"] or visible_gpus(environ, root)
     if why and expected and shutil.which("nvidia-smi"):  # many images have none, and others a tool without a GPU
         wrong.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site", True))
     out, why = ask([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], CHECK_S)
@@ -102,7 +104,7 @@ def look(
                 )
             )
             return facts, wrong
-    seen, named = len(facts["gpus"]), local.named_gpus(environ) is not None
+    seen, named = len(facts["gpus"]), named_gpus(environ) is not None
     if few := shortage(environ, seen):
         wrong.append(Finding(few, f"compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node", True))
     elif info.in_slurm and seen == 0:
@@ -138,7 +140,7 @@ def look(
 
 def _own_gpu(environ: Mapping[str, str]) -> bool:
     """Whether this rank is shown one GPU alone (--gpus-per-task, --gpu-bind)."""
-    named = local.named_gpus(environ)
+    named = named_gpus(environ)
     return named is not None and named[1] == 1
 
 
@@ -250,3 +252,28 @@ def _cpus(text: str) -> set[int]:
         return set()
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
     return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """GPUs that a process here may use, found without torch: those that a variable names, else those of NVIDIA's or AMD's driver."""
+    if (named := named_gpus(environ)) is not None:
+        return named[1]
+    nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
+    return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
+
+
+def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """The variable that shows a process the fewest GPUs, NVIDIA's or AMD's, and how many; None where none is set."""
+    counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
+    return min(counts, key=lambda one: one[1], default=None)
+
+
+def listed_gpus(listed: str) -> int:
+    """GPUs that are shown for a value of such a variable: those before the first that is none; of MIG slices one."""
+    names = [name.strip() for name in listed.split(",")]
+    known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

@@ -19,16 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from recipes.core import files
+from recipes.core.run import source
+from recipes.core.run import dryrun
 from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.config import envfile, parser
-from recipes.core.launch import checks
 from recipes.core.place import network, ranks
 from recipes.core.run import rundir
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
 from recipes.core.place.ranks import RankInfo
-from recipes.core.launch.checks import Asked
+from recipes.core.run.dryrun import Asked
 from recipes.core.run.watchdog import Pulse
 
 
@@ -55,7 +57,7 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
     job = rundir.job_id(os.environ)
     if job:
         run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, ROOT)
-        with rundir.umask(int(settings.run.umask, 8)):
+        with files.umask(int(settings.run.umask, 8)):
             rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
 
 
@@ -63,7 +65,7 @@ def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, e
     """`note_refusal` for words that are not valid keys: only ``run_dir=`` is read from them."""
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
     if (job := rundir.job_id(environ)) and recipe in parser.recipe_names() and not set("$\0") & set(run_dir):
-        with rundir.umask(0o077):
+        with files.umask(0o077):
             rundir.refuse(rundir.choose(run_dir, recipe, job, ROOT), rundir.launch_id(environ), status, line)
 
 
@@ -104,9 +106,9 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         errors.show(parser.help_text(recipe))
         sys.exit(errors.EXIT_DONE)
     host = socket.gethostname()
-    if other := rundir.other_code(ROOT, os.environ):
+    if other := source.other_code(ROOT, os.environ):
         _refuse(recipe, f"{host}: {other}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
-    rundir.go_home(ROOT)
+    source.go_home(ROOT)
     try:
         settings = parser.parse(argv, recipe=recipe)
     except ConfigError as error:
@@ -135,7 +137,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         _refuse(recipe, line, errors.EXIT_CONFIG, speaks=info.local_rank == 0)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
-    return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=checks.asked(os.environ))
+    return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=dryrun.asked(os.environ))
 
 
 def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.run import rundir, scontrol
 from recipes.core.errors import MachineError
 
@@ -75,7 +76,7 @@ def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: 
 
 def _attempts(run_dir: Path) -> list[dict[str, Any]]:
     """The newest attempt, and the last one that has begun if that is another: the newest may still be refused."""
-    newest = rundir.read_json(run_dir / "attempt.json")
+    newest = files.read_json(run_dir / "attempt.json")
     begun = rundir.begun(newest)
     return [record for record in (newest, begun if begun is not newest else None) if record]
 
@@ -90,7 +91,7 @@ def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
         for jobs_of in re.findall(r"after\w+((?::\d+[\d_*]*)+)", dependency)
         for job in re.findall(r"\d+(?:_\d+)?", jobs_of)
     }
-    submitted = (rundir.read_json(run_dir / "job.yaml") or {}).get("job_id")
+    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
     records = _attempts(run_dir)
     if submitted:
         records = [{"job": submitted, "cluster": ""}, *(one for one in records if one.get("job") != submitted)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.run import rundir
 from recipes.core.errors import MachineError, Next, next_of
 from recipes.core.run.scontrol import Job, Queue, describe
@@ -44,7 +45,7 @@ class Outlook:
 
 def look(run_dir: Path, queue: Queue) -> Outlook:
     """The outlook of the job that was submitted last, if it has not begun yet; else of the job that started the run last."""
-    attempt, described = rundir.owner(run_dir) or {}, rundir.read_json(run_dir / "job.yaml") or {}
+    attempt, described = rundir.owner(run_dir) or {}, files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
     if attempt.get("cluster", "") is None:  # outside Slurm: a number is torchrun's --rdzv-id
         of_attempt = ""

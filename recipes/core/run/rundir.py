@@ -5,25 +5,21 @@ record each; a rank that is gone without one was killed. `verdict` puts that tog
 """
 
 import contextlib
-import json
 import os
-import pwd
-import secrets
-import shlex
 import socket
-import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, MachineError, Next, kind_of
+from recipes.core.run import source
+from recipes.core import files
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
 FIX_JOB_FILES = "the files of submitted jobs go there: free space on its disk, or make it writable"
-STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
@@ -60,122 +56,12 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     if run_dir:
         return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises where links lead in a circle
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    return home(base) / "runs" / recipe / (run_id or now)
-
-
-def stamp(code: Path) -> dict[str, Any] | None:
-    """What a copy of the code knows of where it comes from; None where ``code`` is the repository itself."""
-    found = read_json(code / STAMP)
-    return found if found and isinstance(found.get("root"), str) else None
-
-
-def home(code: Path) -> Path:
-    """The repository that ``code`` is, or is a copy from."""
-    found = stamp(code)
-    return Path(found["root"]) if found else code
-
-
-def go_home(code: Path) -> None:
-    """Makes the repository the working folder of a process that runs a copy of its code: what is typed is relative to it.
-
-    Modules are still found in the copy, whose path is the first that Python looks in.
-    """
-    if stamp(code):
-        os.chdir(home(code))
-
-
-def other_code(code: Path, environ: Mapping[str, str]) -> str:
-    """A line that names both folders where Python has imported ``code`` in place of the code that the job runs; else ""."""
-    expected = environ.get("RECIPES_SOURCE", "")
-    with contextlib.suppress(OSError):
-        if not expected or os.path.samefile(code, expected):
-            return ""
-    return (
-        f"Python imports the recipes from {code}, but this job runs {expected}: uninstall the one that is installed (pip uninstall"
-        " slurm-torch-recipes), or remove it from PYTHONPATH and from Python's startup files"
-    )
-
-
-def private_folder(root: Path, name: str) -> Path:
-    """The folder ``runs/NAME``, made private: jobs run what lies there.
-
-    Raises MachineError where it belongs to, or can be written by, somebody else.
-    """
-    runs = root / "runs"
-    if runs.is_symlink() and not runs.exists():
-        raise MachineError(f"{runs}: is a link to {os.path.realpath(runs)}, which is not there: make that folder")
-    folder = runs / name
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise MachineError(
-            f"{folder}: cannot be made ({error.strerror}); what jobs run has to be written there"
-        ) from None
-    if found.st_uid != os.getuid():
-        raise MachineError(
-            f"{folder}: belongs to {_user(found.st_uid)}, and must be yours, since jobs run what lies there: use a clone of your own"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o022:
-        raise MachineError(
-            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
-        )
-    return folder
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
-
-
-def write_whole(
-    path: Path, write: Callable[[IO[bytes]], object], before_rename: Callable[[], None] = lambda: None
-) -> None:
-    """Lets ``write`` fill a file that comes under its name when all of it is on the disk: a reader finds the old file or the
-    new one, never a part. before_rename: may raise, and leave the old one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "x+b") as file:
-            try:
-                write(file)
-            except RuntimeError as error:  # torch's archive writer hides the disk's own word
-                if isinstance(error.__context__, OSError):
-                    raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
-                raise
-            file.flush()
-            os.fsync(file.fileno())
-        before_rename()
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` as `write_whole` does."""
-    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in ``path``; None where there is none or it is not one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+    return source.home(base) / "runs" / recipe / (run_id or now)
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
     """``status.json``, or None before the run has begun."""
-    return read_json(run_dir / "status.json")
+    return files.read_json(run_dir / "status.json")
 
 
 def write_status(
@@ -204,7 +90,7 @@ def write_status(
         "exit_status": first.get("exit_status"),
         "updated": round(time.time(), 3),
     }
-    write_json(run_dir / "status.json", content)
+    files.write_json(run_dir / "status.json", content)
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:
@@ -212,7 +98,7 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
     with contextlib.suppress(OSError):
         status = read_status(run_dir)
         if status and status["attempt"] == attempt:
-            write_json(run_dir / "status.json", {**status, "next": word})
+            files.write_json(run_dir / "status.json", {**status, "next": word})
 
 
 def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None, **about: Any) -> int:
@@ -220,10 +106,10 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | N
 
     The run directory is the one's that has begun, noted as ``before``, until this one begins too: it may yet be refused.
     """
-    newest = read_json(run_dir / "attempt.json")
+    newest = files.read_json(run_dir / "attempt.json")
     attempt = int(newest["attempt"]) + 1 if newest else 0
     content = {"attempt": attempt, "launch": launch, "job": job, "hosts": hosts, "started": round(time.time(), 3)}
-    write_json(run_dir / "attempt.json", {**content, **about, "before": begun(newest)})
+    files.write_json(run_dir / "attempt.json", {**content, **about, "before": begun(newest)})
     return attempt
 
 
@@ -232,7 +118,7 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
 
     own: from a checkpoint of this run directory. of: this ``attempt`` and ``launch``; a later one may have been opened since.
     """
-    record = read_json(run_dir / "attempt.json")
+    record = files.read_json(run_dir / "attempt.json")
     if record is None:
         raise MachineError(
             f"{run_dir}/attempt.json, which this run has just written, cannot be read: the file system is at fault"
@@ -240,7 +126,9 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
     if any(record.get(name) != value for name, value in of.items()):
         raise _taken_over(run_dir, record)
     before = record.pop("before", None) or {}
-    write_json(run_dir / "attempt.json", {**record, "from_step": step, "own": own, "follows": before.get("launch")})
+    files.write_json(
+        run_dir / "attempt.json", {**record, "from_step": step, "own": own, "follows": before.get("launch")}
+    )
 
 
 def begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -253,7 +141,7 @@ def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
 
     of: ``attempt`` or ``launch``, or both, of the one that is asked for, which may be opened and not begun; None where it is neither.
     """
-    newest = read_json(run_dir / "attempt.json")
+    newest = files.read_json(run_dir / "attempt.json")
     return _owner(newest, of) if of else begun(newest) or newest
 
 
@@ -266,7 +154,9 @@ def _owner(newest: dict[str, Any] | None, of: Mapping[str, Any]) -> dict[str, An
 
 def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
     """Raises MachineError where a later attempt has taken the run directory over from this one, as far as the file system tells."""
-    newest = read_json(run_dir / "attempt.json")  # once: where it does not answer just now, no other attempt is seen
+    newest = files.read_json(
+        run_dir / "attempt.json"
+    )  # once: where it does not answer just now, no other attempt is seen
     if newest is not None and not _owner(newest, {"attempt": attempt, "launch": launch}):
         raise _taken_over(run_dir, newest)
 
@@ -277,7 +167,7 @@ def _taken_over(run_dir: Path, newest: Mapping[str, Any]) -> MachineError:
 
 def taken_over_by(run_dir: Path, launch: str) -> str:
     """The launch that has taken the run directory over from this one, "" for none. For the end of this launch's own job."""
-    newest = begun(read_json(run_dir / "attempt.json"))
+    newest = begun(files.read_json(run_dir / "attempt.json"))
     taken = newest and launch and newest.get("follows") == launch and newest.get("launch") != launch
     return str(newest.get("launch") or "unknown") if newest and taken else ""
 
@@ -303,7 +193,7 @@ def for_examination(run_dir: Path) -> Path:
 
 def of_launch(run_dir: Path, launch: str) -> Path:
     """``run_dir``, or the folder in it of the evaluation that this launch was."""
-    attempt = read_json(run_dir / EVALUATION / "attempt.json")
+    attempt = files.read_json(run_dir / EVALUATION / "attempt.json")
     return run_dir / EVALUATION if attempt and launch and attempt["launch"] == launch else run_dir
 
 
@@ -311,20 +201,20 @@ def refuse(run_dir: Path, launch: str, exit_status: int, line: str) -> None:
     """Notes that a launch was refused before the run began, for who reads how it ended; the status stays as it was."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(run_dir / "refused.json", {"launch": launch, "exit_status": exit_status, "line": line})
+        files.write_json(run_dir / "refused.json", {"launch": launch, "exit_status": exit_status, "line": line})
 
 
 def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
     """The note of `refuse` for this launch, if there is one: ``exit_status`` and ``line``."""
     for folder in (of_launch(run_dir, launch), run_dir):
-        if (note := read_json(folder / "refused.json")) and note["launch"] == launch:
+        if (note := files.read_json(folder / "refused.json")) and note["launch"] == launch:
             return note
     return None
 
 
 def accuracy(run_dir: Path) -> str:
     """The accuracy in ``summary.json``, as a part of a line; "" for none."""
-    found = (read_json(run_dir / "summary.json") or {}).get("val_top1")
+    found = (files.read_json(run_dir / "summary.json") or {}).get("val_top1")
     return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
 
 
@@ -351,12 +241,12 @@ def record_failure(
         "behind": behind,
         "time": moment or time.time(),
     }
-    write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
+    files.write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
 
 
 def read_failure(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
     """That rank's record, if it has left one."""
-    return read_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json")
+    return files.read_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json")
 
 
 def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
@@ -378,10 +268,10 @@ def verdict(run_dir: Path, number: int | None = None) -> Verdict:
     A rank's own error counts before anything else, the earliest first. Without one, a rank that left no record while others
     lost a peer was killed from outside (SIGKILL, out of memory, its node).
     """
-    attempt = read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
+    attempt = files.read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
     if not attempt:
         return Verdict("it failed before its first step; the log above says why", None, Kind.error)
-    found = (read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
+    found = (files.read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
     records = [
         (kind_of(record) or Kind.error, record) for record in sorted(filter(None, found), key=lambda r: r["time"])
     ]
@@ -476,13 +366,3 @@ def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
     state = status["state"] if status else ""
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}.get(state)
     return known if known is not None else (status and status.get("exit_status")) or fallback or EXIT_CRASH
-
-
-@contextlib.contextmanager
-def umask(mask: int) -> Iterator[None]:
-    """The process's umask, for a while."""
-    old = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(old)

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.run import outlook, rundir
@@ -52,8 +53,8 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
     """What a run directory says. now: of time.time(). queue: for the note on what comes next; None: not asked."""
-    status, summary = rundir.read_status(folder) or {}, rundir.read_json(folder / "summary.json") or {}
-    values, job = _keys(folder / "config.yaml"), rundir.read_json(folder / "job.yaml") or {}
+    status, summary = rundir.read_status(folder) or {}, files.read_json(folder / "summary.json") or {}
+    values, job = _keys(folder / "config.yaml"), files.read_json(folder / "job.yaml") or {}
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
     if state != "done":  # what an earlier attempt has left
         summary = {}
@@ -64,7 +65,7 @@ def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
             state, note = "not running", f"{note}; {found.line}"
     if queue and state == "preempted":
         note = outlook.after_stop(folder, status, queue)
-    if (refused := rundir.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
+    if (refused := files.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
         line = str(refused.get("line") or "")
         if not status:
             note = line

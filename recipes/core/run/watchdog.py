@@ -6,7 +6,6 @@ looks at it. Standard library only.
 
 import collections
 import contextlib
-import ctypes
 import json
 import math
 import mmap
@@ -20,6 +19,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from recipes.core.place import processes
 
 PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
 NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
@@ -41,7 +42,6 @@ MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tel
 TELL_S = 5.0  # for the run directory's file system to take the last words
 RECENT_S = 60.0  # after a stop: a connection that is lost then was lost because of it
 STACK_S = 3.0  # for faulthandler to write the stack
-PR_SET_PDEATHSIG = 1
 
 
 class RunningClock:
@@ -170,8 +170,8 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Says which rank is ended and why, and leaves its record."""
-    from recipes.core.run import rundir
     from recipes.core.errors import Kind
+    from recipes.core.run import rundir
 
     _, step, phase = PULSE.unpack_from(memory)
     note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> None:
     parent, descriptor, timeout_s = int(argv[0]), int(argv[1]), float(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.die_with(parent)()
     watch(parent, mmap.mmap(descriptor, BYTES), timeout_s)
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes.core import files
 from recipes.core.data import download
-from recipes.core.run import rundir
 from recipes.core.errors import InputError, MachineError
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -271,7 +271,7 @@ def write(
     # Written anew: its new content, which says that it is the best, is never there with another one named so.
     if best and named(folder, "latest") == path.name:
         point(path, "best", before_rename)
-    rundir.write_whole(path, lambda file: _write_archive(file, content), before_rename)
+    files.write_whole(path, lambda file: _write_archive(file, content), before_rename)
     for name in ("best", "latest") if best else ("latest",):
         point(path, name, before_rename)
     return path
@@ -280,7 +280,7 @@ def write(
 def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
     """Makes ``latest`` or ``best`` of its folder name the checkpoint ``path``. Raises OSError."""
     if named(path.parent, pointer) != path.name:
-        rundir.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
+        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
 
 
 def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:

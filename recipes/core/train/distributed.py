@@ -17,9 +17,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core import errors
-from recipes.core.launch import local
 from recipes.core.place import gpus
+from recipes.core import errors
 from recipes.core.run import entry, watchdog
 from recipes.core.config.parser import Backend, Device
 from recipes.core.run.entry import Start
@@ -295,7 +294,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node")
     if seen == 0:
         if info.in_slurm:
-            named = local.named_gpus(environ)
+            named = gpus.named_gpus(environ)
             mend = f"{named[0]} names none: unset it" if named and on_node else "ask for GPUs (--gpus-per-node=…)"
             raise MachineError(f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {mend}, or give device=cpu")
         if device is Device.cuda:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed
 from omegaconf import OmegaConf
 
+from recipes.core import files
+from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.config import parser
-from recipes.core.launch import snapshot
 from recipes.core.run import entry, liveness, logs, rundir, signals, watchdog
 from recipes.core.train import checkpoint, distributed, metrics
 from recipes.core.train.checkpoint import State
@@ -32,7 +33,7 @@ from recipes.core.config.parser import RunKeys, Settings
 from recipes.core.train.distributed import World
 from recipes.core.run.entry import Start
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
-from recipes.core.launch.checks import Asked, Over
+from recipes.core.run.dryrun import Asked, Over
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
@@ -170,7 +171,7 @@ class Run:
             size = checkpoint.size_in_training(self.state, sampler, self.world.device, self.rehearsal.ranks)
             found |= {"samples": sampler.get("num_samples"), "checkpoint_bytes": size}
         if self.world.rank == 0:
-            rundir.write_json(Path(self.rehearsal.file), found)
+            files.write_json(Path(self.rehearsal.file), found)
         raise Over
 
     def _begin(self) -> None:
@@ -180,11 +181,11 @@ class Run:
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 text = OmegaConf.to_yaml(self.settings.saved).encode()
-                rundir.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
-            self._commit = snapshot.git_commit(ROOT)
-            (self.dir / snapshot.DIFF).unlink(missing_ok=True)
-            if diff := snapshot.difference(ROOT):
-                rundir.write_whole(self.dir / snapshot.DIFF, lambda file: file.write(diff))
+                files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
+            self._commit = source.commit(ROOT)
+            (self.dir / source.DIFF).unlink(missing_ok=True)
+            if diff := source.difference(ROOT):
+                files.write_whole(self.dir / source.DIFF, lambda file: file.write(diff))
             came = self.resumed_from
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
@@ -361,7 +362,7 @@ class Run:
         """Whether this job, which was queued again, has trained this run before, and there is a checkpoint of that."""
         if self.settings.config.evaluate or not self.world.ranks.restart_count:
             return False
-        before = (rundir.read_json(self.dir / "attempt.json") or {}).get("before") or {}
+        before = (files.read_json(self.dir / "attempt.json") or {}).get("before") or {}
         if "from_step" not in before or before.get("job") != _job(os.environ):
             return False
         status = rundir.read_status(self.dir)
@@ -451,9 +452,9 @@ class Run:
                 "versions": metrics.versions(),
             }
             # Where nothing was trained in this attempt, what was said of the training stays.
-            before = rundir.read_json(self.dir / "summary.json") or {}
+            before = files.read_json(self.dir / "summary.json") or {}
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
-            rundir.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
+            files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
         self.say(f"finished at step {step}{rundir.accuracy(self.dir)}")
 
@@ -581,7 +582,7 @@ def _keep_flight_record(run: Run) -> None:
     """
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
-        rundir.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
+        files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:

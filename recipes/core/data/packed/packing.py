@@ -6,7 +6,6 @@ Workers are processes of this module, one shard at a time each; tasks and answer
 
 import collections
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -31,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from recipes.core.place import processes
+from recipes.core.files import read_json, write_json, write_whole
 from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.data import classfolder, download
-from recipes.core.launch import local
-from recipes.core.run import rundir
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.download import DataFile, megabytes
 from recipes.core.errors import InputError, MachineError
@@ -113,7 +112,7 @@ def pack(
             if is_finished(target):
                 return _verified(target, options, say)
             need = _check_room(target, listings, options, say)
-            rundir.write_json(target / "packing.json", plan)
+            write_json(target / "packing.json", plan)
             try:
                 _run(source, target, listings, options, progress)
             finally:
@@ -233,7 +232,7 @@ def _compare(target: Path, plan: Mapping[str, Any]) -> None:
     path = target / "packing.json"
     if not path.exists():
         return
-    before = rundir.read_json(path) or {}
+    before = read_json(path) or {}
     mend = f"another data_dir=, or remove {shlex.quote(str(target))} to begin anew"
     if (before.get("format"), before.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{str(path)!r}: is not of the format {FORMAT!r}, version {VERSION}; give {mend}")
@@ -324,7 +323,7 @@ def _finish(target: Path, listings: Mapping[str, Listing], options: PackOptions)
         "classes": list(next(iter(listings.values())).classes),
         "splits": splits,
     }
-    rundir.write_json(target / "index.json", index)
+    write_json(target / "index.json", index)
     for split in splits:
         for note in target.glob(f"{split}-*.json"):
             note.unlink()
@@ -347,7 +346,7 @@ def _join(target: Path, split: str, shards: int) -> dict[str, Any]:
             skipped.extend(note["skipped"])
             converted.update(note["converted"])
 
-    rundir.write_whole(target / f"{split}.index", fill)
+    write_whole(target / f"{split}.index", fill)
     return {
         "samples": size // RECORD.size,
         "index_sha256": digest.hexdigest(),
@@ -509,9 +508,7 @@ class Unreadable(Exception):
 
 def work(parent: int) -> None:
     """Packs the shards that come on stdin until it is closed, or the parent dies however that happens."""
-    ctypes.CDLL(None).prctl(local.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(errors.EXIT_CRASH)
+    processes.die_with(parent)()
     answers = os.fdopen(os.dup(1), "wb")
     for opened in (1, 2):  # what a library prints is no answer, nor about a user's setting
         os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
@@ -539,7 +536,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
     """Writes a shard, and behind it the note that says it is whole; or finds that both are there."""
     target, stem = Path(setup["target"]), _stem(task["split"], task["number"])
     count = len(task["names"])
-    note = rundir.read_json(target / f"{stem}.json")
+    note = read_json(target / f"{stem}.json")
     if note and _is_whole(target / f"{stem}.bin", note, count):
         tell(ended=True, done=0, kept=count, skipped=len(note["skipped"]))
         return
@@ -569,7 +566,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
                 tell(ended=False, done=done - told, kept=0, skipped=len(skipped) - missed)
                 told, missed = done, len(skipped)
 
-    rundir.write_whole(target / f"{stem}.bin", fill)
+    write_whole(target / f"{stem}.bin", fill)
     content = {
         "bytes": offset,
         "sha256": digest.hexdigest(),
@@ -577,7 +574,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
         "skipped": skipped,
         "converted": converted,
     }
-    rundir.write_json(target / f"{stem}.json", content)
+    write_json(target / f"{stem}.json", content)
     tell(ended=True, done=done - told, kept=0, skipped=len(skipped) - missed)
 
 

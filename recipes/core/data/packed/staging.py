@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.data import download
 from recipes.core.data.packed import packing
-from recipes.core.run import rundir
 from recipes.core.errors import InputError, MachineError
 from recipes.core.data.packed.packing import FORMAT, VERSION, PackOptions
 
@@ -77,7 +77,7 @@ class PackedCopy:
 
 def prepare_command(folder: Path) -> str:
     """The command that packs into ``folder``, with the options that were given when it was begun, where it was."""
-    begun, usual = rundir.read_json(folder / "packing.json") or {}, PackOptions()
+    begun, usual = files.read_json(folder / "packing.json") or {}, PackOptions()
     given = [f"{name}={begun[name]}" for name in packing.SAME if begun.get(name) not in (None, getattr(usual, name))]
     words = ["python -m recipes.prepare imagenet source=…", f"data_dir={shlex.quote(str(folder))}", *given]
     return " ".join(words)
