@@ -30,16 +30,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from recipes.core.run import command_line
+from recipes.core.config import help
+from recipes.core.config import profiles
 from recipes.core.files import read_json, write_json
 from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.conf.doctor import Config
 from recipes.core import errors
-from recipes.core.config import envfile, parser
+from recipes.core.config import envfile
 from recipes.core.doctor import examine, explain, reach, variables, verdict
 from recipes.core.place import network, ranks
 from recipes.core.run import rundir
-from recipes.core.config.parser import Device, Settings
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError, Kind
 from recipes.core.place.findings import Finding
 from recipes.core.run.scontrol import Queue
@@ -408,13 +412,13 @@ def main(argv: list[str]) -> int:
             f"{argv[0]}: a path is missing: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
         )
     if any(word in ("-h", "--help") for word in argv):
-        errors.show(f"{(__doc__ or '').strip()}\n\n{parser.help_text('doctor')}")
+        errors.show(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     keep_all()
     source.go_home(ROOT)
-    settings = parser.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
+    settings = command_line.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
-    envfile.apply(parser.env_variables(settings.run.network, settings.job.cluster), os.environ)
+    envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
     # A thread's, since a signal's handler waits for a call that hangs.
     over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
@@ -450,7 +454,7 @@ def check_env_files(files: Sequence[str]) -> int:
 
 def propose(words: Sequence[str]) -> int:
     """Prints the lines that one's own env file wants on this node; none is what most want."""
-    parser.parse(words, recipe="doctor")
+    command_line.parse(words, recipe="doctor")
     info = ranks.detect(os.environ)
     here = examine.Surroundings(os.environ, info, ROOT)
     facts, _ = examine.interfaces(here)

@@ -26,13 +26,14 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from recipes.core.config import declare
 from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.data import classfolder, download
 from recipes.core.data.packed import packing
 from recipes.core.data.classfolder import Listing
-from recipes.core.config.parser import key
+from recipes.core.config.declare import key
 from recipes.core.data.download import (
     CIFAR10,
     CIFAR10_CLASSES,
@@ -62,7 +63,7 @@ class PrepareKeys:
     source: str = key("", "a folder that has the files already, or a mirror's base URL; default: the public mirrors")
 
     def __post_init__(self) -> None:
-        parser.check(self)
+        declare.check(self)
 
 
 class Encoding(Enum):
@@ -86,18 +87,18 @@ class ImagenetKeys:
     samples_per_shard: int = key(2048, "images of one file", low=1, high=1_000_000)
 
     def __post_init__(self) -> None:
-        parser.check(self)
+        declare.check(self)
 
 
 @dataclass(frozen=True)
 class WeightsKeys:
     arch: str = key("resnet50", "a classifier of torchvision's", pattern=r"[a-z][a-z0-9_]{0,63}", form="a model's name")
     weights: str = key(
-        "true", "their name, such as IMAGENET1K_V1; true: the newest", pattern=parser.NAME, form=parser.NAME_FORM
+        "true", "their name, such as IMAGENET1K_V1; true: the newest", pattern=declare.NAME, form=declare.NAME_FORM
     )
 
     def __post_init__(self) -> None:
-        parser.check(self)
+        declare.check(self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +142,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
         raise ConfigError(f"one dataset is wanted ({', '.join(DATASETS)}), got {got}")
     if names[0] not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{parser.nearest(names[0], DATASETS)}"
+            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: wants one of {', '.join(DATASETS)}{declare.nearest(names[0], DATASETS)}"
         )
     return names[0], parser.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
 

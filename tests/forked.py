@@ -32,6 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from recipes.core.config import recipe_conf
+
 ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
@@ -229,7 +231,6 @@ class Rank:
 def add_broken() -> None:
     """Makes the recipe of the fault tests (tests/faults/broken.py) one of the recipes."""
     import recipes
-    from recipes.core.config import parser
 
     for name in ("conf.broken", "broken"):  # the keys first
         path = ROOT / "tests" / "faults" / f"{name.replace('conf.broken', 'broken_conf')}.py"
@@ -239,8 +240,8 @@ def add_broken() -> None:
         module = sys.modules[f"recipes.{name}"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     recipes.broken = module  # type: ignore[attr-defined]
-    names = [*parser.recipe_names(), "broken"]
-    parser.recipe_names = lambda: names
+    names = [*recipe_conf.names(), "broken"]
+    recipe_conf.names = lambda: names
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from recipes.core.config.parser import Dtype, TrainKeys, key
+from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.config.declare import key
 from recipes.core.errors import ConfigError
 
 

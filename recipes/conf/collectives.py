@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from recipes.core.config.parser import RecipeKeys, key, nearest
+from recipes.core.config.run_keys import RecipeKeys
+from recipes.core.config.declare import key, nearest
 from recipes.core.errors import ConfigError, shown
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

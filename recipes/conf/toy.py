@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config.parser import TrainKeys, key
+from recipes.core.config.run_keys import TrainKeys
+from recipes.core.config.declare import key
 from recipes.core.errors import ConfigError
 
 

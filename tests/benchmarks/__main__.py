@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from recipes.core.config.parser import nearest
+from recipes.core.config.declare import nearest
 from recipes.core.errors import InputError, MachineError
 from tests.benchmarks.measure import FULL, Figure, Size, machine
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.core.config import parser
 from recipes.core.place import ranks
-from recipes.core.run import signals
+from recipes.core.run import command_line, signals
 from recipes.core.run.entry import Start
 from recipes.core.train import distributed, metrics
 from recipes.core.train.session import Run
@@ -67,7 +66,7 @@ def train(
 ) -> Trained:
     """Calls ``recipe.main`` with these keys, in a run directory that may have checkpoints already."""
     name = recipe.__name__.rpartition(".")[2]
-    settings = parser.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
+    settings = command_line.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
     start = Start(settings, ranks.detect({}), {}, None)
     for part in ("logs", "checkpoints", "failures"):
         (folder / part).mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import launch
-from recipes.core.config.parser import Backend
+from recipes.core.config.run_keys import Backend
 from recipes.core.train import distributed
 from tests import helpers
 

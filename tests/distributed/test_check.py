@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import launch
-from recipes.core.config import parser
 from recipes.core.data import download
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
+from recipes.core.run import command_line
 from recipes.core.run.dryrun import Found
 from tests import helpers
 from tests.helpers import ROOT, Ended
@@ -151,7 +151,7 @@ def test_a_checkpoint_takes_what_was_said(
     recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
-    found = checks.start(parser.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
+    found = checks.start(command_line.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
     ended = helpers.run([sys.executable, str(ROOT / "launch.py"), *typed, f"run_dir={tmp_path}/run"])
     assert ended.status == 0, ended.out
     real = (tmp_path / "run/checkpoints/step-00000002.pt").stat().st_size
@@ -362,7 +362,7 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
     temporary.mkdir()
     (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    settings, before = parser.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
+    settings, before = command_line.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
     with pytest.raises(MachineError, match=r"toy: has not come to its first step within 0\.5 s on this machine"):
         checks.start(settings, tmp_path / "run", 1, repo, tmp_path, patience_s=0.5)
     assert helpers.children(os.getpid()) == before

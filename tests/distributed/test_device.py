@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recipes.core import files
-from recipes.core.config import parser
-from recipes.core.config.parser import Device
+from recipes.core.config.run_keys import Device
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import GlobalBatches
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import command_line
 from recipes.core.run.entry import Start
 from recipes.core.train import checkpoint, distributed, session
 from recipes.core.train.checkpoint import State
@@ -58,7 +58,7 @@ def test_ranks_side_by_side_have_one_thread_each_and_collectives_no_timeout_of_t
 
     monkeypatch.setattr(torch.distributed, "init_process_group", init)
     for words, size in ((), 1), ((), 2), (("cpu_threads=5",), 2):
-        settings = parser.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
+        settings = command_line.parse([*words, "timeout_s=7"], recipe="mnist", environ={})
         start = Start(settings, dataclasses.replace(rank(), world_size=size), {}, None)
         session._set_threads(start)
     assert threads == [1, 5]

@@ -20,11 +20,11 @@ from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
 from recipes.conf.imagenet import VARIANTS, Config
-from recipes.core.config import parser
 from recipes.core.data import images
 from recipes.core.data.images import IGNORE, LoadedShard
 from recipes.core.data.packed import packing
 from recipes.core.errors import InputError, MachineError
+from recipes.core.run import command_line
 from recipes.core.train.lars import LARS
 from tests import helpers
 from tests.distributed import alone
@@ -270,7 +270,7 @@ def test_a_residual_block_begins_as_the_identity(zero: bool) -> None:
 
 def test_the_classic_variant_is_the_published_recipe() -> None:
     """Goyal et al. (2017) without warm-up, as in torchvision's references: 90 epochs of batches of 256, a tenth each 30 epochs."""
-    cfg = parser.parse(["variant=classic"], recipe="imagenet", environ={}).config
+    cfg = command_line.parse(["variant=classic"], recipe="imagenet", environ={}).config
     found = (cfg.epochs, cfg.global_batch_size, cfg.lr, cfg.lr_batch_size, cfg.momentum, cfg.weight_decay)
     assert found == (90, 256, 0.1, 256, 0.9, 1e-4)
     assert (cfg.px, cfg.val_px, cfg.val_resize, cfg.min_crop, cfg.flip) == (224, 224, 256, 0.08, True)

@@ -18,11 +18,10 @@ import pytest
 import torch
 import yaml
 
-from launch import local_layout
 from recipes.core import errors
-from recipes.core.config import parser
 from recipes.core.launch import local
-from recipes.core.run import rundir, signals
+from recipes.core.launch.command import local_layout
+from recipes.core.run import command_line, rundir, signals
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -276,7 +275,7 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
 
     def ranks(*words: str) -> tuple[int, ...]:
-        return local_layout(parser.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
+        return local_layout(command_line.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)

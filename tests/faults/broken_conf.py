@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from recipes.core.config.parser import TrainKeys, key
+from recipes.core.config.declare import key
+from recipes.core.config.run_keys import TrainKeys
 
 
 @dataclass(frozen=True)

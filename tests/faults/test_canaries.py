@@ -39,7 +39,8 @@ from recipes.core.data.download import CIFAR10, DataFile, DataFileError
 from recipes.core.data.packed import packing
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import private_folder, write_json
-from recipes.core.launch import batch, submit
+from recipes.core.launch import batch, command, submit
+from recipes.core.run import command_line
 from recipes.core.train import checkpoint, models
 from tests import helpers
 
@@ -253,7 +254,7 @@ def test_submitits_script_runs_nothing(
     for name in [name.format(c=at_work.canary).replace("/", "_") for name in names]:
         root = at_work.folder / "roots" / name[:200]
         (root / "runs").mkdir(parents=True)
-        monkeypatch.setattr(launch, "ROOT", root)
+        monkeypatch.setattr(command, "ROOT", root)
         words = ["recipe=mnist", "device=cpu", f"data_dir={name}", f"run_dir={at_work.work}/{name}/run"]
         assert launch.main(words) == 0, capsys.readouterr().err
         assert "submitit" in " ".join(at_work.said("srun") or [])
@@ -281,7 +282,7 @@ def test_a_profile_outside_of_the_sites_folder_is_not_read(at_work: Trap) -> Non
         assert at_work.said("srun") is None
         assert not (at_work.notes / "modules").exists()
         with pytest.raises(ConfigError, match="cluster="):
-            parser.parse([f"recipe={RECIPE}"], environ={"RECIPES_CLUSTER": name})
+            command_line.parse([f"recipe={RECIPE}"], environ={"RECIPES_CLUSTER": name})
     at_work.bash("-c", f"cd {root} && exec bash sbatch/mnist_1x1.sh cluster=here")
     assert (at_work.notes / "modules").read_text() == "load gcc/12\n"
 
@@ -565,7 +566,7 @@ def test_job_files_are_not_put_where_others_can_change_them(
     else:
         folder.mkdir()
         folder.chmod(0o702)
-    monkeypatch.setattr(launch, "ROOT", root)
+    monkeypatch.setattr(command, "ROOT", root)
     monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
     assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 3
     assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
@@ -690,7 +691,7 @@ def test_a_link_in_a_run_directory_to_come_is_not_written_through(
     for name in ("job.sh", "job.yaml"):
         (run_dir / name).symlink_to(victim)
     if by == "launch.py":
-        monkeypatch.setattr(launch, "ROOT", root)
+        monkeypatch.setattr(command, "ROOT", root)
         monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
         assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 0
     else:

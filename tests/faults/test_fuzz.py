@@ -25,16 +25,17 @@ from types import FrameType
 
 import pytest
 
-import launch
 from recipes import prepare
 from recipes.core import errors
-from recipes.core.config import parser
-from recipes.core.config.parser import JobKeys, RunKeys
+from recipes.core.config import parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import slurm
+from recipes.core.launch import command, slurm
+from recipes.core.run import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = parser.recipe_names()
+RECIPES = recipe_conf.names()
 
 pytestmark = pytest.mark.fault(37, 38)
 
@@ -214,7 +215,7 @@ class Known:
 
 def known(recipe: str) -> Known:
     values, classes = {}, {}
-    for cls in (JobKeys, RunKeys, parser.recipe_conf(recipe)[0]):
+    for cls in (JobKeys, RunKeys, recipe_conf.load(recipe)[0]):
         for field in dataclasses.fields(cls):
             default = field.default.name if isinstance(field.default, Enum) else field.default
             values[field.name] = (
@@ -273,7 +274,7 @@ def culprits(words: Sequence[str], recipe: str) -> list[str]:
 
 def settle(words: Sequence[str], recipe: str = "") -> parser.Settings:
     """What launch.py and a batch script do with words before anything is started."""
-    settings = parser.parse(words, recipe=recipe, environ={})
+    settings = command_line.parse(words, recipe=recipe, environ={})
     job = slurm.describe(settings, Path("/r"), Path("/b"))
     slurm.submitit_parameters(job, "/python")
     for keys in (settings.job, settings.run, settings.config):
@@ -286,7 +287,7 @@ def lay_out(settings: parser.Settings) -> None:
     """What launcher=local makes of the same keys: ranks, or its own refusal."""
     refusal = ""
     try:
-        layout = launch.local_layout(settings)
+        layout = command.local_layout(settings)
         assert 0 <= layout.node_rank < len(layout.ranks)
     except (ConfigError, MachineError) as error:
         refusal = str(error)
@@ -409,7 +410,7 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             settle(typed)
             taken.append(folder / f"taken{len(taken)}.txt")
             taken[-1].write_bytes(content)
-            named.append(parser.cluster_profile("here").get("modules", []))
+            named.append(profiles.cluster_profile("here").get("modules", []))
 
         return content, act, [str(here), "cluster=", *(f"{name}=" for name in usual), str(folder.parent)]
 

@@ -944,7 +944,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "if re.fullmatch(parser.TIME, limit) and job.minutes > parser.minutes(limit):",
+        "if re.fullmatch(job_keys.TIME, limit) and job.minutes > job_keys.minutes(limit):",
         "if False:",
         "a time beyond the partition's limit is refused without that limit",
         "tests/slurm/test_submission.py::test_an_impossible_job_is_refused_in_slurms_words_and_with_what_there_is",

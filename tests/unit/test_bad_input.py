@@ -17,7 +17,7 @@ import pytest
 import launch
 from recipes import prepare
 from recipes.core import errors
-from recipes.core.launch import batch, local
+from recipes.core.launch import batch, command, local
 from recipes.core.run import entry, source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{stubs}:/usr/bin:/bin")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(launch, "ROOT", tmp_path)  # where a job would run, and its files be written
+    monkeypatch.setattr(command, "ROOT", tmp_path)  # where a job would run, and its files be written
     monkeypatch.setattr(local, "run", lambda *_: pytest.fail("ranks were started"))
     return folder
 

@@ -14,17 +14,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipes.conf import mnist
-from recipes.core.config import parser
-from recipes.core.config.parser import Device, JobKeys, Launcher, RunKeys, TrainKeys
+from recipes.core.config import declare, help, job_keys, parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys, Launcher
+from recipes.core.config.run_keys import Device, Dtype, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError
-from recipes.core.run import rundir
+from recipes.core.run import command_line, resumed, rundir
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = parser.recipe_names()
+RECIPES = recipe_conf.names()
 
 
 def parse(*words: str, recipe: str = "", **environ: str) -> parser.Settings:
-    return parser.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
+    return command_line.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
 
 
 def refusal(*words: str, recipe: str = "", **environ: str) -> str:
@@ -114,7 +115,7 @@ def test_a_profiles_data_dir_is_the_recipes_default(site: Path, tmp_path: Path) 
     for data_dir, expected in (("''", "/site/data"), ("/old", "/old")):
         run = a_run(tmp_path / expected[1:], 5, data_dir=data_dir)
         assert parse("cluster=here", f"run_dir={run}").config.data_dir == expected
-    assert parser.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
+    assert command_line.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
 
 
 def test_the_typed_cluster_wins_over_the_environments(site: Path) -> None:
@@ -127,10 +128,10 @@ def test_a_time_in_a_yaml_file_is_the_time_that_stands_there(tmp_path: Path, sit
     """YAML 1.1 takes 12:00:00 for a number to the base of 60, and 010 for eight."""
     (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
     settings = parse(f"config={tmp_path}/keys.yaml")
-    assert parser.minutes(settings.job.time) == 720
+    assert job_keys.minutes(settings.job.time) == 720
     assert (settings.config.epochs, settings.config.compile) == (10, True)
     site.write_text("time: 1:30:00\n")
-    assert parser.minutes(parse("cluster=here").job.time) == 90
+    assert job_keys.minutes(parse("cluster=here").job.time) == 90
 
 
 # --- types
@@ -150,7 +151,7 @@ def test_a_time_in_a_yaml_file_is_the_time_that_stands_there(tmp_path: Path, sit
         ("compile=0", False),
         ("launcher=print", Launcher.print),
         ("device=cpu", Device.cpu),
-        ("dtype=bfloat16", parser.Dtype.bfloat16),
+        ("dtype=bfloat16", Dtype.bfloat16),
         ("gpus_per_node=null", None),
         ("gpus_per_node=0", 0),
         ("cpus_per_rank=4", 4),
@@ -290,7 +291,7 @@ def test_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_key_that_is_a_folder_or_file_is_made_absolute() -> None:
-    for cls in (RunKeys, *(parser.recipe_conf(recipe)[0] for recipe in RECIPES)):
+    for cls in (RunKeys, *(recipe_conf.load(recipe)[0] for recipe in RECIPES)):
         for field in dataclasses.fields(cls):
             if field.name.endswith(("_dir", "_file", "_path")):
                 assert field.metadata["path"], field.name
@@ -303,7 +304,7 @@ def test_links_that_lead_round_in_a_circle_are_somebody_elses_to_tell(tmp_path: 
 
 def test_a_variable_of_the_nodes_is_left_for_them() -> None:
     typed = {"stage_dir": "$TMPDIR/x", "data_dir": "x", "run_dir": "${oc.env:HOME}/x"}
-    classes = [RunKeys, parser.recipe_conf("imagenet")[0]]
+    classes = [RunKeys, recipe_conf.load("imagenet")[0]]
     assert parser.absolute(typed, classes, Path("/base")) == {**typed, "data_dir": "/base/x"}
 
 
@@ -311,7 +312,7 @@ def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
     (tmp_path / "mine.env").write_text("T_A=mine\nT_B=mine\n")
     (site.parent / "here.env").write_text("T_B=site\n")
     site.write_text("env_files:\n  - clusters/here.env\n")
-    variables = parser.env_variables(str(tmp_path / "mine.env"), "here")
+    variables = profiles.env_variables(str(tmp_path / "mine.env"), "here")
     assert (variables["T_A"], variables["T_B"]) == ("mine", "site")
     (site.parent / "here.env").write_text("PATH=/evil\n")
     assert "here.env:1" in refusal("cluster=here")
@@ -329,7 +330,7 @@ def test_env_files_of_network_and_site(tmp_path: Path, site: Path) -> None:
     ],
 )  # fmt: skip
 def test_minutes(time: str, expected: int) -> None:
-    assert parser.minutes(parse(f"time={time}").job.time) == expected
+    assert job_keys.minutes(parse(f"time={time}").job.time) == expected
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_the_profiles_that_are_committed_are_right() -> None:
     assert "example" in profiles
     for name in profiles:
         parse(f"cluster={name}")
-    example = parser.cluster_profile("example")
+    example = profiles.cluster_profile("example")
     assert example["modules"] == ["gcc/12", "cuda/12.4"]
 
 
@@ -424,7 +425,7 @@ def test_recipes_are_found() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_name_stands_in_one_place_only(recipe: str) -> None:
     job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
-    own = {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}
+    own = {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}
     assert len(job) > 15
     assert len(run) > 8
     assert own
@@ -434,7 +435,7 @@ def test_a_name_stands_in_one_place_only(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_key_of_a_recipe_has_a_help_and_a_default_that_passes_its_own_check(recipe: str) -> None:
-    cls, variants = parser.recipe_conf(recipe)
+    cls, variants = recipe_conf.load(recipe)
     for keys in (JobKeys, RunKeys, cls):
         assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
         keys()
@@ -448,10 +449,10 @@ def test_every_training_recipe_has_the_common_keys() -> None:
         "evaluate", "log_every_steps", "accumulate",
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(TrainKeys)} == common
-    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}]  # fmt: skip
+    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}]  # fmt: skip
     assert "mnist" in training
     for recipe in training:
-        assert common <= {f.name for f in dataclasses.fields(parser.recipe_conf(recipe)[0])}, recipe
+        assert common <= {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}, recipe
 
 
 def as_typed(default: object) -> str:
@@ -463,9 +464,9 @@ def as_typed(default: object) -> str:
 
 @pytest.mark.parametrize("recipe", ["", *RECIPES])
 def test_help_has_every_key_with_its_default(recipe: str) -> None:
-    text = parser.help_text(recipe)
+    text = help.help_text(recipe)
     shown = {line.strip().split("=")[0]: line for line in text.splitlines() if line.startswith("  ")}
-    for cls in (RunKeys, parser.recipe_conf(recipe)[0] if recipe else JobKeys):
+    for cls in (RunKeys, recipe_conf.load(recipe)[0] if recipe else JobKeys):
         for field in dataclasses.fields(cls):
             assert f"  {field.name}={as_typed(field.default)} " in shown[field.name] + " ", field.name
             assert field.metadata["help"] in shown[field.name]
@@ -483,8 +484,8 @@ def test_what_a_resumed_run_may_change_is_declared_with_the_key() -> None:
     from recipes.conf import imagenet, mnist
 
     of_all = {"epochs", "max_steps", "num_workers", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
-    assert parser.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
-    assert parser.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+    assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
+    assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
 
 
 def test_settings_know_what_was_typed_and_nothing_else(tmp_path: Path) -> None:
@@ -585,7 +586,7 @@ def test_what_a_resumed_run_may_be_given(
             parse(*words)
     else:
         parse(*words)
-    parser.parse(words, recipe="mnist", to_start=False)
+    command_line.parse(words, recipe="mnist", to_start=False)
 
 
 def test_a_run_without_a_checkpoint_takes_any_typed_key(tmp_path: Path) -> None:
@@ -639,7 +640,7 @@ def test_a_file_beside_a_checkpoint_that_is_no_runs_is_not_read(tmp_path: Path) 
 def test_a_run_directory_without_a_record_of_its_recipe_is_known_by_its_keys(tmp_path: Path) -> None:
     keys = parse("recipe=toy").saved
     run = a_run(tmp_path / "run", 5, recipe="", **dict(keys))
-    assert parser.recipe_of(run) == "toy"
+    assert resumed.recipe_of(run) == "toy"
     with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
         parse(f"run_dir={run}")
 

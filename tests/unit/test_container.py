@@ -13,6 +13,7 @@ import pytest
 from recipes.core.config import parser
 from recipes.core.errors import ConfigError
 from recipes.core.launch import batch, container, slurm
+from recipes.core.run import command_line
 from tests.helpers import ROOT
 
 
@@ -57,7 +58,7 @@ def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path, m
     (tmp_path / "x.sqsh").touch()
     for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
         words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]
-        job = slurm.describe(parser.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
+        job = slurm.describe(command_line.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
         found: dict[str, Any] = slurm.submitit_parameters(job, "python")
         assert "export NCCL_IB_DISABLE=1" in "\n".join(found["setup"])
         assert (option in found["srun_args"]) is bool(option)
@@ -105,7 +106,7 @@ def test_each_run_of_a_sweep_has_its_folders(tmp_path: Path) -> None:
         f"run_dir={tmp_path}/out/s",
         f"sweep.resume={tmp_path}/a,{tmp_path}/b",
     ]
-    bound = slurm.describe(parser.parse(words, environ={}), ROOT, ROOT).bound
+    bound = slurm.describe(command_line.parse(words, environ={}), ROOT, ROOT).bound
     assert {f"{tmp_path}/{name}" for name in ("a", "b", "out")} <= set(bound)
 
 
@@ -156,10 +157,10 @@ def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
         ((), around, "docker://surroundings"),
         (("container=docker://typed",), around, "docker://typed"),
     ):
-        job = parser.parse(["recipe=toy", "cluster=site", *words], environ=environ).job
+        job = command_line.parse(["recipe=toy", "cluster=site", *words], environ=environ).job
         assert (job.container, job.container_mounts) == (image, "/scratch")
         if not words:  # a batch script has nothing typed
-            in_script = parser.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "site"})
+            in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "site"})
             found = batch.container_of(in_script, environ)
             assert found == container.Container(image, "apptainer", ("/scratch",))
 
@@ -173,7 +174,7 @@ def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
 )  # fmt: skip
 def test_what_cannot_be_is_one_line(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parser.parse(["recipe=toy", word], environ={})
+        command_line.parse(["recipe=toy", word], environ={})
     assert str(caught.value).startswith(word.partition("=")[0] + "=")
 
 

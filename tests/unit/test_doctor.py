@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 
 from recipes.conf.doctor import Config
-from recipes.core.config import envfile, parser
+from recipes.core.config import envfile
 from recipes.core.doctor import examine, reach
 from recipes.core.place import ranks
 from recipes.core.place.findings import Finding
+from recipes.core.run import command_line
 from recipes.doctor import (
     Meeting,
     _ask_peers,
@@ -269,7 +270,7 @@ def test_two_nodes_meet_measure_and_judge(
     monkeypatch.setattr(examine, "ask", quick)
     monkeypatch.setattr(examine, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    settings = parser.parse(["device=cpu", f"run_dir={tmp_path}", "seconds=60"], recipe="doctor")
+    settings = command_line.parse(["device=cpu", f"run_dir={tmp_path}", "seconds=60"], recipe="doctor")
     codes: dict[int, int] = {}
     port = helpers.free_port()
 

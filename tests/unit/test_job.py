@@ -19,11 +19,12 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
 from recipes.core import errors, files
-from recipes.core.config import parser
+from recipes.core.config import parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import batch, checks, local, scripts, slurm, snapshot, submit
+from recipes.core.launch import batch, checks, command, local, scripts, slurm, snapshot, submit
 from recipes.core.launch.slurm import Job
-from recipes.core.run import dryrun, rundir, scontrol, source
+from recipes.core.run import command_line, dryrun, rundir, scontrol, source
 from recipes.core.run.dryrun import Asked
 from tests import helpers
 
@@ -59,7 +60,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 
 
 def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
-    return slurm.describe(parser.parse(["recipe=mnist", *words], environ={}), root, base)
+    return slurm.describe(command_line.parse(["recipe=mnist", *words], environ={}), root, base)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -212,7 +213,7 @@ IN_SCRIPT = {
 
 def test_every_key_of_a_job_reaches_slurm() -> None:
     """A key that is forgotten on the way is not seen where two ways forget it alike."""
-    for field in dataclasses.fields(parser.JobKeys):
+    for field in dataclasses.fields(JobKeys):
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         said = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
         known = options and any(asked.get(option) for asked in said for option in options)
@@ -269,7 +270,7 @@ def test_a_sweeps_runs_have_folders_of_their_own() -> None:
 
 
 def test_the_profiles_environment_and_modules_are_in_launchs_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
+    monkeypatch.setattr(profiles, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
     lines = slurm.script(describe("cluster=here")).splitlines()
     assert {"environment=/e", "load gcc/12"} <= set(lines)
 
@@ -624,7 +625,7 @@ def test_a_ready_script_loads_the_modules_that_the_profile_names(
     (clusters / "here.yaml").write_text(text)
     (clusters / "here.env").write_text("T_X=1\n")
     monkeypatch.setattr(parser, "ROOT", bench.root)
-    named = parser.cluster_profile("here").get("modules", [])
+    named = profiles.cluster_profile("here").get("modules", [])
     bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
     log = bench.folder / "modules"
     loaded = log.read_text().splitlines() if log.exists() else []
@@ -922,7 +923,7 @@ def test_a_modules_python_is_not_the_environments(bench: Bench) -> None:
 def test_ready_scripts_are_there() -> None:
     assert [f"sbatch/{path.name}" for path in READY] == sorted(scripts.scripts())
     assert all(re.fullmatch(r"[a-z]+_\d+x\d+\.sh", path.name) for path in READY)
-    assert {path.name.split("_")[0] for path in READY} <= set(parser.recipe_names())
+    assert {path.name.split("_")[0] for path in READY} <= set(recipe_conf.names())
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
@@ -1140,12 +1141,12 @@ def test_the_second_machine_by_hand_makes_no_run_directory(monkeypatch: pytest.M
 
 def test_a_machine_by_hand_has_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
-    found = launch.local_layout(parser.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
+    found = command.local_layout(command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
     assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert launch.local_layout(parser.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
+    assert command.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
     with pytest.raises(MachineError, match="2 ranks want a GPU each and 1 are visible"):
-        launch.local_layout(parser.parse(["recipe=mnist", *words], environ={}))
+        command.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))
 
 
 # What sinfo says of partitions: main, the default, has two nodes of 8 CPUs; in small a job may have 15 minutes and 2 CPUs of a node.
@@ -1213,7 +1214,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 ) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/toy.py").write_text("as submitted")
-    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
@@ -1260,7 +1261,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 def test_check_fails_of_whatever_part_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "room"), (launch, "_ask")):
+    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "room"), (command, "_ask")):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == wrong:
@@ -1303,7 +1304,7 @@ def test_check_starts_the_recipe_as_one_rank_of_no_job(monkeypatch: pytest.Monke
         "resume=c.pt",
         "sweep.lr=0.5,0.1",
     ]
-    settings = parser.parse(words, environ={})
+    settings = command_line.parse(words, environ={})
     environ = checks._environment(settings, Asked("/f", 16, True))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
     asked = dryrun.asked(environ)
@@ -1703,5 +1704,5 @@ def test_a_job_that_resumes_a_run_on_the_cpu_asks_for_no_gpu(tmp_path: Path) -> 
     job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
     assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
     assert job.arguments == (f"run_dir={tmp_path}",)
-    settings = parser.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
+    settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
     assert f"{tmp_path}/data" in slurm.container_folders(settings, {}, ROOT)

@@ -20,6 +20,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from recipes.core.run import command_line
+from recipes.core.config import recipe_conf
+from recipes.core.config import profiles
+from recipes.core.config import job_keys
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import Device
+from recipes.core.config.run_keys import RunKeys
 from recipes.core import files
 from recipes.core.run import source
 from recipes.core.files import ROOT
@@ -39,9 +46,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     environ = {name: value for name, value in environ.items() if name not in left_over}
     try:
         slurm.want_printable(ROOT, source.home(ROOT))
-        settings = parser.parse(words, recipe=recipe)
+        settings = command_line.parse(words, recipe=recipe)
         here, folder = container_of(settings, environ), source.home(ROOT)
-        typed = parser.absolute(settings.typed, (parser.RunKeys, parser.recipe_conf(recipe)[0]), folder)
+        typed = parser.absolute(settings.typed, (RunKeys, recipe_conf.load(recipe)[0]), folder)
         bound = slurm.container_folders(settings, typed, folder) if here else []
     except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
@@ -87,7 +94,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += [f"unset {name}" for name in (*left_over, *slurm.foreign_gpu_requests(environ, said))]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
-        lines += container.exports(here, parser.env_variables(settings.run.network, settings.job.cluster))
+        lines += container.exports(here, profiles.env_variables(settings.run.network, settings.job.cluster))
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
@@ -120,9 +127,9 @@ def _run_dir(settings: parser.Settings, environ: Mapping[str, str]) -> Path:
 def container_of(settings: parser.Settings, environ: Mapping[str, str]) -> container.Container | None:
     """The container that the surroundings, else the site's profile, name for a job's ranks. Raises ConfigError."""
     cluster = settings.job.cluster
-    profile = parser.cluster_profile(cluster) if cluster else {}
-    values = {name: profile[name] for name in parser.IN_IMAGE if name in profile} | parser.in_image(environ)
-    keys = parser.parse_keys(parser.JobKeys, [f"{name}={value}" for name, value in values.items()])
+    profile = profiles.cluster_profile(cluster) if cluster else {}
+    values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
+    keys = parser.parse_keys(JobKeys, [f"{name}={value}" for name, value in values.items()])
     image = container.whole(keys.container, source.home(ROOT))
     return container.chosen(image, keys.container_runtime.name, keys.container_mounts)
 
@@ -131,8 +138,8 @@ def _enter(
     here: container.Container, settings: parser.Settings, bound: list[str], code: Path, environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Options of srun, and what stands before a rank's arguments to Python, which starts in ``code``. Raises ConfigError."""
-    variables = parser.env_variables(settings.run.network, settings.job.cluster)
-    return container.step(here, code, bound, variables, environ, settings.run.device is not parser.Device.cpu)
+    variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+    return container.step(here, code, bound, variables, environ, settings.run.device is not Device.cpu)
 
 
 def _code(environ: Mapping[str, str]) -> Path:
@@ -155,7 +162,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     again is the same.
     """
     try:
-        settings = parser.parse(words, recipe=recipe, to_start=False)
+        settings = command_line.parse(words, recipe=recipe, to_start=False)
     except errors.ConfigError as error:  # they were right a moment ago: an env file has gone since
         print(f"{recipe}: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
@@ -226,7 +233,7 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
             options = dict(job.directives)
             options.pop("dependency", None)  # it was met, or this would not run
             options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
-            typed = parser.parse(words, recipe=job.recipe, to_start=False).run.run_dir
+            typed = command_line.parse(words, recipe=job.recipe, to_start=False).run.run_dir
             again = dataclasses.replace(
                 job, root=Path(str(job.root)), code=Path(str(job.code)) if job.code else None, arguments=tuple(job.arguments), modules=tuple(job.modules),
                 directives=tuple(options.items()), resubmits=left,
@@ -330,7 +337,7 @@ def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
     """The job's exit status, after its step has ended with ``srun_status``."""
     try:
-        settings = parser.parse(words, recipe=recipe, to_start=False)
+        settings = command_line.parse(words, recipe=recipe, to_start=False)
     except errors.ConfigError as error:  # they were right when the job began: an env file has gone since
         print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
         return srun_status or errors.EXIT_CONFIG

@@ -18,12 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from recipes.core.config import recipe_conf
+from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.place import processes
 from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.data import download
-from recipes.core.config.parser import Backend, Device, Settings
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Backend, Device
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Asked
@@ -46,10 +49,10 @@ def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
     try:
         found = work()
     except (ConfigError, InputError, MachineError, RunError) as error:
-        print(f"{name + ':':<8}wrong: {error}", file=sys.stderr, flush=True)
+        print(f"{name + ':':<8}failed: {error}", file=sys.stderr, flush=True)
         known = errors.EXIT_CRASH if isinstance(error, RunError) else errors.EXIT_CONFIG
         return errors.EXIT_MACHINE if isinstance(error, MachineError) else known, None
-    print(f"{name + ':':<8}right: {found}", flush=True)
+    print(f"{name + ':':<8}ok: {found}", flush=True)
     return errors.EXIT_DONE, found
 
 
@@ -212,15 +215,15 @@ def _show_checkpoints(real: Path, place: Path) -> None:
 
 def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     """The recipe's arguments: those of the job, or the first of a sweep, but on one rank of this machine's CPUs, and unstaged."""
-    recipe_class, _ = parser.recipe_conf(settings.recipe)
+    recipe_class, _ = recipe_conf.load(settings.recipe)
     typed = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
-    if settings.run.resume not in parser.RESUME_WORDS:
+    if settings.run.resume not in RESUME_WORDS:
         typed["resume"] = settings.run.resume  # what it stands for: it may go by run_dir
-    words = parser.absolute(typed, (parser.RunKeys, recipe_class), base)
+    words = parser.absolute(typed, (RunKeys, recipe_class), base)
     words |= {"device": "cpu", "run_dir": str(place)}
     if settings.run.backend is not Backend.mpi:  # of which this torch may have none
         words["backend"] = "auto"
-    if "stage_dir" in parser.recipe_keys(settings.recipe):
+    if "stage_dir" in recipe_conf.keys_of(settings.recipe):
         words["stage_dir"] = ""
     return words
 

@@ -10,11 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.core.config import recipe_conf
+from recipes.core.config import profiles
+from recipes.core.config import job_keys
+from recipes.core.config.run_keys import RunKeys
+from recipes.core.config import declare
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.launch import container
 from recipes.core.run import scontrol
-from recipes.core.config.parser import Device, JobKeys, Settings
+from recipes.core.config.parser import Settings
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import Device
 from recipes.core.errors import ConfigError
 
 # Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
@@ -122,10 +129,10 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
-    recipe_class, _ = parser.recipe_conf(settings.recipe)
+    recipe_class, _ = recipe_conf.load(settings.recipe)
     want_printable(root, base)
-    words = parser.absolute(settings.typed, (parser.RunKeys, recipe_class), base)
-    elements = [parser.absolute(run, (parser.RunKeys, recipe_class), base) for run in settings.sweep]
+    words = parser.absolute(settings.typed, (RunKeys, recipe_class), base)
+    elements = [parser.absolute(run, (RunKeys, recipe_class), base) for run in settings.sweep]
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
@@ -134,10 +141,10 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         if job.container
         else []
     )
-    profile = parser.cluster_profile(job.cluster) if job.cluster else {}
+    profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
     options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
     asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
-    extra, gpus_by = parser.extra_options(job.extra), profile.get("gpus", "")
+    extra, gpus_by = job_keys.extra_options(job.extra), profile.get("gpus", "")
     if job.gpus and gpus_by not in ("", "--gpus-per-task") and not on_cpu:
         raise ConfigError(
             f"gpus={job.gpus}: needs --gpus-per-task, and cluster={job.cluster} asks for GPUs by {gpus_by}: give nodes= and gpus_per_node="
@@ -151,7 +158,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         ranks_per_node=ranks,
         gpus_per_node=0 if on_cpu else ranks,
         cpus_per_rank=cpus,
-        minutes=parser.minutes(job.time),
+        minutes=job_keys.minutes(job.time),
         name=job.name or settings.recipe,
         root=root,
         cluster=job.cluster,
@@ -165,7 +172,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         image=container.whole(job.container, base),
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
-        variables=tuple(parser.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
+        variables=tuple(profiles.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
         bound=tuple(bound),
         gpu_type=job.gpu_type,
         snapshot=job.snapshot,
@@ -193,8 +200,8 @@ def want_printable(*folders: Path) -> None:
 
 def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
     """The folders that a run's container has to have, by absolute ``words``. Raises ConfigError for one that cannot be named to it."""
-    recipe_class, _ = parser.recipe_conf(settings.recipe)
-    paths = [*parser.path_keys((parser.RunKeys, recipe_class)), "network", "resume"]
+    recipe_class, _ = recipe_conf.load(settings.recipe)
+    paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
     links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # also the site profile's

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from recipes.core.config import job_keys
 from recipes.core import files
 from recipes.core import errors
-from recipes.core.config import parser
 from recipes.core.launch import slurm
 from recipes.core.run import outlook, rundir, scontrol
 from recipes.core.errors import MachineError
@@ -199,7 +199,7 @@ def _over_limits(job: Job, there: list[Nodes]) -> list[str]:
         return []
     found, name = [], there[0].partition
     limit, (least, _, most) = there[0].time_limit, there[0].size.rpartition("-")
-    if re.fullmatch(parser.TIME, limit) and job.minutes > parser.minutes(limit):
+    if re.fullmatch(job_keys.TIME, limit) and job.minutes > job_keys.minutes(limit):
         found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
     if most.isdecimal() and job.nodes > int(most):
         found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")

@@ -19,12 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from recipes.core.run import command_line
+from recipes.core.config import help
+from recipes.core.config import recipe_conf
+from recipes.core.config import profiles
 from recipes.core import files
 from recipes.core.run import source
 from recipes.core.run import dryrun
 from recipes.core.files import ROOT
 from recipes.core import errors
-from recipes.core.config import envfile, parser
+from recipes.core.config import envfile
 from recipes.core.place import network, ranks
 from recipes.core.run import rundir
 from recipes.core.config.parser import Settings
@@ -64,7 +68,7 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
 def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, environ: Mapping[str, str]) -> None:
     """`note_refusal` for words that are not valid keys: only ``run_dir=`` is read from them."""
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
-    if (job := rundir.job_id(environ)) and recipe in parser.recipe_names() and not set("$\0") & set(run_dir):
+    if (job := rundir.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
         with files.umask(0o077):
             rundir.refuse(rundir.choose(run_dir, recipe, job, ROOT), rundir.launch_id(environ), status, line)
 
@@ -103,14 +107,14 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     if "RANK" in os.environ:  # python -m torch.distributed.launch says in a word what is in the environment too
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     if any(word in ("-h", "--help") for word in argv):
-        errors.show(parser.help_text(recipe))
+        errors.show(help.help_text(recipe))
         sys.exit(errors.EXIT_DONE)
     host = socket.gethostname()
     if other := source.other_code(ROOT, os.environ):
         _refuse(recipe, f"{host}: {other}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
     source.go_home(ROOT)
     try:
-        settings = parser.parse(argv, recipe=recipe)
+        settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
         if _rank_hint() == "0":
             note_refusal_of(recipe, argv, errors.EXIT_CONFIG, str(error), os.environ)
@@ -173,7 +177,7 @@ def remove_own_folder(start: Start) -> None:
 
 def _apply_env_files(settings: Settings) -> dict[str, str]:
     """common < fabric < site, set where the user has not. Raises EnvFileError or ConfigError."""
-    return envfile.apply(parser.env_variables(settings.run.network, settings.job.cluster), os.environ)
+    return envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
 
 
 def _rank_hint() -> str:

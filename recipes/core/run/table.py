@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipes.core.run import resumed
 from recipes.core import files
 from recipes.core import errors
-from recipes.core.config import parser
 from recipes.core.run import outlook, rundir
 from recipes.core.run.scontrol import Queue
 
@@ -79,7 +79,7 @@ def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
         note = lines[-1].decode(errors="replace") if lines else ""
     if queue and not status and not note and (found := outlook.look(folder, queue)).asked:
         note = found.line
-    recipe = str(job.get("recipe") or parser.recipe_of(folder))
+    recipe = str(job.get("recipe") or resumed.recipe_of(folder))
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}

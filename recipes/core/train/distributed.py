@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.core.place import gpus
 from recipes.core import errors
 from recipes.core.run import entry, watchdog
-from recipes.core.config.parser import Backend, Device
+from recipes.core.config.run_keys import Backend, Device
 from recipes.core.run.entry import Start
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, Stopped
 from recipes.core.place.ranks import RankInfo

@@ -19,17 +19,19 @@ from typing import Any, NoReturn, TextIO, cast
 
 import torch
 import torch.distributed
-from omegaconf import OmegaConf
+import yaml
 
+from recipes.core.run import resumed
+from recipes.core.config import declare
 from recipes.core import files
 from recipes.core.run import source
 from recipes.core.files import ROOT
 from recipes.core import errors
-from recipes.core.config import parser
 from recipes.core.run import entry, liveness, logs, rundir, signals, watchdog
 from recipes.core.train import checkpoint, distributed, metrics
 from recipes.core.train.checkpoint import State
-from recipes.core.config.parser import RunKeys, Settings
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.train.distributed import World
 from recipes.core.run.entry import Start
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
@@ -180,7 +182,7 @@ class Run:
             checkpoint.sweep(self.dir / "checkpoints")
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
-                text = OmegaConf.to_yaml(self.settings.saved).encode()
+                text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
                 files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
             self._commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
@@ -258,7 +260,7 @@ class Run:
         self._await_file(Path(chosen))
         content = checkpoint.read(Path(chosen))
         meta = content["meta"]
-        free = parser.may_change(type(self.settings.config))
+        free = declare.may_change(type(self.settings.config))
         if meta.get("recipe") != self.settings.recipe:
             raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
         evaluate, now = self.settings.config.evaluate, state.meta["config"]
@@ -274,7 +276,7 @@ class Run:
             raise InputError(
                 f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
             )
-        length = [] if evaluate else checkpoint.differences(meta["config"], now, set(now) - set(parser.LENGTH))
+        length = [] if evaluate else checkpoint.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
         if length and not (self.settings.resumes or self.keys.force):
             raise InputError(
                 f"checkpoint {chosen}: {'; '.join(length)}, and there is no config.yaml of its run: give the same, or force=true"
@@ -326,7 +328,7 @@ class Run:
         if there and self._has_begun_before():
             wanted = "auto"  # from what it has saved itself, where it has
         if wanted not in ("auto", "never"):
-            of_run = wanted in parser.RESUME_WORDS
+            of_run = wanted in RESUME_WORDS
             path = self.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
             if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
                 path = path.with_name(name)
@@ -916,8 +918,5 @@ def _set_threads(start: Start) -> None:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys as what a checkpoint can hold: texts, numbers, booleans. Variables in paths, which may change, stay unresolved."""
-    keys, typed = settings.config, OmegaConf.to_container(settings.saved, resolve=False)
-    assert isinstance(typed, dict)
-    values = {f.name: typed[f.name] if f.metadata.get("path") else getattr(keys, f.name) for f in fields(keys)}
-    return {name: getattr(value, "name", value) for name, value in values.items()}
+    """The recipe's keys as a checkpoint holds them: texts, numbers and booleans."""
+    return {field.name: settings.saved[field.name] for field in fields(settings.config)}

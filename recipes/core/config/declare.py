@@ -1,0 +1,96 @@
+"""Declaring a key as a dataclass field, and checking its value against the declaration."""
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+from recipes.core.errors import ConfigError, shown
+
+
+LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, but not be read back
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some programs, or controls a terminal
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the closest of ``known``, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    pattern: str = "",
+    form: str = "",
+    path: bool = False,
+    may_change: bool = False,
+    of_launch: bool = False,
+    sbatch: str = "",
+) -> Any:
+    """A dataclass field with what its check and ``--help`` need.
+
+    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text that is not empty; form: that
+    pattern in words, after "must be". path: the value is a path, made absolute when a job is submitted. may_change: a resumed run
+    may have another value (so may paths). of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    """
+    meta = {
+        "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
+        "of_launch": of_launch, "sbatch": sbatch,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def may_change(keys: type) -> set[str]:
+    """The keys of a dataclass that may change when a run is resumed, by its own declaration or that of a base class."""
+    return declared(keys, "may_change") | declared(keys, "path")
+
+
+def declared(keys: type, what: str) -> set[str]:
+    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`."""
+    declared = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
+    return {field.name for field in declared if field.metadata.get(what)}
+
+
+def check(keys: Any) -> None:
+    """Checks every field of a dataclass of keys against the range and pattern that it declares.
+
+    Raises ConfigError for the first that is outside.
+    """
+    for field in dataclasses.fields(keys):
+        value, meta = getattr(keys, field.name), field.metadata
+        given = f"{field.name}={shown(value)}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{given}: must be a finite number")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if meta.get("low") is not None and value < meta["low"]:
+                raise ConfigError(f"{given}: must be at least {meta['low']:g}")
+            high = LARGEST if meta.get("high") is None and isinstance(value, int) else meta.get("high")
+            if high is not None and value > high:
+                raise ConfigError(f"{given}: must be at most {high:g}")
+        if isinstance(value, str):
+            if CONTROL.search(value):
+                raise ConfigError(f"{given}: contains a control character, such as a newline; write it on one line")
+            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
+                raise ConfigError(f"{given}: must be {meta['form']}")
+            if value.startswith("~") and os.path.expanduser(value) == value:
+                raise ConfigError(f"{given}: that user has no home folder; write the whole path")
+
+
+NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
+NAME_FORM = "letters, digits and _ . + @ = : - only"
+NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
+
+
+def path_keys(classes: Sequence[type]) -> set[str]:
+    """The keys of dataclasses whose values are paths."""
+    return {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
+
+
+def names_of(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}

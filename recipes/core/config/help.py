@@ -1,0 +1,60 @@
+"""``--help``: the keys with their defaults and meanings, in lines of at most 100 columns."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from recipes.core.config import recipe_conf
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import RunKeys
+
+COLUMNS = 100
+INDENT = 28  # where the meanings begin
+
+
+def help_text(recipe: str = "", of_launch: bool = False) -> str:
+    """The keys of one recipe, or of launch.py where ``recipe`` is empty. of_launch: the recipe's keys and launch.py's job keys."""
+    lines: list[str] = []
+    groups: list[tuple[str, type]] = [("run keys", RunKeys)]
+    if of_launch or not recipe:
+        name = recipe or "NAME"
+        lines.append(f"python launch.py recipe={name} key=value …         submits a job")
+        lines.append(f"python launch.py check recipe={name} key=value …   validates a job without submitting it")
+        groups.insert(0, ("job keys", JobKeys))
+    else:
+        lines.append(f"python -m recipes.{recipe} key=value …")
+    if recipe:
+        config, variants = recipe_conf.load(recipe)
+        groups.insert(0, (f"keys of recipe {recipe}", config))
+        datasets = recipe_conf.datasets(recipe)
+        lines += _differences("variant", variants) + _differences("dataset", datasets)
+    else:
+        lines.append(f"recipes: {', '.join(recipe_conf.names())}; the keys of one: python launch.py recipe=NAME --help")
+    for heading, cls in groups:
+        lines += ["", f"{heading}:"]
+        for field in dataclasses.fields(cls):
+            word = f"  {field.name}={_default(field.default)}"
+            meaning = textwrap.wrap(field.metadata["help"], COLUMNS - INDENT)
+            if len(word) >= INDENT:
+                lines.append(word)
+            else:
+                meaning[0] = f"{word:<{INDENT}}{meaning[0]}"
+            lines += [part if part.startswith("  ") else " " * INDENT + part for part in meaning]
+    return "\n".join(lines)
+
+
+def _default(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _differences(key: str, each: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each variant, or data set, with the keys that it sets."""
+    lines = []
+    for name, keys in each.items():
+        text = " ".join(f"{k}={_default(v)}" for k, v in keys.items()) or "no other keys"
+        lines += textwrap.wrap(f"{key}={name} sets {text}", COLUMNS, subsequent_indent="    ")
+    return lines

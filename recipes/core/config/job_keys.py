@@ -1,0 +1,224 @@
+"""Job keys: what a job requests from Slurm, or from this machine. Only launch.py has them."""
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from recipes.core.place import hostlist
+from recipes.core.errors import ConfigError, shown
+from recipes.core.config import declare
+
+
+IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
+
+
+class Launcher(Enum):
+    slurm = "slurm"
+    local = "local"
+    print = "print"
+
+
+class Runtime(Enum):
+    auto = "auto"
+    apptainer = "apptainer"
+    singularity = "singularity"
+    pyxis = "pyxis"
+
+
+MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"
+DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
+TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """What a job requests from Slurm, or from this machine. Only launch.py has these keys."""
+
+    recipe: str = declare.key(
+        "", "recipe: NAME of a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name"
+    )
+    launcher: Launcher = declare.key(
+        Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
+    )
+    nodes: int | None = declare.key(
+        None, "number of nodes; default: 1; with gpus=, Slurm chooses", low=1, high=65536, sbatch="--nodes"
+    )
+    gpus_per_node: int | None = declare.key(
+        None, "GPUs per node, one rank each; default: the profile's, else 1", low=0, high=1024,
+        sbatch="--ntasks-per-node and --gpus-per-node",
+    )  # fmt: skip
+    gpu_type: str = declare.key(
+        "", "type of GPU, if the site has several, such as a100", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--gpus-per-node=TYPE:NUMBER",
+    )  # fmt: skip
+    ranks_per_node: int | None = declare.key(
+        None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
+    )
+    cpus_per_rank: int | None = declare.key(
+        None, "CPUs per rank; default: the profile's, else 8 for a rank with a GPU", low=1, high=4096,
+        sbatch="--cpus-per-task",
+    )  # fmt: skip
+    gpus: str = declare.key(
+        "", "GPUs in total, one rank each, on any number of nodes, such as 10; with launcher=local on several machines: GPUs of each, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
+        form="a whole number, or several separated by commas, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
+    )  # fmt: skip
+    node_rank: int = declare.key(
+        0, "index of this machine in gpus=, for launcher=local on several machines", low=0, sbatch="none: srun sets it"
+    )
+    master: str = declare.key(
+        "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
+        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="none: srun sets it",
+    )  # fmt: skip
+    time: str = declare.key(
+        "01:00:00", "time limit", pattern=TIME, form="minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
+        sbatch="--time",
+    )  # fmt: skip
+    partition: str = declare.key(
+        "", "Slurm partition(s)", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--partition"
+    )
+    account: str = declare.key("", "Slurm account", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--account")
+    qos: str = declare.key("", "Slurm quality of service", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--qos")
+    constraint: str = declare.key(
+        "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="node features, combined with & | , * ( ) [ ]",
+        sbatch="--constraint",
+    )  # fmt: skip
+    exclude: str = declare.key("", "nodes to exclude, such as node[3-4],node7", sbatch="--exclude")
+    reservation: str = declare.key(
+        "", "Slurm reservation", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--reservation"
+    )
+    dependency: str = declare.key(
+        "", "jobs to wait for: afterok:1234, afterany:1234:1235, singleton", pattern=DEPENDENCY,
+        form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
+        sbatch="--dependency",
+    )  # fmt: skip
+    mail: str = declare.key(
+        "", "address that Slurm notifies when the job ends, fails or is requeued", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
+        form="an address or a user name", sbatch="--mail-user",
+    )  # fmt: skip
+    extra: str = declare.key(
+        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="the options in it"
+    )
+    name: str = declare.key(
+        "",
+        "name of the job; default: the recipe's name",
+        pattern=r"[A-Za-z0-9_.+@=:-]{1,64}",
+        form=f"{declare.NAME_FORM}, at most 64",
+        sbatch="--job-name",
+    )
+    cluster: str = declare.key(
+        "",
+        "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
+        pattern=r"[A-Za-z0-9_-]{1,64}",
+        form="letters, digits, _ and - only",
+    )
+    container: str = declare.key(
+        "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, docker://…",
+        pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
+        sbatch="no option: export RECIPES_CONTAINER",
+    )  # fmt: skip
+    container_runtime: Runtime = declare.key(
+        Runtime.auto, "container runtime: auto: pyxis for .sqsh files and names with #, else apptainer; apptainer; singularity; pyxis",
+        sbatch="no option: export RECIPES_CONTAINER_RUNTIME",
+    )  # fmt: skip
+    container_mounts: str = declare.key(
+        "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are mounted anyway",
+        pattern=MOUNT + f"(,{MOUNT})*",
+        form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
+        sbatch="no option: export RECIPES_CONTAINER_MOUNTS",
+    )  # fmt: skip
+    snapshot: bool = declare.key(
+        True, "run a copy of the code, made at submission; false: run the code in the repository when the job starts"
+    )
+    parallel: int = declare.key(
+        0,
+        "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
+        low=0,
+        high=100000,
+        sbatch="--array, after its %",
+    )
+    doctor: bool = declare.key(False, "examine the nodes first; if some are bad, submit the job again without them")
+    max_resubmits: int = declare.key(2, "maximum number of times that doctor=true submits a job again", low=0, high=100)
+    wait: bool = declare.key(False, "wait for the job, print rank 0's log, and exit with the job's status")
+
+    def __post_init__(self) -> None:
+        declare.check(self)
+        if self.exclude:
+            try:
+                hostlist.expand(self.exclude)
+            except hostlist.HostListError as error:
+                raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
+        minutes(self.time)
+        extra_options(self.extra)
+        if problem := image_problem(self.container):
+            raise ConfigError(f"container={shown(self.container)}: {problem}")
+
+
+# Options of sbatch that extra= must not contain, with the fix; so must the options that a key of JobKeys sets.
+OUR_OPTIONS = {
+    "array": "sweep.KEY=A,B makes an array",
+    "cpus-per-gpu": "give cpus_per_rank=",
+    "chdir": "a job runs in the repository; relative paths are those of the folder where you typed them",
+    "clusters": "log in to that cluster",
+    "export": "the launcher chooses the variables of the ranks",
+    "export-file": "the launcher chooses the variables of the ranks",
+    **dict.fromkeys(("output", "error", "open-mode", "input"), "launch.py chooses the log file"),
+    **dict.fromkeys(("requeue", "no-requeue"), "give max_requeues="),
+    "signal": "give stop_before_s=",
+    "wait": "give wait=true",
+    "test-only": "type: python launch.py check",
+    **dict.fromkeys(
+        ("wrap", "parsable", "help", "usage", "version", "quiet", "verbose"), "is not an option for a script"
+    ),
+}
+
+
+def extra_options(text: str) -> dict[str, str]:
+    """The options of sbatch in ``extra=``: values by long names without dashes, "" for an option without a value. Raises ConfigError."""
+    given = f"extra={shown(text)}"
+    options = {f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", "")) for f in dataclasses.fields(JobKeys)}
+    ours = {option: f"give {name}=" for name, own in options.items() for option in own} | OUR_OPTIONS
+    found: dict[str, str] = {}
+    for word in text.split():
+        option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)
+        if not option:
+            raise ConfigError(f"{given}: '{shown(word)}' is not --option or --option=value, in plain characters")
+        name, value = option.groups(default="")
+        # sbatch accepts an abbreviated option.
+        if whole := next((known for known in ours if known.startswith(name)), ""):
+            raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[whole]}")
+        if name == "gres" and "gpu" in value:
+            raise ConfigError(
+                f"{given}: extra= must not request GPUs: give gpus_per_node= and gpu_type=; if the site requires --gres,"
+                " write `gpus: --gres` into its profile"
+            )
+        if name in found:
+            raise ConfigError(f"{given}: --{name} is given twice")
+        found[name] = value
+    return found
+
+
+def minutes(time: str) -> int:
+    """Minutes, rounded up, of a time in one of Slurm's forms (``man sbatch``, --time). Raises ConfigError when zero."""
+    days, _, clock = time.rpartition("-")
+    if not clock:
+        raise ConfigError("time=: must be minutes or HH:MM:SS")
+    parts = [int(p) for p in clock.split(":")]
+    if days:
+        hours, mins, secs = parts + [0] * (3 - len(parts))
+    else:
+        hours, mins, secs = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    total_s = ((int(days or 0) * 24 + hours) * 60 + mins) * 60 + secs
+    if total_s == 0:
+        raise ConfigError(f"time={shown(time)}: must not be zero; give minutes or HH:MM:SS")
+    return math.ceil(total_s / 60)
+
+
+def image_problem(image: str) -> str:
+    """Why an image is invalid; "" if it is not. A file must exist; the runtime checks an address."""
+    if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
+        return ""
+    path = os.path.expanduser(image)
+    if os.path.isabs(path) or image.endswith((".sif", ".sqsh", ".img")) or image.startswith("."):
+        return "" if os.path.exists(path) else "there is no such file"
+    return ""

@@ -1,0 +1,175 @@
+"""The keys that every recipe has: how a run is run (`RunKeys`), and what it trains (`RecipeKeys`, `TrainKeys`)."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+from recipes.core.errors import ConfigError, shown
+from recipes.core.config import declare
+
+
+RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
+
+
+class Device(Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Backend(Enum):
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+    mpi = "mpi"
+
+
+class Dtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """How a recipe runs, whatever it trains. Keys of launch.py and of every recipe."""
+
+    run_dir: str = declare.key(
+        "",
+        "run directory; default: runs/RECIPE/ID, where ID is the job id, or a time stamp outside Slurm",
+        path=True,
+        of_launch=True,
+    )
+    variant: str = declare.key(
+        "",
+        "a named set of keys of the recipe, from recipes/conf/RECIPE.py",
+        pattern=declare.NAME,
+        form=declare.NAME_FORM,
+        of_launch=True,
+    )
+    config: str = declare.key(
+        "", "a YAML file of keys; keys on the command line take precedence", path=True, of_launch=True
+    )
+    network: str = declare.key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
+    device: Device = declare.key(
+        Device.auto, "auto: the GPUs of the machine, else the CPU (inside a Slurm job never the CPU); cuda; cpu"
+    )
+    backend: Backend = declare.key(
+        Backend.auto,
+        "communication backend: auto: nccl on GPUs, gloo on CPUs; nccl; gloo; mpi, if torch was built with it",
+    )
+    cpu_threads: int = declare.key(
+        0, "torch's threads per rank; 0: 1 with several ranks, torch's default with one", low=0, high=4096
+    )
+    resume: str = declare.key(
+        "auto",
+        "auto: resume from the newest valid checkpoint of the run directory; never; best; latest; or the path of a checkpoint or of a run directory",
+        of_launch=True,
+    )
+    force: bool = declare.key(
+        False,
+        "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
+        of_launch=True,
+    )
+    takeover: bool = declare.key(
+        False, "take the run directory over from a job that still uses it; that job ends", of_launch=True
+    )
+    checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
+    checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
+    keep_checkpoints: int = declare.key(3, "number of newest checkpoints to keep; 0: all", low=0)
+    keep_every_steps: int = declare.key(0, "steps between checkpoints that are never deleted; 0: off", low=0)
+    keep_best: bool = declare.key(True, "keep the checkpoint with the best val_top1; checkpoints/best names it")
+    max_requeues: int = declare.key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
+    stop_before_s: float = declare.key(
+        60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
+        low=0,
+    )  # fmt: skip
+    timeout_s: float = declare.key(
+        600.0, "seconds after which a collective that does not complete is an error", low=1, high=86400
+    )
+    debug: bool = declare.key(
+        False, "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match; slower", of_launch=True
+    )
+    umask: str = declare.key(
+        "077", "umask of all files, in octal: 077: only you can read them; 027: your group can too"
+    )
+
+    def __post_init__(self) -> None:
+        declare.check(self)
+        if not self.resume:
+            raise ConfigError(f"resume=: give one of {', '.join(RESUME_WORDS)}, or the path of a checkpoint")
+        if self.backend is Backend.nccl and self.device is Device.cpu:
+            raise ConfigError("backend=nccl: needs GPUs, but device=cpu: leave backend= out, or give backend=gloo")
+        if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] != "0":
+            raise ConfigError(f"umask={shown(self.umask)}: must be three octal digits, the first 0, such as 077 or 027")
+
+
+@dataclass(frozen=True)
+class RecipeKeys:
+    """The base of a recipe's keys where it does not train. A recipe that trains uses `TrainKeys`.
+
+    starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start it up to its first step.
+    """
+
+    starts_a_run: ClassVar[bool] = True
+    epochs: ClassVar[int] = 0
+    evaluate: ClassVar[bool] = False
+    seed: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        declare.check(self)
+
+
+@dataclass(frozen=True)
+class TrainKeys:
+    """Keys of every training recipe. A recipe's own dataclass adds to them.
+
+    prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py looks for them before it submits
+    a job. lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. A recipe may override both.
+    """
+
+    starts_a_run: ClassVar[bool] = True
+    prepared: ClassVar[tuple[str, ...]] = ()
+    lr_depends_on_length: ClassVar[bool] = True
+    dataset: str = declare.key("", "data set", pattern=declare.NAME, form=declare.NAME_FORM)
+    data_dir: str = declare.key(
+        "", "folder of the data, in torchvision's layout; default: $RECIPES_DATA, else data/", path=True
+    )
+    epochs: int = declare.key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
+    max_steps: int = declare.key(
+        0, "number of optimiser steps after which the run, and its schedule, ends; 0: no limit", low=0, may_change=True
+    )
+    global_batch_size: int = declare.key(
+        128,
+        "samples per optimiser step over all ranks; need not be divisible by the number of ranks",
+        low=1,
+        high=2**30,
+    )
+    lr: float = declare.key(0.1, "peak learning rate", low=0)
+    seed: int = declare.key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
+    num_workers: int = declare.key(
+        0, "loader threads per rank, for samples that are read from files", low=0, high=1024, may_change=True
+    )
+    accumulate: int = declare.key(
+        1,
+        "gradient accumulation: number of parts into which a rank's batch is divided to fit in memory",
+        low=1,
+        may_change=True,
+    )
+    dtype: Dtype = declare.key(Dtype.float32, "float32; bfloat16 (autocast); auto: bfloat16 on GPUs that support it")
+    compile: bool = declare.key(False, "compile the model with torch.compile", may_change=True)
+    evaluate: bool = declare.key(
+        False, "evaluate the newest checkpoint (or resume=PATH) without training", may_change=True,
+        of_launch=True,
+    )  # fmt: skip
+    log_every_steps: int = declare.key(20, "steps between rows of metrics.jsonl", low=1, may_change=True)
+
+    def __post_init__(self) -> None:
+        declare.check(self)
+
+    def choose_dataset(self, *names: str) -> None:
+        """Raises ConfigError unless ``dataset`` is one of ``names``."""
+        if self.dataset not in names:
+            raise ConfigError(
+                f"dataset={shown(self.dataset)}: must be one of {', '.join(names)}{declare.nearest(self.dataset, names)}"
+            )

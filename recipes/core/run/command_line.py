@@ -1,0 +1,88 @@
+"""The settings of a launch: its words, the keys of the run that it resumes, and the runs of a sweep."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from recipes.core.config import declare, parser
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.parser import Settings
+from recipes.core.errors import ConfigError, shown
+from recipes.core.run import resumed
+
+SWEEP = "sweep."
+MAX_RUNS = 1000  # of a sweep; Slurm's default MaxArraySize is 1001
+
+
+def parse(
+    argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None, to_start: bool = True
+) -> Settings:
+    """Checks a command line of ``key=value`` words and gives its settings.
+
+    recipe: the recipe that the words stand behind; "" for words of launch.py, which have ``recipe=`` and job keys.
+    environ: read for ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA`` (default: the process's).
+    Where ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it. to_start: whether the run is to be started;
+    False to look at how it ended. Raises ConfigError, one line, for the first thing that is invalid.
+    """
+    environ = os.environ if environ is None else environ
+    words = parser.read_words(argv)
+    swept = {name: words[name] for name in words if name.startswith(SWEEP)}
+    if swept and recipe:
+        name, value = next(iter(swept.items()))
+        raise ConfigError(
+            f"{name}={shown(value)}: a sweep is for launch.py; here give {name.removeprefix(SWEEP)}= one value"
+        )
+    if swept:
+        return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
+    return _one(words, recipe, environ, to_start)
+
+
+def _one(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_start: bool = True) -> Settings:
+    line = parser.command_line(words, recipe, environ)
+    resumes = resumed.run_to_resume(line.run_keys(), line.recipe, line.recipe_class)
+    of_run = resumed.keys_of(resumes, line.recipe, line.recipe_class) if resumes else {}
+    settings = line.settings(of_run, resumes)
+    if to_start and resumes:
+        resumed.check_same_experiment(settings, resumes, line.recipe_class)
+    return settings
+
+
+def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """The settings of the first combination of the swept values, with all combinations in ``sweep``. Checks each of them."""
+    values: dict[str, list[str]] = {}
+    for word, given in swept.items():
+        name = word.removeprefix(SWEEP)
+        values[name] = [value.strip(" ") for value in given.split(",")]
+        if name in words:
+            raise ConfigError(f"{word}={shown(given)}: {name}={shown(words[name])} is given too; give one of the two")
+        if name in {"cpu_threads", "num_workers"} and "cpus_per_rank" not in words:
+            raise ConfigError(
+                f"{word}={shown(given)}: all runs of an array request the same CPUs: give cpus_per_rank= too"
+            )
+        if name in declare.names_of(JobKeys) | {"run_dir", "config", "umask", "device"}:
+            raise ConfigError(f"{word}={shown(given)}: {name}= has one value for the whole array; sweep another key")
+        if "" in values[name] or len(set(values[name])) < len(values[name]):
+            raise ConfigError(f"{word}={shown(given)}: must be different values separated by commas")
+    count = math.prod(map(len, values.values()))
+    if count > MAX_RUNS:
+        raise ConfigError(f"{' '.join(map(shown, swept))}: {count} runs; a job array has at most {MAX_RUNS}")
+    runs = tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+    each = []
+    for number, run in enumerate(runs):
+        run_dir = words.get("run_dir", "")
+        own = {"run_dir": f"{run_dir}/{number}"} if run_dir and len(runs) > 1 else {}
+        try:
+            one = _one({**words, **run, **own}, "", environ)
+        except ConfigError as error:
+            combination = " ".join(f"{SWEEP}{name}={shown(value)}" for name, value in run.items())
+            raise ConfigError(f"{combination}: {error}") from None
+        if own:  # each run has a folder in the one that was given
+            keys = dataclasses.replace(one.run, run_dir=run_dir)
+            one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": run_dir})
+        each.append(one)
+    if len(runs) == 1:
+        return each[0]
+    common = {name: value for name, value in each[0].typed.items() if name not in values}
+    return dataclasses.replace(each[0], typed=common, sweep=runs)

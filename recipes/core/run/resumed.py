@@ -1,0 +1,128 @@
+"""The run that a launch resumes: which one it is, its keys, and whether the new keys are still the same experiment."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from recipes.core.config import declare, parser, recipe_conf, yaml_file
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
+from recipes.core.errors import ConfigError, shown
+from recipes.core.run import rundir
+
+LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
+
+
+def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
+    """The run directory whose keys a launch inherits: that of ``run_dir=``, else the one that ``resume=`` names; None for neither.
+
+    Raises ConfigError where ``run_dir=`` or ``resume=`` is a run of another recipe.
+    """
+    named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
+    if run.resume not in RESUME_WORDS:
+        path = Path(run.resume)
+        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN/checkpoints/NAME at most
+    for name, path in named:
+        try:
+            folder = Path(os.path.realpath(path.expanduser()))
+        except FileNotFoundError:  # the current folder was removed; launch.py reports it
+            continue
+        # A file beside a checkpoint that was copied elsewhere may belong to another program.
+        is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
+        if not is_run or not (folder / "config.yaml").is_file():
+            continue
+        other = recipe_of(folder)
+        if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
+            raise ConfigError(
+                f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: give another {name}="
+            )
+        resumable = issubclass(recipe_class, TrainKeys) and run.resume != "never"
+        return folder if resumable else None
+    return None
+
+
+def recipe_of(run_dir: Path) -> str:
+    """The recipe of a run directory, by its records, else by the names of its keys; "" if neither shows it."""
+    begun = rundir.owner(run_dir) or {}
+    if begun.get("recipe"):
+        return str(begun["recipe"])
+    try:
+        keys = set(yaml_file.load(run_dir / "config.yaml", "")) - declare.names_of(RunKeys)
+    except ConfigError:
+        return ""
+    return next((name for name in recipe_conf.names() if recipe_conf.keys_of(name) == keys), "")
+
+
+def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
+    """The keys of a run that a resume inherits, as words. Raises ConfigError."""
+    path = run_dir / "config.yaml"
+    try:
+        words = parser.read_yaml(path, shown(path, 4096))
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or remove the file to resume with typed keys alone") from None
+    known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
+    if unknown := sorted(words.keys() - known):
+        raise ConfigError(
+            f"{shown(path, 4096)}: has {shown(unknown[0])}=, which recipe {recipe} does not have: "
+            "use the code that the run was trained with, or start another run"
+        )
+    of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
+    unset = {name for name in declare.path_keys((recipe_class,)) if not words.get(name)}  # the site's default holds
+    return {name: value for name, value in words.items() if name not in of_launch | unset}
+
+
+def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
+    """Raises ConfigError where the keys that were given would change the experiment of a run that is resumed."""
+    now = settings.config
+    if now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
+        return
+    saved = keys_of(resumes, settings.recipe, recipe_class)
+    saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
+    own = declare.names_of(recipe_class)
+    then = parser.build(recipe_class, {k: v for k, v in saved.items() if k in own})
+    free = declare.may_change(recipe_class)
+    changed = [
+        f"{name}: {parser.as_text(getattr(then, name))} then, {parser.as_text(getattr(now, name))} now"
+        for name in (f.name for f in dataclasses.fields(recipe_class))
+        if name not in free and getattr(then, name) != getattr(now, name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
+            "give those, or another run_dir"
+        )
+    if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):
+        raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
+
+
+def change_of_length(then: Any, now: Any, finished: bool) -> str:
+    """Why a change of ``epochs`` or ``max_steps`` requires force=true, in words; "" if it does not.
+
+    A finished run may be made longer, and so may another run whose learning rate does not depend on its length.
+    """
+    for name in LENGTH:
+        before, after = getattr(then, name), getattr(now, name)
+        if before == after:
+            continue
+        change = f"{name}={after}: the run has {name}={before}"
+        least = math.inf if name == "max_steps" else 0  # max_steps=0: no limit
+        if (after or least) < (before or least):
+            return f"{change}, and would become shorter"
+        if not finished and now.lr_depends_on_length:
+            return f"{change}, and the learning-rate schedule of its remaining steps would change"
+    return ""
+
+
+def _is_finished(run_dir: Path, resume: str) -> bool:
+    """Whether a run is done, and is resumed from its last step."""
+    status = rundir.read_status(run_dir) or {}
+    name = Path(os.path.expanduser(resume)).name
+    if name == "best":
+        with contextlib.suppress(OSError, ValueError):
+            name = (run_dir / "checkpoints" / name).read_text().strip()
+    step = re.fullmatch(r"step-(\d+)\.pt", name)
+    return status.get("state") == "done" and (step is None or int(step[1]) == status.get("step"))
