@@ -4,7 +4,7 @@
 ``launcher=print`` prints the sbatch script. ``python launch.py check recipe=mnist …`` validates a job without submitting it.
 ``python launch.py --help`` lists the keys. Exit status: 0 done or submitted; 2 invalid keys; 3 this machine, or Slurm, cannot run it.
 
-This file only chooses the Python environment; recipes/core/launch/command.py does the work. Python 3.6, the oldest on login nodes,
+This file only chooses the Python environment; recipes/core/launch/cli.py does the work. Python 3.6, the oldest on login nodes,
 can read this file.
 """
 
@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 def main(argv: "list[str]") -> int:
     _use_project_python(argv)
-    from recipes.core.launch import command
+    from recipes.core.launch import cli
 
-    return command.main(argv, active_environment())
+    return cli.main(argv, active_environment())
 
 
 def active_environment() -> str:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from recipes.core import files
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,3 +250,10 @@ def image_sets(folder: Path) -> Path:
     ended = run([sys.executable, "-m", "recipes.prepare", "cifar10", f"source={folder}", f"data_dir={folder}"])
     assert ended.status == 0, ended.out
     return folder
+
+
+def use_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Lets the modules of the project that are imported take ``root`` for the project's folder."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("recipes.") and getattr(module, "ROOT", None) == files.ROOT:
+            monkeypatch.setattr(module, "ROOT", root)

@@ -20,7 +20,7 @@ import yaml
 
 from recipes.core import errors
 from recipes.core.launch import local
-from recipes.core.launch.command import local_layout
+from recipes.core.launch.cli import local_layout
 from recipes.core.run import command_line, rundir, signals
 from tests import helpers
 from tests.helpers import LOCAL, Ended

@@ -162,7 +162,7 @@ def test_every_operation_is_timed_and_its_answer_checked(tmp_path: Path, size: i
         best = max(other["busbw"] for other in rows if other["operation"] == row["operation"])
         assert summary["busbw"][row["operation"]] == round(best, 4)
     assert len([line for line in lines if line.endswith("  right")]) == len(rows)
-    assert "all_reduce     3 bytes left out: the least is 4" in lines
+    assert "all_reduce     3 bytes left out: must be at least 4" in lines
     left_out = ", ".join(str(one) for one in (3, 5, 40) if one < cut)
     assert f"all_gather     {left_out} bytes left out: the least is {cut}" in lines
 
@@ -526,9 +526,9 @@ def test_sizes() -> None:
         ("sizes=0", "a size is 1 to 64G"),
         ("sizes=1..2T", "wants FROM..TO"),
         ("sizes=4..1G:1", "wants FROM of at least 1"),
-        ("sizes=1..128G", "the most is 64G"),
+        ("sizes=1..128G", "must be at most 64G"),
         ("operations=allreduce", "did you mean 'all_reduce'?"),
-        ("mode=test", "wants one of learn, bench"),
+        ("mode=test", "must be one of learn, bench"),
         ("pair_size=0", "pair_size=0: wants 1 to 64G"),
     ],
 )  # fmt: skip

@@ -31,8 +31,9 @@ from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import command, slurm
+from recipes.core.launch import cli, slurm
 from recipes.core.run import command_line
+from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = recipe_conf.names()
@@ -287,7 +288,7 @@ def lay_out(settings: parser.Settings) -> None:
     """What launcher=local makes of the same keys: ranks, or its own refusal."""
     refusal = ""
     try:
-        layout = command.local_layout(settings)
+        layout = cli.local_layout(settings)
         assert 0 <= layout.node_rank < len(layout.ranks)
     except (ConfigError, MachineError) as error:
         refusal = str(error)
@@ -392,7 +393,7 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for path in (ROOT / "env").glob("*.env"):
         (tmp_path / "env" / path.name).symlink_to(path)
-    monkeypatch.setattr(parser, "ROOT", tmp_path)
+    helpers.use_root(monkeypatch, tmp_path)
     here, taken, named = folder / "here.yaml", list[Path](), list[list[str]]()
     usual = {
         "partition": "gpu", "account": "a", "qos": "q", "constraint": "a|b", "reservation": "r",

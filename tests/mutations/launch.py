@@ -381,7 +381,7 @@ MUTATIONS = [
         'typed = f"{run_dir}/{number}" if run_dir and job.elements else run_dir',
         "typed = run_dir",
         "launch.py names one run directory for all runs of a sweep",
-        f"{JOB}::test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives",
+        f"{JOB}::test_a_submission_is_noted_in_the_run_directory_that_was_given",
     ),
     Mutation(
         "recipes/core/run/scontrol.py",
@@ -642,14 +642,14 @@ MUTATIONS = [
         'os.environ["RECIPES_DATA"] = os.path.abspath(_here() / os.environ["RECIPES_DATA"])',
         "pass",
         "a relative RECIPES_DATA is looked for in the repository",
-        f"{JOB}::test_local_takes_the_run_directory_that_an_interpolation_gives",
+        f"{JOB}::test_local_makes_paths_absolute",
     ),
     Mutation(
         "launch.py",
         "environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)",
         "environ = dict(os.environ)",
         "launcher=local runs without the env files of cluster=",
-        f"{JOB}::test_local_takes_the_run_directory_that_an_interpolation_gives",
+        f"{JOB}::test_local_makes_paths_absolute",
     ),
     Mutation(
         "launch.py",
@@ -919,7 +919,7 @@ MUTATIONS = [
         "each = dataclasses.replace(job, arguments=(*job.arguments, *job.elements[number]), elements=(), parallel=0)",
         "each = dataclasses.replace(job, elements=(), parallel=0)",
         "a run of a sweep that is submitted again has lost its own values",
-        f"{JOB}::test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives",
+        f"{JOB}::test_a_submission_is_noted_in_the_run_directory_that_was_given",
     ),
     Mutation(
         "recipes/core/launch/submit.py",

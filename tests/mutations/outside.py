@@ -554,7 +554,7 @@ MUTATIONS = [
         "dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)",
         "dict(os.environ)",
         "cluster= sets no env files with launcher=local",
-        "tests/unit/test_job.py::test_local_takes_the_run_directory_that_an_interpolation_gives",
+        "tests/unit/test_job.py::test_local_makes_paths_absolute",
     ),
     Mutation(
         "launch.py",

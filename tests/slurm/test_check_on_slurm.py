@@ -25,16 +25,16 @@ def test_slurm_is_asked_and_no_job_is_left(slurm: Cluster, tmp_path: Path) -> No
     repo = jobs.copy_repository(tmp_path / "clone")
     before = jobs.queue(slurm)
     for words, status, said in (
-        ((), 0, "slurm:  right: to start at "),
-        (("partition=nosuch",), 3, "slurm:  wrong: Slurm refuses this job: "),
+        ((), 0, "slurm:  ok: to start at "),
+        (("partition=nosuch",), 3, "slurm:  failed: Slurm refuses this job: "),
     ):
         done = slurm.run(*CHECK, *words, cwd=repo, env=jobs.PYTHON, timeout=120)
         assert done.returncode == status, done.stdout + done.stderr
         lines = done.stdout.splitlines()
-        assert lines[0] == "keys:   right: toy, 4 ranks"
-        assert lines[1].startswith("code:   right: ")
-        assert lines[2].startswith("recipe: right: 2,048 training samples, ")
-        assert lines[3].startswith("disk:   right: 5 checkpoints of ")
+        assert lines[0] == "keys:   ok: toy, 4 ranks"
+        assert lines[1].startswith("code:   ok: ")
+        assert lines[2].startswith("recipe: ok: 2,048 training samples, ")
+        assert lines[3].startswith("disk:   ok: 5 checkpoints of ")
         assert lines[-1] == "nothing was submitted"
         [line] = [line for line in (*lines, *done.stderr.splitlines()) if line.startswith("slurm:")]
         assert line.startswith(said)
@@ -49,7 +49,7 @@ def test_a_module_that_no_node_has_is_in_check_and_in_the_report(slurm: Cluster,
     (repo / "env/clusters/here.yaml").write_text("modules:\n  - gcc/12\n")
     words = ("recipe=doctor", "device=cpu", "cpus_per_rank=1", "cluster=here", "run_dir=run")
     done = slurm.run(sys.executable, "launch.py", "check", *words, cwd=repo, env=jobs.PYTHON, timeout=120)
-    assert "module: right: not tried, this machine has no command module: gcc/12" in done.stdout, done.stdout
+    assert "module: ok: not tried, this machine has no command module: gcc/12" in done.stdout, done.stdout
     done = slurm.run(sys.executable, "launch.py", *words, "wait=true", cwd=repo, env=jobs.PYTHON, timeout=120)
     assert done.returncode != 0
     done = slurm.run(sys.executable, "-m", "recipes.report", "run", cwd=repo, env=jobs.PYTHON)
@@ -98,7 +98,7 @@ def test_a_full_disk_for_the_job_files_is_one_line_in_check_and_in_launch(slurm:
         folder.chmod(0o700)
         (folder / "full").write_bytes(bytes(64 << 10))
         launch = (sys.executable, "launch.py", "recipe=doctor", "device=cpu", "cpus_per_rank=1")
-        for argv, begin in ((CHECK, "slurm:  wrong: runs/submitit: "), (launch, "launch.py: ")):
+        for argv, begin in ((CHECK, "slurm:  failed: runs/submitit: "), (launch, "launch.py: ")):
             done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON, timeout=120)
             assert done.returncode == 3, done.stdout + done.stderr
             assert done.stderr.startswith(f"{begin}{folder}"), done.stderr

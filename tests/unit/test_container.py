@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from recipes.core.config import parser
 from recipes.core.errors import ConfigError
 from recipes.core.launch import batch, container, slurm
 from recipes.core.run import command_line
+from tests import helpers
 from tests.helpers import ROOT
 
 
@@ -150,7 +150,7 @@ def test_typed_wins_over_the_surroundings_and_those_over_the_profile(
     (tmp_path / "env/common.env").write_text("")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "env/clusters/site.yaml").write_text("container: docker://profile\ncontainer_mounts: /scratch\n")
-    monkeypatch.setattr(parser, "ROOT", tmp_path)
+    helpers.use_root(monkeypatch, tmp_path)
     around = {"RECIPES_CONTAINER": "docker://surroundings"}
     for words, environ, image in (
         ((), {}, "docker://profile"),

@@ -19,10 +19,10 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 import launch
 from recipes.core import errors, files
-from recipes.core.config import parser, profiles, recipe_conf
+from recipes.core.config import profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import batch, checks, command, local, scripts, slurm, snapshot, submit
+from recipes.core.launch import batch, checks, cli, local, scripts, slurm, snapshot, submit
 from recipes.core.launch.slurm import Job
 from recipes.core.run import command_line, dryrun, rundir, scontrol, source
 from recipes.core.run.dryrun import Asked
@@ -99,7 +99,7 @@ def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: 
 @pytest.fixture
 def site(bench: "Bench", monkeypatch: pytest.MonkeyPatch) -> Path:
     """A profile, cluster=here, to be written."""
-    monkeypatch.setattr(parser, "ROOT", bench.root)
+    helpers.use_root(monkeypatch, bench.root)
     return bench.root / "env/clusters/here.yaml"
 
 
@@ -624,7 +624,7 @@ def test_a_ready_script_loads_the_modules_that_the_profile_names(
     clusters = bench.root / "env" / "clusters"
     (clusters / "here.yaml").write_text(text)
     (clusters / "here.env").write_text("T_X=1\n")
-    monkeypatch.setattr(parser, "ROOT", bench.root)
+    helpers.use_root(monkeypatch, bench.root)
     named = profiles.cluster_profile("here").get("modules", [])
     bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
     log = bench.folder / "modules"
@@ -719,7 +719,7 @@ def test_a_profiles_environment_that_is_missing_or_not_used_is_named(bench: Benc
     status, _, stderr = launch_py("check", "recipe=doctor", "launcher=local", "device=cpu", **here)
     assert (status, stderr) == (
         3,
-        f"python: wrong: {missing} no bin/python on this machine: make that environment, or correct env/clusters/here.yaml\n",
+        f"python: failed: {missing} no bin/python on this machine: make that environment, or correct env/clusters/here.yaml\n",
     )
     status, stdout, stderr = launch_py("recipe=toy", "launcher=print", **here)
     assert (status, stdout[:2]) == (0, "#!")
@@ -1081,13 +1081,12 @@ def test_a_refusal_that_comes_at_submission_alone_is_one_line_too(
 
 
 @pytest.mark.parametrize("swept", [False, True])
-def test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives(
+def test_a_submission_is_noted_in_the_run_directory_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
 ) -> None:
     (tmp_path / "runs").mkdir()
     stub(tmp_path, monkeypatch, "sbatch", "echo Submitted batch job 7")
-    monkeypatch.setenv("T_SCRATCH", f"{tmp_path}/s")
-    job = describe("run_dir=${oc.env:T_SCRATCH}/r", *(["sweep.lr=0.1,0.2"] if swept else []), root=tmp_path)
+    job = describe(f"run_dir={tmp_path}/s/r", *(["sweep.lr=0.1,0.2"] if swept else []), root=tmp_path)
     submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
     found = [one.run_dir for one in submitted.elements or (submitted,)]
     assert found == ([tmp_path / "s/r/0", tmp_path / "s/r/1"] if swept else [tmp_path / "s/r"])
@@ -1096,9 +1095,7 @@ def test_a_submission_is_noted_in_the_run_directory_that_an_interpolation_gives(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]
 
 
-def test_local_takes_the_run_directory_that_an_interpolation_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def run(command: Sequence[str], layout: Any, run_dir: Path, root: Path, environ: Any) -> int:
@@ -1106,17 +1103,15 @@ def test_local_takes_the_run_directory_that_an_interpolation_gives(
         return 0
 
     monkeypatch.setattr(local, "run", run)
-    monkeypatch.setenv("T_SCRATCH", str(tmp_path))
     monkeypatch.setenv("RECIPES_DATA", "data")
     monkeypatch.chdir(tmp_path)
     words = ["recipe=mnist", "launcher=local", "device=cpu", "data_dir=d", "cluster=example"]
-    for given in ("run_dir=${oc.env:T_SCRATCH}/r", "run_dir=r"):
-        assert launch.main([*words, given]) == 0
-        assert seen["run_dir"] == tmp_path / "r"
-        # The ranks start in the repository.
-        assert {f"run_dir={tmp_path}/r", f"data_dir={tmp_path}/d", "device=cpu"} <= set(seen["command"])
-        assert seen["environ"]["RECIPES_DATA"] == f"{tmp_path}/data"
-        assert seen["environ"]["RECIPES_CLUSTER"] == "example"
+    assert launch.main([*words, "run_dir=r"]) == 0
+    assert seen["run_dir"] == tmp_path / "r"
+    # The ranks start in the repository.
+    assert {f"run_dir={tmp_path}/r", f"data_dir={tmp_path}/d", "device=cpu"} <= set(seen["command"])
+    assert seen["environ"]["RECIPES_DATA"] == f"{tmp_path}/data"
+    assert seen["environ"]["RECIPES_CLUSTER"] == "example"
 
 
 def test_local_tells_which_keys_have_no_effect(
@@ -1127,7 +1122,7 @@ def test_local_tells_which_keys_have_no_effect(
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
     assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
-    told = "launch.py: launcher=local asks Slurm for nothing: partition=, doctor= without effect\n"
+    told = "launch.py: launcher=local does not use Slurm: partition=, doctor= has no effect\n"
     assert capsys.readouterr().err == told
 
 
@@ -1141,12 +1136,12 @@ def test_the_second_machine_by_hand_makes_no_run_directory(monkeypatch: pytest.M
 
 def test_a_machine_by_hand_has_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
-    found = command.local_layout(command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
+    found = cli.local_layout(command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
     assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert command.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
+    assert cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
     with pytest.raises(MachineError, match="2 ranks want a GPU each and 1 are visible"):
-        command.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))
+        cli.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))
 
 
 # What sinfo says of partitions: main, the default, has two nodes of 8 CPUs; in small a job may have 15 minutes and 2 CPUs of a node.
@@ -1214,7 +1209,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 ) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/toy.py").write_text("as submitted")
-    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
@@ -1261,7 +1256,7 @@ def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(
 def test_check_fails_of_whatever_part_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "room"), (command, "_ask")):
+    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "room"), (cli, "_ask")):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == wrong:
@@ -1271,7 +1266,7 @@ def test_check_fails_of_whatever_part_is_wrong(
         monkeypatch.setattr(owner, name, answer)
     assert launch.main(["check", "recipe=mnist", "nodes=2", "gpus_per_node=8"]) == status
     said = capsys.readouterr()
-    assert said.out.startswith("keys:   right: mnist, 16 ranks\n")
+    assert said.out.startswith("keys:   ok: mnist, 16 ranks\n")
     assert said.out.endswith("nothing was submitted\n")
     assert said.err.count("wrong: x") == bool(wrong)
 
@@ -1602,7 +1597,7 @@ def test_a_job_on_a_bad_node_is_submitted_again_so_often_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same script is submitted again: how often still, and the nodes so far, go with it in variables."""
-    monkeypatch.setattr(parser, "ROOT", tmp_path)
+    helpers.use_root(monkeypatch, tmp_path)
     for name in ("recipes", "env"):
         (tmp_path / name).symlink_to(ROOT / name)
     # As Slurm 26.05 describes a job of 4 tasks with a GPU each: the number is in no variable but SLURM_TRES_PER_TASK.

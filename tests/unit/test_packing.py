@@ -760,8 +760,8 @@ def test_prepare_packs_and_says_what_is_next(
         (["source=x"], "data_dir= is missing"),
         (["data_dir=x", "source=x"], "data_dir="),
         (["data_dir=x", "source=y", "encoding=webp"], "encoding"),
-        (["data_dir=x", "source=y", "quality=101"], "quality=101: the most is 100"),
-        (["data_dir=x", "source=y", "max_skipped=-1"], "max_skipped=-1: the least is 0"),
+        (["data_dir=x", "source=y", "quality=101"], "quality=101: must be at most 100"),
+        (["data_dir=x", "source=y", "max_skipped=-1"], "max_skipped=-1: must be at least 0"),
         (["data_dir=x", "source=y", "sizes=1"], "did you mean 'size'?"),
     ],
 )
