@@ -30,24 +30,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipes.core.run import command_line
-from recipes.core.config import help
-from recipes.core.config import profiles
-from recipes.core.files import read_json, write_json
-from recipes.core.run import source
-from recipes.core.files import ROOT
 from recipes.conf.doctor import Config
 from recipes.core import errors
-from recipes.core.config import envfile
-from recipes.core.doctor import examine, explain, reach, variables, verdict
-from recipes.core.place import network, ranks
-from recipes.core.run import rundir
+from recipes.core.config import envfile, help, profiles
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
+from recipes.core.doctor import examine, explain, reach, variables, verdict
 from recipes.core.errors import ConfigError, Kind
+from recipes.core.files import ROOT, read_json, write_json
+from recipes.core.place import network, ranks
 from recipes.core.place.findings import Finding
-from recipes.core.run.scontrol import Queue
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import command_line, rundir, source
+from recipes.core.run.scontrol import Queue
 
 # Shares of ``seconds`` at which a part is given up.
 LOCAL, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92

@@ -26,14 +26,11 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core.config import declare
-from recipes.core import files
-from recipes.core import errors
-from recipes.core.config import parser
-from recipes.core.data import classfolder, download
-from recipes.core.data.packed import packing
-from recipes.core.data.classfolder import Listing
+from recipes.core import errors, files
+from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
+from recipes.core.data import classfolder, download
+from recipes.core.data.classfolder import Listing
 from recipes.core.data.download import (
     CIFAR10,
     CIFAR10_CLASSES,
@@ -44,8 +41,9 @@ from recipes.core.data.download import (
     FetchError,
     megabytes,
 )
-from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.data.packed import packing
 from recipes.core.data.packed.packing import PackOptions
+from recipes.core.errors import ConfigError, InputError, MachineError
 
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]

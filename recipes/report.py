@@ -12,11 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.core.run import source
-from recipes.core.files import ROOT
 from recipes.core import errors
-from recipes.core.run import table
 from recipes.core.errors import InputError
+from recipes.core.files import ROOT
+from recipes.core.run import source, table
 from recipes.core.run.scontrol import Queue
 
 

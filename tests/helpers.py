@@ -254,6 +254,6 @@ def image_sets(folder: Path) -> Path:
 
 def use_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     """Lets the modules of the project that are imported take ``root`` for the project's folder."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("recipes.") and getattr(module, "ROOT", None) == files.ROOT:
-            monkeypatch.setattr(module, "ROOT", root)
+    modules = [module for name, module in sys.modules.items() if name.startswith("recipes.")]
+    for module in [module for module in modules if getattr(module, "ROOT", None) == files.ROOT]:
+        monkeypatch.setattr(module, "ROOT", root)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
-from recipes.core.config.declare import key
 from recipes.core.errors import ConfigError
 
 
@@ -19,37 +19,41 @@ class Arch(Enum):
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
     dataset: str = key("cifar10", "cifar10; fake: random images")
-    arch: Arch = key(Arch.resnet18, "resnet18: shaped for 32 px; resnet9: a quarter of its work")
-    epochs: int = key(30, "passes over the training set", low=0, high=1_000_000)
-    global_batch_size: int = key(
-        512, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
-    )
-    lr: float = key(0.4, "peak learning rate, for a batch of lr_batch_size", low=0)
+    arch: Arch = key(Arch.resnet18, "resnet18: adapted to 32 px; resnet9: a quarter of its compute")
+    epochs: int = default(TrainKeys, "epochs", 30)
+    global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
+    lr: float = key(0.4, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
-        512, "the global batch that lr is for; another one scales it in proportion; 0: lr as it is", low=0, high=2**30
+        512,
+        "global batch size that lr is for; lr is scaled in proportion to the actual one; 0: lr is not scaled",
+        low=0,
+        high=2**30,
     )
     warmup: float = key(
-        0.2, "share of the steps in which the learning rate rises; then it falls to zero", low=0, high=1
+        0.2, "fraction of the steps in which the learning rate rises; it then falls to zero", low=0, high=1
     )
     momentum: float = key(0.9, "Nesterov momentum", low=0, high=1)
-    weight_decay: float = key(5e-4, "weight decay of the weights; norms and biases have none", low=0)
-    label_smoothing: float = key(0.1, "share of the target spread over all classes", low=0, high=1)
+    weight_decay: float = key(5e-4, "weight decay; not for norms and biases", low=0)
+    label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
-        0.0, "decay of the averaged weights, a step of lr_batch_size, that are evaluated; 0: none", low=0, high=0.999999
+        0.0,
+        "decay per lr_batch_size samples of the averaged weights, which are then evaluated; 0: no averaging",
+        low=0,
+        high=0.999999,
     )
-    crop: int = key(4, "training images are shifted by up to so many pixels, over a mirrored border", low=0, high=31)
-    flip: bool = key(True, "half of the training images are mirrored")
-    cutout: int = key(0, "side, in pixels, of a square that is covered in each training image; 0: none", low=0, high=32)
-    small_px: int = key(32, "side of the images at first; it grows with the epochs to 32", low=8, high=32)
-    tta: bool = key(True, "evaluate each image and its mirror image, and add the two")
+    crop: int = key(4, "pixels by which training images are shifted at most; the border is mirrored", low=0, high=31)
+    flip: bool = key(True, "mirror half of the training images")
+    cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
+    small_px: int = key(32, "side in pixels of the first training images; it grows to 32", low=8, high=32)
+    tta: bool = key(True, "evaluate each image and its mirror image, and add the outputs")
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
-    dtype: Dtype = key(Dtype.auto, "arithmetic of the model; auto: bfloat16 on a GPU that has it; bfloat16; float32")
+    dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose_dataset("cifar10", "fake")
         if self.small_px % 4:
-            raise ConfigError(f"small_px={self.small_px}: wants a multiple of 4")
+            raise ConfigError(f"small_px={self.small_px}: must be a multiple of 4")
 
 
 # Each with what to expect of it: not measured on a GPU yet.

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.config.declare import key, nearest
+from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.errors import ConfigError, shown
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -24,18 +24,20 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Config(RecipeKeys):
-    mode: Mode = key(Mode.learn, "learn: each operation explained in a line and checked; bench: timed over sizes")
+    mode: Mode = key(Mode.learn, "learn: explain and check each operation; bench: time operations over sizes")
     operations: str = key(
-        "", f"bench: which, with commas between; default: {','.join(OPERATIONS)}", pattern=r"[a-z_]+(,[a-z_]+)*",
-        form="names with commas between them",
+        "", f"bench: operations, separated by commas; default: {', '.join(OPERATIONS)}", pattern=r"[a-z_]+(,[a-z_]+)*",
+        form="names separated by commas",
     )  # fmt: skip
     sizes: str = key(
-        "4..1G", "bench: bytes of the whole array, FROM..TO (each four times the one before), FROM..TO:FACTOR, or a list such as 1K,64M",
+        "4..1G", "bench: bytes of the whole array: FROM..TO (each size is four times the previous), FROM..TO:FACTOR, or a list such as 1K,64M",
         pattern=SIZES, form="FROM..TO, FROM..TO:FACTOR or a list, such as 4..64M, 1K..1G:2 or 4,1K,64M",
     )  # fmt: skip
-    seconds: float = key(1.0, "bench: of timing for each size of an operation, about", low=0.01, high=3600)
-    pairs: bool = key(False, "time every pair of nodes (of ranks, where there is one node) and draw the matrix")
-    pair_size: str = key("16M", "bytes that a pair sends each way", pattern=SIZE, form="a size such as 64K, 16M or 1G")
+    seconds: float = key(1.0, "bench: seconds of timing per size and operation, approximately", low=0.01, high=3600)
+    pairs: bool = key(False, "time every pair of nodes (of ranks, on one node) and draw the matrix")
+    pair_size: str = key(
+        "16M", "bytes that a pair sends in each direction", pattern=SIZE, form="a size such as 64K, 16M or 1G"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +52,7 @@ class Config(RecipeKeys):
         except ValueError as error:
             raise ConfigError(f"sizes={shown(self.sizes)}: {error}") from None
         if not 1 <= bytes_of(self.pair_size) <= LARGEST:
-            raise ConfigError(f"pair_size={shown(self.pair_size)}: wants 1 to 64G")
+            raise ConfigError(f"pair_size={shown(self.pair_size)}: must be 1 to 64G")
 
     def chosen_operations(self) -> tuple[str, ...]:
         return tuple(self.operations.split(",")) if self.operations else OPERATIONS
@@ -72,7 +74,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
         last, _, factor = rest.partition(":")
         size, end, step = bytes_of(first), bytes_of(last), int(factor or 4)
         if step < 2 or not 0 < size <= end:
-            raise ValueError("wants FROM of at least 1, TO of at least FROM, and a FACTOR of at least 2")
+            raise ValueError("must have FROM of at least 1, TO of at least FROM, and a FACTOR of at least 2")
         found = []
         while size <= min(end, LARGEST):
             found.append(size)

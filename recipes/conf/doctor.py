@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from recipes.core.config.run_keys import RecipeKeys
 from recipes.core.config.declare import key
+from recipes.core.config.run_keys import RecipeKeys
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.config.declare import key
 
 
 class Optimizer(Enum):
@@ -23,16 +23,14 @@ class Schedule(Enum):
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("mnist",)
     dataset: str = key("mnist", "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images")
-    epochs: int = key(4, "passes over the training set", low=0, high=1_000_000)
-    global_batch_size: int = key(
-        256, "samples of one optimiser step over all ranks; need not divide", low=1, high=2**30
-    )
-    lr: float = key(0.004, "peak learning rate", low=0)
+    epochs: int = default(TrainKeys, "epochs", 4)
+    global_batch_size: int = default(TrainKeys, "global_batch_size", 256)
+    lr: float = default(TrainKeys, "lr", 0.004)
     optimizer: Optimizer = key(Optimizer.adamw, "adamw, or sgd with Nesterov momentum 0.9")
     weight_decay: float = key(0.05, "weight decay", low=0)
-    schedule: Schedule = key(Schedule.cosine, "cosine: warm up, then down to zero; constant")
-    warmup: float = key(0.06, "share of the steps in which the learning rate rises", low=0, high=1)
-    label_smoothing: float = key(0.1, "share of the target spread over all classes", low=0, high=1)
+    schedule: Schedule = key(Schedule.cosine, "cosine: warm-up, then fall to zero; constant")
+    warmup: float = key(0.06, "fraction of the steps in which the learning rate rises", low=0, high=1)
+    label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     augment: bool = key(True, "shift each training image by up to one pixel")
 
     @property

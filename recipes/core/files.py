@@ -1,7 +1,5 @@
 """Files: where the project lies, atomic writes, private folders. Standard library only."""
 
-from pathlib import Path
-
 import contextlib
 import json
 import os
@@ -11,9 +9,10 @@ import shlex
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
-from recipes.core.errors import MachineError
 
+from recipes.core.errors import MachineError
 
 ROOT = Path(__file__).resolve().parents[2]  # of this clone, or of a job's copy of it
 

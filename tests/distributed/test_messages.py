@@ -522,14 +522,14 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("sizes=8..4", "wants FROM of at least 1"),
+        ("sizes=8..4", "must have FROM of at least 1"),
         ("sizes=0", "a size is 1 to 64G"),
-        ("sizes=1..2T", "wants FROM..TO"),
-        ("sizes=4..1G:1", "wants FROM of at least 1"),
+        ("sizes=1..2T", "must be FROM..TO"),
+        ("sizes=4..1G:1", "must have FROM of at least 1"),
         ("sizes=1..128G", "must be at most 64G"),
         ("operations=allreduce", "did you mean 'all_reduce'?"),
         ("mode=test", "must be one of learn, bench"),
-        ("pair_size=0", "pair_size=0: wants 1 to 64G"),
+        ("pair_size=0", "pair_size=0: must be 1 to 64G"),
     ],
 )  # fmt: skip
 def test_bad_keys_are_one_line(tmp_path: Path, word: str, expected: str) -> None:

@@ -64,8 +64,7 @@ def test_one_is_written_at_a_time_and_the_last_is_waited_for(tmp_path: Path) -> 
     saver = Saver(tmp_path, Keep(newest=0), lambda: None, lambda path, step: saved.append(step))
     for step in range(1, 6):
         saver.save(content(step))
-        assert saved == list(range(1, step))[: len(saved)]
-        assert len(saved) >= step - 1
+        assert list(saved) in (list(range(1, step)), list(range(1, step + 1)))  # this one too, if it is written by now
     saver.wait()
     assert saved == [1, 2, 3, 4, 5]
     assert [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 3, 2, 1]

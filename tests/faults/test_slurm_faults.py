@@ -308,7 +308,7 @@ def test_under_submitit_a_stop_saves_and_the_waiting_launcher_sees_the_run_to_it
     assert (summary["resumed_from_step"], summary["restarts"]) == (step, 1)
     text = "".join(path.read_text() for path in (clone / "runs/submitit").glob(f"{job.id}_*.out"))
     assert "broken: 2 ranks on 2 nodes, cpu, gloo, attempt 2" in text
-    assert "timed" not in text.lower()
+    assert "timed out. Ran" not in text  # submitit's own handler of signals
     assert "submitit WARNING" not in text
 
 

@@ -315,6 +315,6 @@ def test_gpus_that_were_granted_and_are_not_there(fabric: Fabric, tmp_path: Path
         "-m",
         "recipes.doctor",
     ]
-    done = fabric.slurm.run(*argv, f"run_dir={tmp_path}", f"seconds={BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON)
+    done = fabric.slurm.run(*argv, f"run_dir={tmp_path}", f"seconds={3 * BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON)
     assert done.returncode == 3, done.stdout
     assert "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 0: compare nvidia-smi -L there" in done.stdout

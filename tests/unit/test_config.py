@@ -380,9 +380,9 @@ def test_a_cluster_that_is_not_there(name: str) -> None:
 
 
 def test_the_profiles_that_are_committed_are_right() -> None:
-    profiles = sorted(p.stem for p in (ROOT / "env" / "clusters").glob("*.yaml"))
-    assert "example" in profiles
-    for name in profiles:
+    names = sorted(p.stem for p in (ROOT / "env" / "clusters").glob("*.yaml"))
+    assert "example" in names
+    for name in names:
         parse(f"cluster={name}")
     example = profiles.cluster_profile("example")
     assert example["modules"] == ["gcc/12", "cuda/12.4"]
@@ -456,7 +456,8 @@ def test_help_of_launch_has_the_recipes_keys_and_what_a_variant_sets(capsys: pyt
     said = capsys.readouterr().out
     assert "\nvariant=sgd sets optimizer=sgd lr=0.1 weight_decay=0.0005\n" in said
     assert "\ndataset=digits sets global_batch_size=64 lr=0.003\n" in said
-    assert "  nodes= " in said and "  warmup=" in said
+    assert "  nodes= " in said
+    assert "  warmup=" in said
 
 
 def test_checking_takes_a_fraction_of_a_second() -> None:
@@ -501,7 +502,7 @@ def test_a_resumed_run_has_its_own_keys_above_the_datasets_and_below_what_is_typ
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
-        assert (config.dataset, parser.lr, parser.epochs, parser.num_workers) == ("digits", 0.02, 40, 3)
+        assert (config.dataset, config.lr, config.epochs, config.num_workers) == ("digits", 0.02, 40, 3)
         assert config.global_batch_size == 64  # digits' own
         assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
         assert settings.resumes == run

@@ -41,7 +41,6 @@ ROOMS = {
 }
 # Imports against the direction: fewer is better, and one that is gone is removed from here.
 EXCEPTIONS = {
-    ("recipes.core.config.parser", "recipes.core.run.rundir"),
     ("recipes.toy", "recipes.core.launch.spawn"),  # a tutorial of starting ranks by hand
 }
 

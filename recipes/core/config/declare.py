@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
-from recipes.core.errors import ConfigError, shown
 
+from recipes.core.errors import ConfigError, shown
 
 LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, but not be read back
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some programs, or controls a terminal
@@ -44,6 +44,12 @@ def key(
         "of_launch": of_launch, "sbatch": sbatch,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
+
+
+def default(cls: type, name: str, value: Any) -> Any:
+    """The field ``name`` of the dataclass ``cls`` with another default."""
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    return dataclasses.field(default=value, metadata=field.metadata)
 
 
 def may_change(keys: type) -> set[str]:

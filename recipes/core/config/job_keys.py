@@ -6,10 +6,10 @@ import os
 import re
 from dataclasses import dataclass
 from enum import Enum
-from recipes.core.place import hostlist
-from recipes.core.errors import ConfigError, shown
-from recipes.core.config import declare
 
+from recipes.core.config import declare
+from recipes.core.errors import ConfigError, shown
+from recipes.core.place import hostlist
 
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 

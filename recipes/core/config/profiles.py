@@ -3,13 +3,10 @@
 import re
 from collections.abc import Mapping
 from typing import Any
-from recipes.core.files import ROOT
-from recipes.core.config import envfile
-from recipes.core.errors import ConfigError, shown
-from recipes.core.config import declare
-from recipes.core.config import job_keys
-from recipes.core.config import yaml_file
 
+from recipes.core.config import declare, envfile, job_keys, yaml_file
+from recipes.core.errors import ConfigError, shown
+from recipes.core.files import ROOT
 
 # Keys that only a profile has: how jobs request GPUs and nodes. Each with a regular expression and the rule in words.
 ASKS = {

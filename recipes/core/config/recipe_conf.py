@@ -3,9 +3,10 @@
 import importlib
 from collections.abc import Mapping
 from typing import Any, cast
-from recipes.core.files import ROOT
-from recipes.core.errors import ConfigError, shown
+
 from recipes.core.config import declare
+from recipes.core.errors import ConfigError, shown
+from recipes.core.files import ROOT
 
 
 def names() -> list[str]:

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
-from recipes.core.errors import ConfigError, shown
-from recipes.core.config import declare
 
+from recipes.core.config import declare
+from recipes.core.errors import ConfigError, shown
 
 RESUME_WORDS = ("auto", "never", "best", "latest")  # of resume=, beside a path
 

@@ -4,8 +4,8 @@ import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from recipes.core.errors import ConfigError, shown
 
+from recipes.core.errors import ConfigError, shown
 
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 

@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.core.data import classfolder, download
-from recipes.core.data.packed import packing, staging
-from recipes.core.run import watchdog
 from recipes.core.data.in_memory import GlobalBatches, Shard, generator, share
-from recipes.core.errors import InputError, MachineError, Stopped
+from recipes.core.data.packed import packing, staging
 from recipes.core.data.packed.packing import Unreadable
+from recipes.core.errors import InputError, MachineError, Stopped
+from recipes.core.run import watchdog
 
 if TYPE_CHECKING:
     from recipes.core.train.session import Run

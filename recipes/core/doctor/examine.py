@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.core.run import source
+from recipes.core.doctor import variables as environment
 from recipes.core.files import ROOT
 from recipes.core.place import gpus as gpu_checks
 from recipes.core.place import hostlist, network
-from recipes.core.doctor import variables as environment
 from recipes.core.place.findings import Finding
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import source
 
 MANY_FILES = 4096  # open ones, that a rank with many loader processes and peers comes to
 SHM_BYTES = 1 << 30  # of shared memory; containers come with 64 MB

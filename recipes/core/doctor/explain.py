@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.core.run import source
-from recipes.core.files import ROOT
 from recipes.core.doctor import patterns
-from recipes.core.run import liveness, outlook, rundir, table
-from recipes.core.errors import InputError, Kind, kind_of
-from recipes.core.run.scontrol import Queue
 from recipes.core.doctor.patterns import Explanation, Own, shown, small_json
+from recipes.core.errors import InputError, Kind, kind_of
+from recipes.core.files import ROOT
+from recipes.core.run import liveness, outlook, rundir, source, table
+from recipes.core.run.scontrol import Queue
 
 QUIET_S = 120.0  # a run counts as ended after so long without a heartbeat or a written line, where Slurm does not tell
 

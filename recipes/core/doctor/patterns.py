@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core.errors import InputError, Kind
 from recipes.core.files import read_json
 from recipes.core.run import rundir
-from recipes.core.errors import InputError, Kind
 
 # cause: what began it. error: an exception that is in no table. sign: something is wrong, and it does not say what.
 # consequence: what a rank says when another one is gone. harmless: looks like an error, and is none.

@@ -20,21 +20,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core.run import command_line
-from recipes.core.config import recipe_conf
-from recipes.core.config import profiles
-from recipes.core.config import job_keys
+from recipes.core import errors, files
+from recipes.core.config import job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
-from recipes.core.config.run_keys import Device
-from recipes.core.config.run_keys import RunKeys
-from recipes.core import files
-from recipes.core.run import source
-from recipes.core.files import ROOT
-from recipes.core import errors
-from recipes.core.config import parser
-from recipes.core.launch import container, slurm, snapshot
-from recipes.core.run import entry, liveness, outlook, rundir, scontrol, signals
+from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import Next
+from recipes.core.files import ROOT
+from recipes.core.launch import container, slurm, snapshot
+from recipes.core.run import command_line, entry, liveness, outlook, rundir, scontrol, signals, source
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 

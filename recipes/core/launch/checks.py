@@ -18,19 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.core.config import recipe_conf
-from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
-from recipes.core.place import processes
-from recipes.core import files
-from recipes.core import errors
-from recipes.core.config import parser
-from recipes.core.data import download
+from recipes.core import errors, files
+from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Backend, Device
+from recipes.core.config.run_keys import RESUME_WORDS, Backend, Device, RunKeys
+from recipes.core.data import download
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
+from recipes.core.place import processes
 from recipes.core.run import dryrun
-from recipes.core.run.dryrun import Asked
-from recipes.core.run.dryrun import Found
+from recipes.core.run.dryrun import Asked, Found
 
 T = TypeVar("T")
 

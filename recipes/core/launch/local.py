@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 from recipes.core import errors
-from recipes.core.run import rundir, signals
 from recipes.core.errors import Kind, MachineError
-from recipes.core.run.watchdog import RunningClock
 from recipes.core.place import processes
+from recipes.core.run import rundir, signals
+from recipes.core.run.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
 STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written

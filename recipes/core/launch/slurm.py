@@ -10,19 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core.config import recipe_conf
-from recipes.core.config import profiles
-from recipes.core.config import job_keys
-from recipes.core.config.run_keys import RunKeys
-from recipes.core.config import declare
 from recipes.core import errors
-from recipes.core.config import parser
+from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 from recipes.core.run import scontrol
-from recipes.core.config.parser import Settings
-from recipes.core.config.job_keys import JobKeys
-from recipes.core.config.run_keys import Device
-from recipes.core.errors import ConfigError
 
 # Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
 # come up to 60 s early.

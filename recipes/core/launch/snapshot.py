@@ -13,9 +13,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from recipes.core.errors import MachineError
 from recipes.core.files import private_folder, write_json
 from recipes.core.run import source
-from recipes.core.errors import MachineError
 
 MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for each job to have anew
 

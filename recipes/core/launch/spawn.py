@@ -1,5 +1,6 @@
 """Ranks from plain python, by multiprocessing: ``python -m recipes.toy spawn=2``. They are looked after as launch.py's are."""
 
+import multiprocessing
 import os
 import runpy
 import socket
@@ -7,16 +8,14 @@ import sys
 import time
 from typing import Any
 
-import multiprocessing
-
-from recipes.core.files import ROOT
 from recipes.core import errors
+from recipes.core.files import ROOT
 from recipes.core.launch import local
+from recipes.core.launch.local import Rank
 from recipes.core.place import network
 from recipes.core.place.processes import die_with
 from recipes.core.run import entry, rundir
 from recipes.core.run.entry import Start
-from recipes.core.launch.local import Rank
 
 SPAWNED = "RECIPES_SPAWNED"  # set in a process that was started here
 STARTED_BY = {"env": "torchrun (or who set RANK)", "slurm": "srun", "openmpi": "mpirun", "pmi": "mpiexec"}

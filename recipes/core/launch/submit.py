@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from recipes.core import errors, files
 from recipes.core.config import job_keys
-from recipes.core import files
-from recipes.core import errors
-from recipes.core.launch import slurm
-from recipes.core.run import outlook, rundir, scontrol
 from recipes.core.errors import MachineError
+from recipes.core.launch import slurm
 from recipes.core.launch.slurm import Job
+from recipes.core.run import outlook, rundir, scontrol
 
 # What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
 KEPT = {

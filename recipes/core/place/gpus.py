@@ -1,6 +1,7 @@
 """The GPUs of a node: as many as were granted, and each one computes what it should. Standard library only; torch is in a child."""
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -14,9 +15,6 @@ from typing import Any
 
 from recipes.core.place.findings import Finding
 from recipes.core.place.ranks import RankInfo
-
-import itertools
-
 
 Ask = Callable[[Sequence[str], float], tuple[str, str]]
 SMI_S, CHECK_S = 20.0, 60.0

@@ -4,8 +4,8 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
-from recipes.core import errors
 
+from recipes.core import errors
 
 PR_SET_PDEATHSIG = 1
 

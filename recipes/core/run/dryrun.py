@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 VARIABLE = "RECIPES_CHECK"  # holds `Asked`, in the process that is started here
 
 

@@ -19,21 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core.run import command_line
-from recipes.core.config import help
-from recipes.core.config import recipe_conf
-from recipes.core.config import profiles
-from recipes.core import files
-from recipes.core.run import source
-from recipes.core.run import dryrun
-from recipes.core.files import ROOT
-from recipes.core import errors
-from recipes.core.config import envfile
-from recipes.core.place import network, ranks
-from recipes.core.run import rundir
+from recipes.core import errors, files
+from recipes.core.config import envfile, help, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
+from recipes.core.files import ROOT
+from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import command_line, dryrun, rundir, source
 from recipes.core.run.dryrun import Asked
 from recipes.core.run.watchdog import Pulse
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.run import rundir, scontrol
 from recipes.core.errors import MachineError
+from recipes.core.run import rundir, scontrol
 
 ENDING_S = 60.0  # wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # between two heartbeats of a run; session's fence makes them

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from recipes.core.run import signals
 from recipes.core.errors import MachineError
+from recipes.core.run import signals
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.run import rundir
 from recipes.core.errors import MachineError, Next, next_of
+from recipes.core.run import rundir
 from recipes.core.run.scontrol import Job, Queue, describe
 
 AGAIN = "to resume, start it again with the same run_dir="

@@ -10,10 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipes.core.run import resumed
-from recipes.core import files
-from recipes.core import errors
-from recipes.core.run import outlook, rundir
+from recipes.core import errors, files
+from recipes.core.run import outlook, resumed, rundir
 from recipes.core.run.scontrol import Queue
 
 DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID

@@ -17,13 +17,13 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core.place import gpus
 from recipes.core import errors
-from recipes.core.run import entry, watchdog
 from recipes.core.config.run_keys import Backend, Device
-from recipes.core.run.entry import Start
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, Stopped
+from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import entry, watchdog
+from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import Pulse, RunningClock
 
 T = TypeVar("T")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
-from recipes.core.run import watchdog
-from recipes.core.train import metrics
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.in_memory import Shard
 from recipes.core.errors import InputError, RunError
-from recipes.core.train.session import Run
+from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
+from recipes.core.train import metrics
+from recipes.core.train.session import Run
 
 PROGRESS_EVERY_S = 0.5
 

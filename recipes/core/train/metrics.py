@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.core.train import checkpoint
 from recipes.core.errors import MachineError
+from recipes.core.train import checkpoint
 
 
 class Rows:

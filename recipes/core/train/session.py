@@ -21,21 +21,18 @@ import torch
 import torch.distributed
 import yaml
 
-from recipes.core.run import resumed
+from recipes.core import errors, files
 from recipes.core.config import declare
-from recipes.core import files
-from recipes.core.run import source
-from recipes.core.files import ROOT
-from recipes.core import errors
-from recipes.core.run import entry, liveness, logs, rundir, signals, watchdog
-from recipes.core.train import checkpoint, distributed, metrics
-from recipes.core.train.checkpoint import State
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
-from recipes.core.train.distributed import World
-from recipes.core.run.entry import Start
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
+from recipes.core.files import ROOT
+from recipes.core.run import entry, liveness, logs, resumed, rundir, signals, source, watchdog
 from recipes.core.run.dryrun import Asked, Over
+from recipes.core.run.entry import Start
+from recipes.core.train import checkpoint, distributed, metrics
+from recipes.core.train.checkpoint import State
+from recipes.core.train.distributed import World
 
 ASKING_S = 5.0  # that `World.behind` takes at most
 PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing

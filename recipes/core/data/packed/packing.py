@@ -30,14 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from recipes.core.place import processes
-from recipes.core.files import read_json, write_json, write_whole
-from recipes.core.files import ROOT
 from recipes.core import errors
 from recipes.core.data import classfolder, download
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.download import DataFile, megabytes
 from recipes.core.errors import InputError, MachineError
+from recipes.core.files import ROOT, read_json, write_json, write_whole
+from recipes.core.place import processes
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -23,8 +23,8 @@ from typing import Any
 from recipes.core import files
 from recipes.core.data import download
 from recipes.core.data.packed import packing
-from recipes.core.errors import InputError, MachineError
 from recipes.core.data.packed.packing import FORMAT, VERSION, PackOptions
+from recipes.core.errors import InputError, MachineError
 
 RECORD_BYTES = 24  # of a sample in SPLIT.index
 CHUNK_BYTES = 4 << 20
