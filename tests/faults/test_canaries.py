@@ -44,7 +44,7 @@ from recipes.core.train import checkpoint, models
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = sorted((ROOT / "sbatch").glob("*.sh"))
+READY = sorted((ROOT / "sbatch").glob("*x*.sh"))
 RECIPE = "mnist"
 
 # What a shell would run where a value is pasted into it; one for each way out of a word, quotes or a line. {c}: the canary's path.

@@ -416,21 +416,14 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return content, act, [str(here), "cluster=", *(f"{name}=" for name in usual), str(folder.parent)]
 
     fuzz("profiles", make, ConfigError)
-    # A batch script reads the modules before there is any Python: it finds the same, in the words of slurm.py.
-    reading = (
-        next(line for line in slurm.script(ready_job()).splitlines() if "sed -n" in line)
-        .strip()
-        .removeprefix("done < <(")
-    )
+    # A batch script reads the modules before there is any Python: it finds the same.
+    shared = (ROOT / "sbatch/job.sh").read_text().splitlines()
+    reading = next(line for line in shared if "sed -n '/^modules" in line).strip().removeprefix("done < <(")
     loop = f"for profile; do {reading.removesuffix(')')}; echo =; done"
     ran = subprocess.run(["bash", "-c", loop, "bash", *taken], capture_output=True, check=True)
     chunks = ("\n" + ran.stdout.decode("utf-8", "surrogateescape")).split("\n=")[:-1]
     assert [[line for line in chunk.split("\n") if line] for chunk in chunks] == named
     assert any(named)
-
-
-def ready_job() -> slurm.Job:
-    return slurm.Job("mnist", (), 1, 1, 1, 1, 30, "mnist", root=None)
 
 
 def test_any_words_behind_prepare() -> None:

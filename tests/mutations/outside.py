@@ -382,7 +382,7 @@ MUTATIONS = [
         "tests/unit/test_job.py::test_what_a_job_asks_for",
     ),
     Mutation(
-        "recipes/core/launch/slurm.py",
+        "sbatch/job.sh",
         'unset CDPATH "${!SLURM_CPU_BIND@}" ',
         "unset CDPATH ",
         "ranks are bound as the outer allocation was",

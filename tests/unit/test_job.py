@@ -22,14 +22,15 @@ from recipes.core import errors, files
 from recipes.core.config import profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import batch, checks, cli, local, scripts, slurm, snapshot, submit
+from recipes.core.launch import batch, checks, cli, local, slurm, snapshot, submit
 from recipes.core.launch.slurm import Job
 from recipes.core.run import command_line, dryrun, rundir, scontrol, source
 from recipes.core.run.dryrun import Asked
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = sorted((ROOT / "sbatch").glob("*.sh"))
+SHARED = ROOT / "sbatch/job.sh"
+READY = sorted(set((ROOT / "sbatch").glob("*.sh")) - {SHARED})
 HOSTILE_ROOT = Path('/srv/it\'s a "repo"; $(touch canary) `touch canary` $HOME & <x> #y')
 HOSTILE = (
     "data_dir=/$(touch canary)", "data_dir=/`touch canary`", "data_dir=/a b", "data_dir=/it's", 'data_dir=/"x"', "data_dir=/;touch canary",
@@ -144,11 +145,11 @@ def test_what_is_typed_wins_over_the_profiles_options(site: Path) -> None:
 def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
     job = describe("cluster=example", "device=cpu", "data_dir=/a b")
     ours, theirs = slurm.script(job), submitit_text(job)
-    setup = slurm._setup(job)
-    assert setup[-1] == "load gcc/12 cuda/12.4"
-    for line in setup:
+    shared = f". {shlex.quote(str(job.root / 'sbatch/job.sh'))} || exit"
+    for line in ("export RECIPES_CLUSTER=example", shared):
         assert line in ours.splitlines()
         assert line in theirs.splitlines()
+    assert "load gcc/12 cuda/12.4" in theirs.splitlines()
     srun = next(line for line in theirs.splitlines() if line.startswith("srun "))
     options = {"--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"}
     assert {*options, "--cpus-per-task=8"} <= set(shlex.split(srun))
@@ -205,8 +206,8 @@ IN_SCRIPT = {
     "container_runtime=pyxis": "export RECIPES_CONTAINER_RUNTIME=pyxis",
     "container_mounts=/a:/b": "export RECIPES_CONTAINER_MOUNTS=/a:/b",
     "snapshot=false": "export RECIPES_SNAPSHOT=false",
-    "doctor=true": "recipes.core.launch.batch examine mnist 2 ",
-    "max_resubmits=5": "recipes.core.launch.batch examine mnist 5 ",
+    "doctor=true": "examine mnist 2",
+    "max_resubmits=5": "examine mnist 5",
     **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true"), ""),
 }
 
@@ -252,7 +253,7 @@ def test_each_run_of_a_sweep_has_its_own_values_whatever_is_in_them(make: Any, t
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
-    assert text.splitlines()[-1].endswith('-m recipes.core.launch.batch finish mnist $? "$@"')
+    assert "finish mnist $?" in text.splitlines()[-1]
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )
@@ -267,12 +268,6 @@ def test_a_sweeps_runs_have_folders_of_their_own() -> None:
     assert directives(slurm.script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
     one = describe("sweep.lr=0.1")
     assert (one.elements, one.arguments) == ((), ("lr=0.1",))
-
-
-def test_the_profiles_environment_and_modules_are_in_launchs_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "cluster_profile", lambda cluster: {"environment": "/e", "modules": ["gcc/12"]})
-    lines = slurm.script(describe("cluster=here")).splitlines()
-    assert {"environment=/e", "load gcc/12"} <= set(lines)
 
 
 def test_paths_are_made_absolute_against_the_folder_that_one_submits_from() -> None:
@@ -303,15 +298,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_bash_accepts_every_script(written: list[Path]) -> None:
     assert READY
     check = 'for file; do bash -n "$file" || exit; done'
-    ran = subprocess.run(["bash", "-c", check, "bash", *written, *READY], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        ["bash", "-c", check, "bash", *written, *READY, SHARED], capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
     helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
     ran = subprocess.run(
-        ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016", *written, *READY], capture_output=True, text=True, check=False
-    )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted
+        ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False
+    )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in job.sh
     assert ran.returncode == 0, ran.stdout
 
 
@@ -325,9 +322,7 @@ class Bench:
         self.folder, self.root = folder, root
         shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "env", root / "env")
-        (root / "sbatch").mkdir()
-        for path, text in scripts.scripts().items():
-            (root / path).write_text(text)
+        shutil.copytree(ROOT / "sbatch", root / "sbatch")
         self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
         self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
 
@@ -368,7 +363,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
-    """One of them: all are what recipes.core.launch.scripts makes."""
+    """One of them: they differ in the recipe and the size alone."""
     word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
     status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
     assert "before the run began" in stderr  # nothing ran: srun is a stub
@@ -732,13 +727,13 @@ def test_a_profiles_environment_that_is_missing_or_not_used_is_named(bench: Benc
 
 def test_check_loads_the_profiles_modules(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PATH": "/usr/bin:/bin", "NOTES": str(bench.folder), "RECIPES_CLUSTER": "here", **MODULE}
-    assert checks.load_modules(slurm.MODULES, ("gcc/12", "x"), environ) == "gcc/12, x"
+    assert checks.load_modules(ROOT, ("gcc/12", "x"), environ) == "gcc/12, x"
     assert (bench.folder / "modules").read_text() == "load gcc/12\nload x\n"
     with pytest.raises(MachineError, match=r"^cluster=here: module load gcc/12 failed on "):
-        checks.load_modules(slurm.MODULES, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
+        checks.load_modules(ROOT, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
     del environ["BASH_FUNC_module%%"]
     expected = "not tried, this machine has no command module: gcc/12"
-    assert checks.load_modules(slurm.MODULES, ("gcc/12",), environ) == expected
+    assert checks.load_modules(ROOT, ("gcc/12",), environ) == expected
 
 
 def test_launch_can_be_read_by_an_older_python() -> None:
@@ -837,7 +832,7 @@ def test_a_ready_script_from_another_folder_says_where_to_go(bench: Bench) -> No
     elsewhere = bench.folder / "elsewhere"
     elsewhere.mkdir()
     ran = bench.run(bench.root / "sbatch" / "mnist_1x1.sh", cwd=str(elsewhere))
-    refused(bench, ran, str(elsewhere), "is not the repository", "sbatch sbatch/mnist_1x1.sh")
+    refused(bench, ran, str(elsewhere), "is not the repository", "run sbatch there")
 
 
 def test_a_ready_script_without_python_says_how_to_make_one(bench: Bench) -> None:
@@ -921,9 +916,25 @@ def test_a_modules_python_is_not_the_environments(bench: Bench) -> None:
 
 
 def test_ready_scripts_are_there() -> None:
-    assert [f"sbatch/{path.name}" for path in READY] == sorted(scripts.scripts())
+    assert len(READY) >= 7
     assert all(re.fullmatch(r"[a-z]+_\d+x\d+\.sh", path.name) for path in READY)
     assert {path.name.split("_")[0] for path in READY} <= set(recipe_conf.names())
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
+def test_ready_scripts_differ_in_the_recipe_and_the_size_alone(path: Path) -> None:
+    def commands(path: Path) -> str:
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+        return re.sub(rf"\b{path.name.split('_')[0]}(?=[_ ]|$)", "RECIPE", text, flags=re.MULTILINE).replace(
+            path.stem, "SIZE"
+        )
+
+    name = path.name.split("_")[0]
+    assert commands(path).replace(path.name.removeprefix(name), "") == commands(READY[0]).replace(
+        READY[0].name.removeprefix(READY[0].name.split("_")[0]), ""
+    )
+    made = slurm.script(describe(f"recipe={name}", "gpus_per_node=8")).splitlines()
+    assert path.read_text().splitlines()[-3:] == made[-3:]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
@@ -945,25 +956,6 @@ def test_a_ready_scripts_log_goes_to_a_folder_that_a_fresh_clone_has(path: Path)
         return  # the repository itself
     kept = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
     assert kept.stdout, f"{folder} is not in the repository: a job would fail without a word"
-
-
-def test_ready_scripts_are_what_would_be_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert scripts.main(["check"]) == 0, capsys.readouterr().err
-
-
-def test_a_ready_script_that_drifted_is_named_and_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "sbatch").mkdir()
-    assert scripts.main(["check"], tmp_path) == 1
-    assert scripts.main(["write"], tmp_path) == 0
-    assert scripts.main(["check"], tmp_path) == 0
-    path = tmp_path / "sbatch" / READY[0].name
-    assert path.read_text() == READY[0].read_text()
-    assert os.access(path, os.X_OK)
-    path.write_text(path.read_text().replace("--nodes=1", "--nodes=4"))
-    capsys.readouterr()
-    assert scripts.main(["check"], tmp_path) == 1
-    assert capsys.readouterr().err.startswith(f"sbatch/{path.name}: ")
-    assert scripts.main(["wrote"], tmp_path) == 2
 
 
 # --- submitting

@@ -113,9 +113,9 @@ def check(what):
 import launch
 assert launch.main(["recipe=mnist", "launcher=print", "nodes=2"]) == 0; check("launch.py")
 assert launch.main(["check", "recipe=doctor", "launcher=local", "device=cpu"]) == 0; check("launch.py check")
-from recipes.core.launch import batch; from recipes.core.run import entry; from recipes.core.launch import scripts; from recipes.core.launch import submit
+from recipes.core.launch import batch; from recipes.core.run import entry; from recipes.core.launch import submit
 assert batch.main(["begin", "mnist", "epochs=1"]) == 0; check("a batch script")
-assert scripts.main(["check"]) in (0, 1); import submitit; check("submitting")
+import submitit; check("submitting")
 from recipes import report
 assert report.main(["--help"]) == 0; check("report")
 import recipes.doctor; check("doctor explain")

@@ -110,8 +110,8 @@ def test_new_files_of_the_code_are_in_the_difference_up_to_a_size(
     (root / "recipes/weights.bin").write_bytes(os.urandom(8192))
     limited = source.difference(root)
     assert limited == b"# new file recipes/weights.bin, 8192 bytes: not kept here\n" + diff
-    found = list(source.python_files(root))
-    monkeypatch.setattr(source, "python_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
+    found = list(source.code_files(root))
+    monkeypatch.setattr(source, "code_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
     assert source.difference(root) == diff  # one that is removed meanwhile
 
 

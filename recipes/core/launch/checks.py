@@ -100,10 +100,11 @@ def start(
     raise known.get(code, RunError)(line.partition("; logs in ")[0])
 
 
-def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, str], patience_s: float = 120.0) -> str:
-    """Loads the profile's modules on this machine, by the shell ``function`` of the batch script. Gives their names, or why they were not
-    tried. Raises MachineError where one does not load."""
-    script = 'stop() { echo "$1" >&2; exit 3; }\n' + function
+def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str], patience_s: float = 120.0) -> str:
+    """Loads the profile's modules on this machine as the batch script does. Gives their names, or why they were not tried.
+
+    root: the repository. Raises MachineError where one does not load.
+    """
     known = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
 
     def bash(*words: str) -> subprocess.CompletedProcess[str]:
@@ -115,7 +116,7 @@ def load_modules(function: str, modules: Sequence[str], environ: Mapping[str, st
     try:
         if bash(known).returncode:
             return f"not tried, this machine has no command module: {', '.join(modules)}"
-        done = bash(f'{script}load "$@"', "bash", *modules)
+        done = bash('. "$0"; load "$@"', str(root / "sbatch/job.sh"), *modules)
     except subprocess.TimeoutExpired:
         raise MachineError(f"module load {' '.join(modules)}: not loaded within {patience_s:g} s") from None
     if done.returncode:

@@ -105,7 +105,7 @@ def check(settings: Settings, active: str) -> int:
     if settings.job.cluster and "environment" in profiles.cluster_profile(settings.job.cluster):
         python, _ = checks.part("python", lambda: environment(settings, active) or sys.prefix)
     if job and job.modules:
-        loaded, _ = checks.part("module", lambda: checks.load_modules(slurm.MODULES, job.modules, os.environ))
+        loaded, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
     if job and settings.job.snapshot:
         copied, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)

@@ -39,11 +39,10 @@ ASKS_FOR_GPUS = {
 class Job:
     """What is submitted: a recipe with its arguments, and what it asks of Slurm.
 
-    arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs; None in a ready script, which
-    is submitted from there. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
+    arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
     whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
     elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
-    it runs, None for the repository itself. environment: the folder of the Python environment, where none is active. image, runtime,
+    it runs, None for the repository itself.  image, runtime,
     mounts: of the container that the ranks run in; variables: what the env files set, which its inside is to have; bound: the folders
     that it is to have. gpu_type: of the GPUs, in Slurm's words. gpus_by: sbatch's option for GPUs that the site requires, "" for any. snapshot: whether a script makes a copy of the code when it starts.
     """
@@ -56,7 +55,7 @@ class Job:
     cpus_per_rank: int
     minutes: int
     name: str
-    root: Path | None
+    root: Path
     cluster: str = ""
     modules: tuple[str, ...] = ()
     directives: tuple[tuple[str, str], ...] = ()
@@ -68,7 +67,6 @@ class Job:
     image: str = ""
     runtime: str = "auto"
     mounts: str = ""
-    environment: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     bound: tuple[str, ...] = ()
     gpu_type: str = ""
@@ -163,7 +161,6 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
-        environment=profile.get("environment", ""),
         image=container.whole(job.container, base),
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
@@ -310,153 +307,36 @@ def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
     return container.step(job.container, code, job.bound, dict(job.variables), os.environ, gpus)
 
 
-def script(job: Job, *, path: str = "", header: Sequence[str] = ()) -> str:
-    """The sbatch script of ``job``. ``path``: a ready script's own, relative to the repository; ``header``: lines of comment."""
-    options = directives(job)
-    if job.root is not None:
-        options["chdir"] = str(job.root)
-    # In the folder that the job starts in, since that one is always there: a log's folder that is missing fails the job
-    # without a word (sbatch, 0:53).
+def script(job: Job, header: Sequence[str] = ()) -> str:
+    """The sbatch script of ``job``. header: lines of comment. sbatch/job.sh holds what all scripts share."""
+    options = {**directives(job), "chdir": str(job.root)}
+    # In the folder that the job starts in: a job whose log folder is missing fails without a message (sbatch, 0:53).
     options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
-    recipe = job.recipe
-    lines += ["", *_setup(job)]
-    if job.root is None:
-        lines += [
-            f"[ -f recipes/{recipe}.py ] ||",
-            f'    stop "{path}: $PWD is not the repository: cd to its top folder and type sbatch {path}"',
-        ]
-    lines += [f"environment={shlex.quote(job.environment)}"]
-    lines += _CODE.splitlines()
-    if job.root is None:
-        lines += (MODULES + _CLUSTER).splitlines()
+    lines += ["", *_setup(job, job.root)]
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
-    lines += [
-        *_element(job),
-        *_PYTHON.splitlines(),
-        # On a descriptor of its own: sites have Python print things.
-        f'lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin {recipe} "$@" 3>&1 >&2) || exit',
-        'step=() inside=("$python")',
-        'eval "$lines" # into a copy of the code, with whole paths',
-    ]
+    lines += [*_element(job), f'begin {job.recipe} "$@"']
     if job.resubmits is not None:
-        lines += [f'"$python" -m recipes.core.launch.batch examine {recipe} {job.resubmits} "$@" || exit']
+        lines += [f"examine {job.recipe} {job.resubmits}"]
     lines += [
         f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} "${{step[@]}}" \\',
-        f'    "${{inside[@]}}" -u -m recipes.{recipe} "$@"',
-        f'"$python" -m recipes.core.launch.batch finish {recipe} $? "$@"',
+        f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
+        f"finish {job.recipe} $?",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _setup(job: Job) -> list[str]:
-    """What the batch shell does before anything else, in every script."""
-    lines = [
-        "stop() {",
-        '    echo "$1" >&2',
-        '    exit "${2:-2}"',
-        "}",
-        *_SRUN.splitlines(),
-        'unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # left over where this was submitted inside another allocation',
-        "unset PYTHONSAFEPATH # python -m imports from the working directory, the code of this job, before anything else",
-    ]
-    lines += ["export PYTHONUTF8=1 # paths are UTF-8, whatever the locale is"]
-    lines += ["export RECIPES_BATCH=1 # the job's run directory is one, whatever steps come before the recipe's"]
-    if job.cluster:
-        lines += [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"]
-    if job.root is not None:  # also where there is none: the profile may have one
-        names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
-        lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
+def _setup(job: Job, code: Path) -> list[str]:
+    """The first lines of the batch shell: the job's variables, and sbatch/job.sh of ``code``."""
+    lines = [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"] if job.cluster else []
+    # Also where there is no container: the profile may name one.
+    names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
+    lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
     if not job.snapshot:
-        lines += ["export RECIPES_SNAPSHOT=false # this job runs the repository as it is"]
-    return lines + ([*MODULES.splitlines(), f"load {shlex.join(job.modules)}"] if job.modules else [])
-
-
-# bash runs a trap only when the command in the foreground has ended, so srun runs in the background. srun passes SIGUSR1 on to
-# the ranks. SIGTERM is not passed on: Slurm sends it to the ranks itself, and srun would end before they have saved.
-_SRUN = """\
-srun() { # a signal to this shell alone (--signal=B:USR1@60, scancel --batch) reaches the ranks, which save
-    command srun "$@" &
-    ranks=$!
-    while
-        signalled=''
-        wait "$ranks"
-        status=$?
-        [ -n "$signalled" ]
-    do :; done
-    ranks=''
-    return "$status"
-}
-ranks='' signalled=''
-trap signalled=1 TERM
-trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
-"""
-
-
-MODULES = """\
-load() {
-    type module >/dev/null 2>&1 || . /etc/profile # not there where the login shell is none of sh's kin
-    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
-    for module; do
-        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
-    done
-}
-"""
-
-
-# A job that is queued again, or submitted again without bad nodes, has its copy of the code (batch.begin makes it).
-_CODE = """\
-repository=$PWD code=${RECIPES_CODE:-}
-had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
-[ ! -d "$code" ] || cd "$code" || exit
-unset RECIPES_CODE
-export RECIPES_SOURCE=$PWD # where Python has to import the recipe from
-"""
-
-# The site's profile of a ready script: cluster=NAME behind its name, or the environment's.
-_CLUSTER = """\
-words=()
-for word in "$@"; do
-    case $word in
-        cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
-        *) words+=("$word") ;;
-    esac
-done
-set -- "${words[@]}"
-if [ -n "${RECIPES_CLUSTER:-}" ]; then
-    [ -z "${RECIPES_CLUSTER//[A-Za-z0-9_-]/}" ] || stop "cluster=: wants letters, digits, _ and - only"
-    profile=env/clusters/$RECIPES_CLUSTER.yaml
-    [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
-    while read -r module || [ -n "$module" ]; do # the last line may lack its end
-        load "$module"
-    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
-    environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
-fi
-"""
-
-_PYTHON = """\
-conda=${CONDA_PREFIX:-}
-[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in each of its users' shells: base comes last
-active=${VIRTUAL_ENV:-$conda}
-case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # activated later
-if [ -n "$active" ] && [ -n "${environment:-}" ] && [ ! "$active" -ef "$environment" ]; then
-    echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
-fi
-active=${active:-${environment:-}}
-[ -n "$active" ] || [ -x "$repository/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
-if [ -n "$active" ]; then
-    python=$active/bin/python
-    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
-    export PATH="${python%/*}:$PATH" # ahead of what modules have put there
-elif [ -x "$repository/.venv/bin/python" ]; then
-    python=$repository/.venv/bin/python
-else
-    stop "no Python environment: activate yours before sbatch, or make one here with: make install"
-fi
-"""
+        lines += ["export RECIPES_SNAPSHOT=false # this job runs the code in the repository"]
+    return [*lines, f". {shlex.quote(str(code / 'sbatch/job.sh'))} || exit"]
 
 
 def submitit_parameters(job: Job, python: str) -> dict[str, object]:
@@ -477,7 +357,9 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         del options[name]
     batch = [python, "-m", "recipes.core.launch.batch"]
     finish = shlex.join([*batch, "finish", job.recipe])
-    setup, words = _setup(job), shlex.join(job.arguments)
+    setup, words = _setup(job, job.code or job.root), shlex.join(job.arguments)
+    if job.modules:
+        setup += [f"load {shlex.join(job.modules)}"]
     if job.container:
         setup += container.exports(job.container, dict(job.variables))
     if job.code:

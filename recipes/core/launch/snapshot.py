@@ -94,10 +94,10 @@ def _read(root: Path) -> dict[str, bytes]:
     content: dict[str, bytes] = {}
     total, path = 0, root
     try:
-        for path in source.python_files(root):
+        for path in source.code_files(root):
             total += path.stat().st_size
             if total > MOST_BYTES:
-                largest = max(source.python_files(root), key=lambda file: file.stat().st_size)
+                largest = max(source.code_files(root), key=lambda file: file.stat().st_size)
                 raise MachineError(
                     f"{root}: has more than {MOST_BYTES >> 20} MB of code to copy for the job ({largest} is the largest): "
                     "move what is no code out of it, or give snapshot=false"

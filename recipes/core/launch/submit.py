@@ -270,7 +270,6 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
-    assert job.root is not None
     # Its job files are pickles, which a job runs as whatever they say.
     folder = files.private_folder(job.root, "submitit")
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
@@ -323,7 +322,6 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
 def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str], log: Path) -> Path:
     """Leaves what was submitted, and where its log is, in the run directory, which it gives."""
-    assert job.root is not None
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     where = rundir.for_examination(where) if job.recipe == "doctor" else where
     described = {

@@ -18,7 +18,10 @@ GIT_S = 20.0
 PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # of git diff, whatever the user has configured
 
 
-def python_files(root: Path) -> Iterator[Path]:
+def code_files(root: Path) -> Iterator[Path]:
+    """The files that a job runs: modules and packages of Python at the top, env/, and sbatch/job.sh."""
+    if (shell := root / "sbatch/job.sh").is_file():
+        yield shell
     for entry in sorted(root.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -97,7 +100,7 @@ def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
     """The code's files, by their paths under ``code``, that are in ``listed``; none where the folder cannot be read."""
     with contextlib.suppress(OSError):
         if listed - {b""}:
-            return [path for file in python_files(code) if os.fsencode(path := file.relative_to(code)) in listed]
+            return [path for file in code_files(code) if os.fsencode(path := file.relative_to(code)) in listed]
     return []
 
 

@@ -1,0 +1,113 @@
+# What every batch script does around its srun line. Sourced, not submitted:
+#     . sbatch/job.sh; begin RECIPE "$@"; srun … "${step[@]}" "${inside[@]}" -u -m recipes.RECIPE "${words[@]}"; finish RECIPE $?
+# shellcheck shell=bash
+
+stop() { # MESSAGE [STATUS]
+    echo "$1" >&2
+    exit "${2:-2}"
+}
+
+# bash runs a trap only after the command in the foreground, so srun runs in the background. A signal to this shell alone
+# (--signal=B:USR1@60, scancel --batch) is passed on: srun passes SIGUSR1 to the ranks, which save. SIGTERM is not passed on:
+# Slurm sends it to the ranks itself, and srun would end before they have saved.
+srun() {
+    command srun "$@" &
+    ranks=$!
+    while
+        signalled=''
+        wait "$ranks"
+        status=$?
+        [ -n "$signalled" ]
+    do :; done
+    ranks=''
+    return "$status"
+}
+ranks='' signalled=''
+trap signalled=1 TERM
+trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
+
+unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set where this was submitted inside another allocation
+unset PYTHONSAFEPATH                            # python -m imports from the working directory: the code of this job
+export PYTHONUTF8=1                             # paths are UTF-8 in every locale
+export RECIPES_BATCH=1                          # all steps of the job share one run directory
+
+load() { # MODULE...
+    type module >/dev/null 2>&1 || . /etc/profile # csh and others as login shell do not read it
+    type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
+    for module; do
+        module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
+    done
+}
+
+# begin RECIPE WORD...: the environment, the copy of the code, and the checked keys. Sets words, step, inside and python.
+begin() {
+    local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
+    shift
+    [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
+    # A job that is requeued, or resubmitted without bad nodes, has its copy of the code already.
+    had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
+    [ ! -d "$code" ] || cd "$code" || exit
+    unset RECIPES_CODE
+    export RECIPES_SOURCE=$PWD # where Python has to import the recipe from
+    words=()
+    for word; do
+        case $word in
+            cluster=*) export RECIPES_CLUSTER="${word#cluster=}" ;;
+            *) words+=("$word") ;;
+        esac
+    done
+    site
+    find_python "$repository"
+    local lines # on a descriptor of its own: sites have Python print things
+    lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin "$recipe" "${words[@]}" 3>&1 >&2) || exit
+    # shellcheck disable=SC2034 # the scripts use them
+    step=() inside=("$python")
+    eval "$lines" # cd to the copy of the code; words with absolute paths
+    words=("$@")
+}
+
+# examine RECIPE RESUBMITS: the doctor, ahead of the ranks. Ends the job where a node is bad.
+examine() {
+    "$python" -m recipes.core.launch.batch examine "$1" "$2" "${words[@]}" || exit
+}
+
+# finish RECIPE STATUS: requeues a job that was stopped, and gives the exit status of the run.
+finish() {
+    "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
+}
+
+# site: the modules and the Python environment of the site's profile.
+site() {
+    environment=''
+    [ -n "${RECIPES_CLUSTER:-}" ] || return 0
+    [ -z "${RECIPES_CLUSTER//[A-Za-z0-9_-]/}" ] || stop "cluster=: must be letters, digits, _ and - only"
+    local profile=env/clusters/$RECIPES_CLUSTER.yaml module
+    [ -f "$profile" ] || stop "cluster=$RECIPES_CLUSTER: there is no $profile"
+    while read -r module || [ -n "$module" ]; do # the last line may have no newline
+        load "$module"
+    done < <(sed -n '/^modules:/,/^[a-z_]*:/{s/ *#.*//;s/^ *- *//p}' "$profile")
+    environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
+}
+
+# find_python REPOSITORY: sets python. The active environment, else the profile's, else .venv, else conda's base.
+find_python() {
+    local conda=${CONDA_PREFIX:-} active
+    [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users: base comes last
+    active=${VIRTUAL_ENV:-$conda}
+    case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one activated later
+    if [ -n "$active" ] && [ -n "$environment" ] && [ ! "$active" -ef "$environment" ]; then
+        echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
+    fi
+    active=${active:-$environment}
+    [ -n "$active" ] || [ -x "$1/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
+    if [ -n "$active" ]; then
+        python=$active/bin/python
+        [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+        export PATH="${python%/*}:$PATH" # before what modules put there
+    elif [ -x "$1/.venv/bin/python" ]; then
+        python=$1/.venv/bin/python
+    else
+        stop "no Python environment: activate yours before sbatch, or make one here with: make install"
+    fi
+}
