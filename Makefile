@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 VERSIONS ?= tested-versions.txt
 
-.PHONY: help install demo test mutants alltests faults check bench portability clean
+.PHONY: help install demo test mutants alltests faults check docs bench portability clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,10 +35,14 @@ alltests: install ## all tests, the long ones too: an hour on two cores
 faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
 	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-check: install ## ruff and mypy
+check: install ## ruff and mypy, and that the tables in docs/ are up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.tables check
+
+docs: install ## make the tables in docs/ anew, from the code
+	$(BIN)/python -m tests.tables write
 
 bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))

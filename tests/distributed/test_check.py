@@ -84,7 +84,7 @@ def test_all_is_right_and_nothing_is_left_anywhere(trained: Path, tmp_path: Path
     said = parts(ended)
     assert list(said) == ["keys", "recipe", "disk", "here"]
     assert said["keys"] == "right: mnist, 2 ranks"
-    assert re.fullmatch(r"right: 1,43\d training samples, [\d,]+ parameters, goes on from step 3", said["recipe"])
+    assert re.fullmatch(r"right: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
     assert re.fullmatch(rf"right: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
     assert (everything(repo), everything(trained)) == before
     assert list(temporary.iterdir()) == []
@@ -107,7 +107,7 @@ def test_what_a_job_around_it_has_set_does_not_count(tmp_path: Path) -> None:
     ended = check(*words, "launcher=print", "run_dir=run", cwd=tmp_path, PATH=no_slurm(tmp_path), **place, **away)
     assert ended.status == 0, ended.out
     said = parts(ended)
-    assert said["recipe"] == "right: 200 training samples, 11,177,538 parameters, begins anew"
+    assert said["recipe"] == "right: 200 training samples, 11,177,538 parameters, starts from the beginning"
     assert said["disk"].endswith(f"free in {tmp_path}")
     assert said["slurm"] == "right: not asked, there is none on this machine"
     assert not (tmp_path / "run").exists()
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_other_keys(trained: Path) -> None:
 def test_checkpoints_are_chosen_as_the_run_would(copied: Path, tmp_path: Path) -> None:
     newest = copied / "checkpoints/step-00000003.pt"
     older = f"resume={copied}/checkpoints/step-00000002.pt"
-    assert parts(check(*DIGITS, f"run_dir={tmp_path}/run", older))["recipe"].endswith("goes on from step 2")
+    assert parts(check(*DIGITS, f"run_dir={tmp_path}/run", older))["recipe"].endswith("continues from step 2")
     ended = check(*DIGITS, f"run_dir={copied}", "resume=never")
     assert (ended.status, parts(ended)["recipe"].partition(":")[0]) == (2, "wrong")
     assert f"resume=never: {copied} has a checkpoint ({newest.name})" in parts(ended)["recipe"]

@@ -97,7 +97,7 @@ class Trap:
         return path.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if path.exists() else None
 
     def fired(self) -> bool:
-        """Whether an attempt has succeeded; the next begins anew."""
+        """Whether an attempt has succeeded; the next starts from the beginning."""
         found = [p for p in self.folder.rglob("canary*") if p.name.startswith("canary")]
         for path in found:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,8 +1,8 @@
-"""The commands of README.md, env/README.md and the recipes' headers, and how test_readme.py runs each of them.
+"""The commands of the documentation and of the recipes' headers, and how test_readme.py runs each of them.
 
-A command is a line of a block marked ```sh, or behind ``$ `` in one marked ```console, where what it says stands below it (… is
-anything); other blocks are shown and not run. In a header it is an indented line that begins with a program. A new one wants a
-line in TABLE.
+A command is a line of a block marked ```sh, or a line after ``$ `` in a block marked ```console, where its output follows (… stands
+for any text). Other blocks are only shown; a block marked ```python that begins with ``# PATH`` is a file that the commands use. In
+a header a command is an indented line that begins with a program. Each command needs an entry in TABLE.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 from tests.helpers import ROOT
 
-FENCED = ("README.md", "env/README.md")
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "env/README.md")
 SHOWN_ONLY = ("text", "yaml", "python")
 PROGRAMS = ("python", "python3", "torchrun", "srun", "sbatch", "salloc", "accelerate", "mpirun", "make", "sudo")
 
-# --- the commands that are there -------------------------------------------------------------------------------------
+# --- the commands ----------------------------------------------------------------------------------------------------
 
 _CODE = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<=\S)#|[^'"#])*""")  # up to a comment
 
 
 def uncommented(text: str) -> list[str]:
-    """The commands of a piece of shell, a line each: without comments, and continued lines joined."""
+    """The commands of a piece of shell, one line each: without comments, continued lines joined."""
     found = []
     for line in re.sub(r" *\\\n *", " ", text).splitlines():
         code = _CODE.match(line)
@@ -36,7 +36,7 @@ def uncommented(text: str) -> list[str]:
 
 
 def fenced(text: str) -> dict[str, str]:
-    """The commands of a Markdown file, and what each is shown to say. Raises AssertionError for a block that is not marked."""
+    """The commands of a Markdown file, and the output that is shown for each. Raises AssertionError for a block without a mark."""
     found: dict[str, str] = {}
     blocks = re.findall(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
     assert text.count("```") == 2 * len(blocks), "a block does not begin and end at the beginning of a line"
@@ -61,11 +61,16 @@ def of_header(source: str) -> dict[str, str]:
     return {line: "" for line in uncommented(indented) if line.split()[0] in PROGRAMS}
 
 
+def files(text: str) -> dict[str, str]:
+    """The files that a Markdown file shows, by their paths in the repository."""
+    return dict(re.findall(r"^```python\n(?=# (\S+)\n)((?:(?!```).*\n)*)```$", text, re.MULTILINE))
+
+
 def commands() -> dict[str, str]:
-    """All commands, and what each is shown to say."""
+    """All commands, and the output that is shown for each."""
     found: dict[str, str] = {}
-    for name in FENCED:
-        found = fenced((ROOT / name).read_text()) | found
+    for page in PAGES:
+        found = fenced(page.read_text()) | found
     for path in sorted((ROOT / "recipes").glob("*.py")):
         found = of_header(path.read_text()) | found
     return found
@@ -76,12 +81,12 @@ def commands() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class How:
-    """What is typed for a command in a test, and what comes of it.
+    """What is typed for a command in a test, and what is expected of it.
 
-    add: words at its end. swap: pieces of it, each of which is there once, and what stands in their place. Of the shell's variables
-    $DATA has MNIST, CIFAR-10 and ImageNet, tiny; $PACKED is such a packed copy; $NEW is an empty folder. within: the line is typed in
-    this ``salloc …``, or is a script for this ``sbatch …``. runs: runs that it does, each to its end. says: a pattern in what it says.
-    only: why it is but checked, with what is swapped, instead of run.
+    add: words at its end. swap: pieces of it, each of which occurs once, and their replacements. Of the shell's variables $DATA has
+    MNIST, CIFAR-10 and ImageNet, tiny; $PACKED is a packed copy; $NEW is an empty folder. within: the line is typed in this
+    ``salloc …``, or is a script for this ``sbatch …``. runs: the number of runs that it makes, each to its end. says: a pattern in its
+    output. only: why another command is typed in its place, with ``swap``.
     """
 
     where: str
@@ -106,16 +111,27 @@ STAGED = {"sbatch sbatch": "TMPDIR=$NEW sbatch --ntasks-per-node=1 sbatch", "/sc
 DATA, NEW = {"=/data": "=$DATA"}, {"data_dir=/data": "data_dir=$NEW"}
 PACK = {"/data/imagenet": "$DATA", "/scratch": "$NEW"}
 BENCH = {"--ntasks-per-node=8": "--ntasks-per-node=1", "1M..1G": "1K..4K"}
-# In place of Apptainer, pyxis and Docker: they note that they were called, and start what stands behind the image.
+# In place of Apptainer, pyxis and Docker: each notes that it was called, and starts the command after the image.
 STAND_INS = "PATH=$IMAGES:$PATH"
+SHOWN = {"make": "make -n"}
 NEXT = "^next: python -m recipes"
 
 TABLE: dict[str, How] = {
-    # README.md, the first lines
+    # CONTRIBUTING.md
+    "make install": tool(),
+    "make check": tool(swap=SHOWN, says="python -m tests.tables check", only="it takes a minute, and continuous integration runs it"),
+    "make test": tool(swap=SHOWN, says="pytest -n 2 .*-m .not long", only="it runs all tests, for minutes"),
+    "make alltests": tool(swap=SHOWN, says="pytest -n 2 --dist loadfile", only="it runs all tests, for an hour"),
+    "make faults": tool(swap=SHOWN, says="pytest tests/faults -n 2", only="it runs other tests, for minutes"),
+    "make mutants ONLY=config": tool(swap=SHOWN, says="tests.mutations workers=2 only=config", only="it runs other tests, for minutes"),
+    "make bench ONLY=checkpoint": tool(swap=SHOWN, says="tests.benchmarks +only=checkpoint", only="a target can be missed on a busy machine"),
+    "make portability": tool(swap=SHOWN, says="tests/portability.py workers=2", only="it installs three systems"),
+    "make docs": tool(),
+    # README.md
     "make demo": here(says=r"^test accuracy 9\d\.\d\d% on 359 digits; run directory runs/demo$"),
-    "make test": tool(swap={"make": "make -n"}, says="pytest -n 2 .*-m .not long", only="it is all tests, minutes of them"),
-    "make faults": tool(swap={"make": "make -n"}, says="pytest tests/faults -n 2", only="it is other tests, minutes of them"),
-    # Submit
+    "sbatch sbatch/mnist_2x8.sh data_dir=/data run_dir=runs/first": slurm(FEW, {**ONE_EACH, **DATA}),
+    "python launch.py recipe=mnist epoch=3": tool(status=2),
+    # docs/submitting.md
     "sbatch sbatch/mnist_2x8.sh data_dir=/data": slurm(FEW, {**ONE_EACH, **DATA}),
     "sbatch -p gpu -A acct sbatch/mnist_2x8.sh epochs=2":
         slurm("device=cpu", {"sbatch -p": "sbatch --ntasks-per-node=1 -p"}),
@@ -124,8 +140,8 @@ TABLE: dict[str, How] = {
     "sbatch --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu":
         slurm("max_steps=2", {"sbatch --gpus": "sbatch --ntasks-per-node=1 --gpus"}),
     "python launch.py recipe=mnist nodes=2": slurm(FEW),
-    "python launch.py recipe=mnist nodes=2 gpus_per_node=8 partition=gpu account=acct time=2:00:00":
-        slurm(FEW, {"gpus_per_node=8": "gpus_per_node=1"}),
+    "python launch.py recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data partition=gpu account=acct time=2:00:00":
+        slurm(FEW, {"gpus_per_node=8": "gpus_per_node=1", **DATA}),
     "python launch.py recipe=mnist nodes=2 gpus_per_node=2 device=cpu wait=true":
         slurm("max_steps=2", {"gpus_per_node=2": "gpus_per_node=1"}, says=r"^job \d+: completed; run directory "),
     "python launch.py recipe=mnist gpus=10": slurm(FEW, {"gpus=10": "gpus=2"}),
@@ -143,13 +159,14 @@ TABLE: dict[str, How] = {
     "python -m recipes.toy spawn=2 device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
     "python launch.py check recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data":
         slurm("device=cpu", DATA, runs=0, says="^nothing was submitted$"),
-    # What you may know already
+    # docs/coming-from.md
     "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
     "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist run_dir=runs/mine":
         here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
     "python -m torch.distributed.launch --nproc-per-node=8 -m recipes.mnist": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
     "accelerate launch --multi_gpu --num_processes=8 -m recipes.mnist": here(FEW, {"=8": "=2"}, says="^mnist: 2 ranks"),
     "mpirun -np 8 python -m recipes.mnist": here(FEW, {"-np 8": "-np 2"}, says="^mnist: 2 ranks"),
+    # docs/containers.md
     "python launch.py recipe=mnist nodes=2 container=/images/recipes.sif data_dir=/data":
         slurm(FEW, {"python launch": f"{STAND_INS} python launch", "/images/recipes.sif": "$IMAGES/recipes.sif", **DATA}),
     "python launch.py recipe=mnist nodes=2 container=/images/recipes.sqsh data_dir=/data":
@@ -161,9 +178,8 @@ TABLE: dict[str, How] = {
     'docker run --rm --gpus=all --ipc=host --network=host --ulimit=memlock=-1 -v "$PWD:$PWD" -w "$PWD" -v /data:/data recipes '
     "python3 launch.py recipe=mnist launcher=local gpus=8,8 node_rank=0 master=hostA:29400 data_dir=/data":
         by_hand(FEW, {"docker run": f"{STAND_INS} docker run", "gpus=8,8": "gpus=1,1", "hostA": "node1", **DATA}),
-    "make install": tool(),
     "python launch.py check recipe=imagenet nodes=2 data_dir=/data": slurm(PHOTOS, DATA, runs=0, says="^nothing was submitted$"),
-    # In an allocation
+    # docs/coming-from.md, in an allocation
     "srun --ntasks-per-node=1 sh -c 'torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d "
     "--rdzv-endpoint=node1:29400 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.mnist'":
         slurm(swap={"--nproc-per-node=8": "--nproc-per-node=1", "recipes.mnist": f"recipes.mnist {FEW}"},
@@ -174,9 +190,7 @@ TABLE: dict[str, How] = {
               within="salloc -N2", says="^mnist: 2 ranks on 2 nodes"),
     "MASTER_ADDR=$(hostname) mpirun -x MASTER_ADDR -np 16 python -m recipes.mnist":
         slurm(FEW, {"-np 16": "-np 2"}, within="sbatch -N2 --ntasks-per-node=1"),
-    # Recipes
-    "python launch.py recipe=mnist epoch=3": tool(status=2),
-    # Data
+    # docs/data.md
     "python -m recipes.prepare mnist data_dir=/data": tool("source=$DATA", NEW, says=NEXT),
     "python -m recipes.prepare mnist data_dir=/data source=/media/usb/mnist":
         tool(swap={**NEW, "/media/usb/mnist": "$DATA/MNIST/raw"}, says=NEXT),
@@ -187,10 +201,11 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-raw encoding=raw":
         tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
-    # Your site
+    # docs/your-site.md
+    "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(says="^#SBATCH --partition=gpu$"),
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print > mnist_2.sh && sbatch mnist_2.sh epochs=5":
         slurm(FEW, {"cluster=example ": ""}),  # whose modules no node has
-    # Is the allocation healthy?
+    # docs/doctor.md
     "srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor":
         slurm("device=cpu", within="salloc -N2 --gpus-per-node=8", runs=0, says="^healthy: 2 nodes"),
     "python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data":
@@ -203,7 +218,10 @@ TABLE: dict[str, How] = {
     "sizes=1M..1G": slurm("device=cpu", BENCH),
     "srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true":
         slurm("device=cpu", {"-N4": "-N2"}),
-    # Try it on a Slurm of your own
+    # docs/keys.md, docs/new-recipe.md
+    "python -m recipes.mnist --help": tool(says="^  label_smoothing=0.1 "),
+    "python launch.py recipe=rings launcher=local ranks_per_node=2 device=cpu": here(says="^rings: 2 ranks on 1 node, cpu, gloo$"),
+    # A Slurm of one's own, in docs/your-site.md
     'eval "$(sudo python3 tests/slurm/cluster.py up --nodes 2 --gpus 8)"': own_slurm("; echo $SLURM_CONF", {"sudo ": ""}, runs=0),
     "sbatch --ntasks-per-node=2 --gpus-per-node=0 sbatch/mnist_2x8.sh device=cpu dataset=digits":
         own_slurm("max_steps=2", {"--ntasks-per-node=2": "--ntasks-per-node=1"}),
@@ -211,7 +229,7 @@ TABLE: dict[str, How] = {
     # env/README.md
     "python -c 'from recipes.core.config import envfile; print(envfile.read(\"env/clusters/<site>.env\"))'":
         tool(swap={"<site>": "ours"}, says="{'NCCL_IB_DISABLE': '1'}"),
-    # The headers, where they have others
+    # The recipes' headers, where they have others
     "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),
     "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(CIFAR, {**ONE_EACH, **DATA}),
     "python -m recipes.doctor": tool(says="^healthy: 1 node"),
@@ -235,9 +253,9 @@ TABLE: dict[str, How] = {
 
 
 def typed(line: str) -> str:
-    """What is typed for a command. Raises AssertionError where a piece to be swapped is not in it once."""
+    """What is typed for a command. Raises AssertionError if a piece to be swapped does not occur in it exactly once."""
     how = TABLE[line]
     for piece, other in how.swap.items():
-        assert line.count(piece) == 1, f"{piece!r} is to be swapped, and is there {line.count(piece)} times: {line}"
+        assert line.count(piece) == 1, f"{piece!r} is to be swapped, and occurs {line.count(piece)} times: {line}"
         line = line.replace(piece, other)
     return f"{line} {how.add}".rstrip()

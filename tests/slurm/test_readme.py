@@ -1,6 +1,6 @@
-"""Every command line of README.md, env/README.md and the recipes' headers does what is said there, typed into a bash.
+"""Every command of the documentation and of the recipes' headers works, typed into a bash.
 
-Which ones there are, and what is typed differently in the tests: readme.py beside this.
+readme.py beside this file finds the commands, and has what is typed differently in the tests.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ waits = pytest.mark.timeout(900)  # each for those that were started before it, 
 
 def test_every_command_is_in_the_table(record_property: Callable[[str, object], None]) -> None:
     found = readme.commands()
-    assert len(found) > 55
-    assert [line for line in found if line not in TABLE] == [], "each wants an entry in TABLE"
-    assert [line for line in TABLE if line not in found] == [], "these are in TABLE and nowhere else"
+    assert len(found) > 70
+    assert len(readme.PAGES) > 12
+    assert [line for line in found if line not in TABLE] == [], "each needs an entry in TABLE"
+    assert [line for line in TABLE if line not in found] == [], "these are in TABLE and on no page"
     for line in TABLE:
         shlex.split(readme.typed(line))
     only = [line for line, how in TABLE.items() if how.only]
     stood_in = [line for line in TABLE if readme.STAND_INS in readme.typed(line)]
-    record_property("command lines of README and headers", f"{len(found)}, of which only checked: {', '.join(only)}")
+    record_property(
+        "command lines of the documentation and headers", f"{len(found)}, of which only checked: {', '.join(only)}"
+    )
     record_property("of which run with a stand-in for Apptainer, pyxis or Docker", len(stood_in))
 
 
@@ -49,6 +52,8 @@ def test_commands_are_found_as_a_shell_reads_them() -> None:
     block = "```sh\n# none\nsrun sh -c 'a \\\n    #b' # don't\n\npython x#y  #z\n```\n"
     text = f"# Title\n{block}```text\nsrun: no\n```\n```console\n$ make a\nb\nc\n$ d\n```\n"
     assert readme.fenced(text) == {"srun sh -c 'a #b'": "", "python x#y": "", "make a": "b\nc\n", "d": ""}
+    shown = "```python\n# a/b.py\nx = 1\n```\n```python\nx\n```\n"
+    assert readme.files(shown) == {"a/b.py": "# a/b.py\nx = 1\n"}
     assert readme.of_header('"""A.\n\n    python a  # b\n    words\n\npython c\n"""') == {"python a": ""}
     for wrong in (
         "```\na\n```\n",
@@ -113,8 +118,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("readme")
     clone = jobs.copy_repository(folder / "clone")
     (clone / "tests/slurm").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "tested-versions.txt", "tests/slurm/cluster.py"):
+    for name in ("Makefile", "pyproject.toml", "tested-versions.txt", "tests/slurm/cluster.py", "tests/tables.py"):
         shutil.copy(ROOT / name, clone / name)
+    shutil.copytree(ROOT / "docs", clone / "docs")
+    for name, text in readme.files((ROOT / "docs/new-recipe.md").read_text()).items():
+        (clone / name).write_text(text)
     for name in ("my.env", "env/clusters/ours.env"):
         shutil.copy(ROOT / "env/ethernet.env", clone / name)
     (clone / ".venv").mkdir()

@@ -1,19 +1,19 @@
-"""TODO dryrun."""
+"""A dry run: `launch.py check` starts a recipe up to its first step, and the recipe writes down what it found."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VARIABLE = "RECIPES_CHECK"  # holds `Asked`, in the process that is started here
+VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run: `Asked`, as JSON
 
 
 class Over(Exception):
-    """The start of a run has come to where its training would begin."""
+    """Ends a dry run where the training would begin."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the started process is told. file: where it leaves `Found`. ranks, gpus: how many the job has, and whether on GPUs."""
+    """What a dry run is told. file: where to write `Found`. ranks: of the job. gpus: whether the job has GPUs."""
 
     file: str
     ranks: int
@@ -22,7 +22,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a start has shown; None for what a run does not have. checkpoint_bytes: of a file, when the optimiser has its state."""
+    """What a dry run found; None for what the run does not have. checkpoint_bytes: the size of one file, with the optimiser's state."""
 
     parameters: int | None = None
     samples: int | None = None
@@ -38,10 +38,10 @@ class Found:
         if self.evaluates:
             begin = "evaluates its weights" if step is None else f"evaluates step {step}"
         else:
-            begin = "begins anew" if step is None else f"goes on from step {step}"
+            begin = "starts from the beginning" if step is None else f"continues from step {step}"
         return f"{samples}{self.parameters:,} parameters, {begin}"
 
 
 def asked(environ: Mapping[str, str]) -> Asked | None:
-    """What this process is to leave instead of training, where `start` has started it."""
+    """What this process is told, if it is a dry run; None if it is not."""
     return Asked(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None

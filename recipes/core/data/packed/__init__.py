@@ -1,0 +1,1 @@
+"""Packed copies of image folders: writing, reading, and copying them to a node's local disk."""
