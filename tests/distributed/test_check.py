@@ -83,9 +83,9 @@ def test_all_is_right_and_nothing_is_left_anywhere(trained: Path, tmp_path: Path
     assert ended.status == 0, ended.out
     said = parts(ended)
     assert list(said) == ["keys", "recipe", "disk", "here"]
-    assert said["keys"] == "right: mnist, 2 ranks"
-    assert re.fullmatch(r"right: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
-    assert re.fullmatch(rf"right: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
+    assert said["keys"] == "ok: mnist, 2 ranks"
+    assert re.fullmatch(r"ok: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
+    assert re.fullmatch(rf"ok: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
     assert (everything(repo), everything(trained)) == before
     assert list(temporary.iterdir()) == []
 
@@ -107,9 +107,9 @@ def test_what_a_job_around_it_has_set_does_not_count(tmp_path: Path) -> None:
     ended = check(*words, "launcher=print", "run_dir=run", cwd=tmp_path, PATH=no_slurm(tmp_path), **place, **away)
     assert ended.status == 0, ended.out
     said = parts(ended)
-    assert said["recipe"] == "right: 200 training samples, 11,177,538 parameters, starts from the beginning"
+    assert said["recipe"] == "ok: 200 training samples, 11,177,538 parameters, starts from the beginning"
     assert said["disk"].endswith(f"free in {tmp_path}")
-    assert said["slurm"] == "right: not asked, there is none on this machine"
+    assert said["slurm"] == "ok: not asked, there is none on this machine"
     assert not (tmp_path / "run").exists()
 
 
@@ -117,7 +117,7 @@ def test_what_a_job_around_it_has_set_does_not_count(tmp_path: Path) -> None:
 def test_a_recipe_without_checkpoints(recipe: str, tmp_path: Path) -> None:
     said = parts(ended := check(f"recipe={recipe}", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
     assert ended.status == 0, ended.out
-    assert said["recipe"] == "right: nothing to train, and no checkpoints"
+    assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}, for no checkpoints")
     assert list(tmp_path.iterdir()) == []
 
@@ -187,11 +187,11 @@ def test_data_that_is_missing_or_damaged(damaged: bool, tmp_path: Path) -> None:
     ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
     assert ended.status == 2, ended.out
     said = parts(ended)
-    assert said["recipe"].startswith("wrong: mnist: ")
+    assert said["recipe"].startswith("failed: mnist: ")
     assert str(data) in said["recipe"]
     assert "python -m recipes.prepare mnist" in said["recipe"]
     assert said["disk"].endswith("; what a checkpoint takes is not known")
-    assert said["here"] == "right: all ranks on this machine"
+    assert said["here"] == "ok: all ranks on this machine"
     assert everything(data) == before
     assert not (tmp_path / "run").exists()
 
@@ -201,7 +201,7 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
     words = ("recipe=imagenet", "arch=resnet18", "dataset=fake", "pretrained=true", f"run_dir={tmp_path}/run")
     ended = check(*words, *HERE, TORCH_HOME=str(tmp_path))
     assert ended.status == 3, ended.out
-    assert parts(ended)["recipe"].startswith(f"wrong: imagenet: pretrained=true: {tmp_path}/hub/checkpoints/resnet18-")
+    assert parts(ended)["recipe"].startswith(f"failed: imagenet: pretrained=true: {tmp_path}/hub/checkpoints/resnet18-")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,7 +262,7 @@ def test_a_recipe_of_ones_own_that_fails_or_never_begins(tmp_path: Path) -> None
         (repo / "recipes/mine.py").write_text(text.replace(old, new))
         ended = check("recipe=mine", *HERE, repo=repo)
         assert ended.status == 1, ended.out
-        assert parts(ended)["recipe"].startswith("wrong: mine: ")
+        assert parts(ended)["recipe"].startswith("failed: mine: ")
         assert parts(ended)["recipe"].endswith(wanted)
 
 
@@ -300,10 +300,10 @@ def test_a_disk_without_room(disk: Path) -> None:
     ended = check(*DIGITS, f"run_dir={run_dir}")
     assert ended.status == 3, ended.out
     assert re.fullmatch(
-        rf"wrong: run_dir={run_dir}: 5 checkpoints of 2\.9 MB take 14\.\d MB, 8\.4 MB free in {disk}: make room there, .*",
+        rf"failed: run_dir={run_dir}: 5 checkpoints of 2\.9 MB take 14\.\d MB, 8\.4 MB free in {disk}: make room there, .*",
         parts(ended)["disk"],
     )
-    assert parts(ended)["here"].startswith("right: ")
+    assert parts(ended)["here"].startswith("ok: ")
     assert list(disk.iterdir()) == []
 
 
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
     ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before)
     assert ended.status == 3, ended.out
-    assert parts(ended)["disk"] == f"wrong: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    assert parts(ended)["disk"] == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match=f"{tmp_path}/file is no folder: give another run_dir"):
         checks.room(tmp_path / "file/run", 3, None)

@@ -31,7 +31,7 @@ from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import cli, slurm
+from recipes.core.launch import cli, jobs, scripts
 from recipes.core.run import command_line
 from tests import helpers
 
@@ -276,8 +276,8 @@ def culprits(words: Sequence[str], recipe: str) -> list[str]:
 def settle(words: Sequence[str], recipe: str = "") -> parser.Settings:
     """What launch.py and a batch script do with words before anything is started."""
     settings = command_line.parse(words, recipe=recipe, environ={})
-    job = slurm.describe(settings, Path("/r"), Path("/b"))
-    slurm.submitit_parameters(job, "/python")
+    job = jobs.describe(settings, Path("/r"), Path("/b"))
+    scripts.submitit_parameters(job, "/python")
     for keys in (settings.job, settings.run, settings.config):
         for name, value in vars(keys).items():
             assert not isinstance(value, int) or -(2**63) <= value < 2**63, name  # what a checkpoint can hold
@@ -302,10 +302,10 @@ def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
     def show(typed: Sequence[str]) -> None:
         settings = settle(typed)
         lay_out(settings)
-        job = slurm.describe(settings, Path("/r"), Path("/b"))
-        lines = slurm.script(job).split("\n")
+        job = jobs.describe(settings, Path("/r"), Path("/b"))
+        lines = scripts.sbatch_script(job).split("\n")
         directives = [line for line in lines if line.startswith("#SBATCH ")]
-        assert len(directives) == len(slurm.directives(job)) + 2
+        assert len(directives) == len(scripts.directives(job)) + 2
         assert lines.index(directives[-1]) == len(directives)  # nothing between them that a shell would run
         assert all(line.isprintable() for line in directives)
         line = next((line for line in lines if line.startswith("set -- ")), 'set -- "$@"')

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.core.errors import ConfigError
-from recipes.core.launch import batch, container, slurm
+from recipes.core.launch import batch, container, jobs, scripts
 from recipes.core.run import command_line
 from tests import helpers
 from tests.helpers import ROOT
@@ -58,11 +58,11 @@ def test_a_submitted_job_and_a_script_start_their_ranks_inside(tmp_path: Path, m
     (tmp_path / "x.sqsh").touch()
     for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
         words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]
-        job = slurm.describe(command_line.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
-        found: dict[str, Any] = slurm.submitit_parameters(job, "python")
+        job = jobs.describe(command_line.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
+        found: dict[str, Any] = scripts.submitit_parameters(job, "python")
         assert "export NCCL_IB_DISABLE=1" in "\n".join(found["setup"])
         assert (option in found["srun_args"]) is bool(option)
-        inside = slurm.enter(job, "python")[1]
+        inside = scripts.enter(job, "python")[1]
         assert inside[-1] == "python3"
         assert bool(option) or {"docker://x", "/m", "apptainer"} <= set(inside)
         with open(tmp_path / "lines", "w") as lines:
@@ -106,7 +106,7 @@ def test_each_run_of_a_sweep_has_its_folders(tmp_path: Path) -> None:
         f"run_dir={tmp_path}/out/s",
         f"sweep.resume={tmp_path}/a,{tmp_path}/b",
     ]
-    bound = slurm.describe(command_line.parse(words, environ={}), ROOT, ROOT).bound
+    bound = jobs.describe(command_line.parse(words, environ={}), ROOT, ROOT).bound
     assert {f"{tmp_path}/{name}" for name in ("a", "b", "out")} <= set(bound)
 
 

@@ -22,8 +22,8 @@ from recipes.core import errors, files
 from recipes.core.config import profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.errors import ConfigError, MachineError
-from recipes.core.launch import batch, checks, cli, local, slurm, snapshot, submit
-from recipes.core.launch.slurm import Job
+from recipes.core.launch import allocation, batch, checks, cli, jobs, local, scripts, snapshot, submit
+from recipes.core.launch.jobs import Job
 from recipes.core.run import command_line, dryrun, rundir, scontrol, source
 from recipes.core.run.dryrun import Asked
 from tests import helpers
@@ -61,7 +61,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 
 
 def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
-    return slurm.describe(command_line.parse(["recipe=mnist", *words], environ={}), root, base)
+    return jobs.describe(command_line.parse(["recipe=mnist", *words], environ={}), root, base)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -78,7 +78,7 @@ def directives(text: str) -> dict[str, str]:
 
 
 def submitit_text(job: Job) -> str:
-    parameters: dict[str, Any] = slurm.submitit_parameters(job, "/py thon")
+    parameters: dict[str, Any] = scripts.submitit_parameters(job, "/py thon")
     return str(_make_sbatch_string(command="x", folder="/f", map_count=len(job.elements) or None, **parameters))
 
 
@@ -89,7 +89,7 @@ def submitit_text(job: Job) -> str:
 @pytest.mark.parametrize("root", [ROOT, HOSTILE_ROOT], ids=["plain", "hostile"])
 def test_submitit_asks_for_the_same_as_the_script(words: tuple[str, ...], root: Path) -> None:
     job = describe(*words, root=root)
-    ours, theirs = directives(slurm.script(job)), directives(submitit_text(job))
+    ours, theirs = directives(scripts.sbatch_script(job)), directives(submitit_text(job))
     number = "%A_%a" if job.elements else "%j"
     assert ours.pop("--output") == f"%x-{number}.out"
     assert theirs.pop("--output") == f"/f/{number}_0_log.out"
@@ -122,7 +122,7 @@ def test_the_profile_says_how_gpus_and_nodes_are_asked_for(
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
     site.write_text(f"gpus: {way}\n{count}exclusive: true\nmem: 0\nsegment: 4\nswitches: 1@30:00\n")
     job = describe("cluster=here", *words)
-    for text in (slurm.script(job), submitit_text(job)):
+    for text in (scripts.sbatch_script(job), submitit_text(job)):
         asked = directives(text)
         assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
         assert {name: asked[name] for name in nodes} == nodes
@@ -144,7 +144,7 @@ def test_what_is_typed_wins_over_the_profiles_options(site: Path) -> None:
 
 def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
     job = describe("cluster=example", "device=cpu", "data_dir=/a b")
-    ours, theirs = slurm.script(job), submitit_text(job)
+    ours, theirs = scripts.sbatch_script(job), submitit_text(job)
     shared = f". {shlex.quote(str(job.root / 'sbatch/job.sh'))} || exit"
     for line in ("export RECIPES_CLUSTER=example", shared):
         assert line in ours.splitlines()
@@ -160,7 +160,7 @@ def test_submitits_job_starts_and_ends_as_the_script_does() -> None:
         (),
     ):  # NCCL could not copy between GPUs that are shown to one task alone
         job = describe(*words)
-        is_bound = "--gpu-bind=none" in slurm.script(job), "--gpu-bind=none" in submitit_text(job)
+        is_bound = "--gpu-bind=none" in scripts.sbatch_script(job), "--gpu-bind=none" in submitit_text(job)
         assert is_bound == (words == ("gpus=10",),) * 2
     last = shlex.split(theirs.splitlines()[-1])
     assert last == [
@@ -221,13 +221,13 @@ def test_every_key_of_a_job_reaches_slurm() -> None:
         assert known or field.name == "extra" or field.name in {word.split("=")[0] for word in IN_SCRIPT}, field.name
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
-        assert line in slurm.script(job), word
+        assert line in scripts.sbatch_script(job), word
         assert line in submitit_text(job), word
 
 
 @pytest.mark.parametrize(("words", "expected"), ASKED)
 def test_what_a_job_asks_for(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
-    found = directives(slurm.script(describe(*words)))
+    found = directives(scripts.sbatch_script(describe(*words)))
     assert {name: found.get(name) for name in expected} == expected
     assert not {"--mem", "--gres"} & set(found)
     assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
@@ -245,7 +245,7 @@ def elements(text: str, count: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("make", [slurm.script, submitit_text])
+@pytest.mark.parametrize("make", [scripts.sbatch_script, submitit_text])
 def test_each_run_of_a_sweep_has_its_own_values_whatever_is_in_them(make: Any, tmp_path: Path) -> None:
     hostile = [word for word in HOSTILE if "," not in word]
     given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
@@ -264,8 +264,8 @@ def test_a_sweeps_runs_have_folders_of_their_own() -> None:
     job = describe("sweep.lr=0.1,0.2", "run_dir=rel", "device=cpu")
     assert job.arguments == ("device=cpu",)
     assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
-    assert directives(slurm.script(job))["--array"] == "0-1%2"
-    assert directives(slurm.script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
+    assert directives(scripts.sbatch_script(job))["--array"] == "0-1%2"
+    assert directives(scripts.sbatch_script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
     one = describe("sweep.lr=0.1")
     assert (one.elements, one.arguments) == ((), ("lr=0.1",))
 
@@ -291,7 +291,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Scripts of all jobs, in a hostile repository, as files."""
     paths = [tmp_path_factory.mktemp("scripts") / f"{i}.sh" for i in range(len(JOBS))]
     for path, words in zip(paths, JOBS, strict=True):
-        path.write_text(slurm.script(describe(*words, root=HOSTILE_ROOT), header=["a comment"]))
+        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT), header=["a comment"]))
     return paths
 
 
@@ -369,7 +369,7 @@ def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
     assert "before the run began" in stderr  # nothing ran: srun is a stub
     assert status == errors.EXIT_CRASH
     assert bench.srun == [
-        "--cpus-per-task=5", *slurm.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
+        "--cpus-per-task=5", *scripts.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
     ]  # fmt: skip
     assert not {"canary", "d", "x"} & bench.files
 
@@ -377,7 +377,7 @@ def test_a_ready_script_hands_its_words_on_as_they_are(bench: Bench) -> None:
 def test_launchs_script_in_a_hostile_repository_runs_nothing_but_the_recipe(tmp_path: Path) -> None:
     bench = Bench(tmp_path, tmp_path / HOSTILE_ROOT.name)
     job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
-    (tmp_path / "job.sh").write_text(slurm.script(job))
+    (tmp_path / "job.sh").write_text(scripts.sbatch_script(job))
     status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
     assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
     assert bench.srun
@@ -483,7 +483,7 @@ GPU_REQUESTS = {
 def test_requests_for_gpus_that_would_hide_the_jobs_own_are_unset(case: str) -> None:
     fields, environ, unset = GPU_REQUESTS[case]
     variables = dict(word.split("=", 1) for word in environ.split())
-    found = slurm.foreign_gpu_requests(variables, dict(word.split("=", 1) for word in fields.split()))
+    found = allocation.foreign_gpu_requests(variables, dict(word.split("=", 1) for word in fields.split()))
     assert set(found) == set(unset.split())
 
 
@@ -499,7 +499,7 @@ def test_requests_for_gpus_that_would_hide_the_jobs_own_are_unset(case: str) -> 
     ],
 )
 def test_the_doctors_step_asks_for_all_gpus_that_were_asked_for_by_the_task(fields: str, expected: str) -> None:
-    assert slurm.all_gpus(dict(word.split("=", 1) for word in fields.split())) == expected
+    assert allocation.all_gpus(dict(word.split("=", 1) for word in fields.split())) == expected
 
 
 def test_the_doctor_beside_a_run_has_its_own_outcome(
@@ -884,13 +884,13 @@ def test_a_ready_script_names_a_cluster_that_is_not_there(bench: Bench) -> None:
 def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
     ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
     refused(bench, ran, "cluster=example", "gcc/12")
-    (bench.folder / "job.sh").write_text(slurm.script(describe("cluster=example", root=bench.root)))
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
     refused(bench, bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE), "cluster=example", "gcc/12")
     refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command module")
 
 
 def test_the_repository_itself_is_run_where_that_is_asked_for(bench: Bench) -> None:
-    (bench.folder / "job.sh").write_text(slurm.script(describe("snapshot=false", root=bench.root)))
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("snapshot=false", root=bench.root)))
     bench.run(bench.folder / "job.sh", "run_dir=/nosuch")
     bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", RECIPES_SNAPSHOT="false")
     assert not (bench.root / "runs/code").exists()
@@ -905,7 +905,7 @@ def test_a_modules_python_is_not_the_environments(bench: Bench) -> None:
     (theirs / "python").symlink_to("/bin/false")
     module = {"BASH_FUNC_module%%": "() { PATH=$NOTES/module:$PATH; }"}
     bench.stub("srun", 'command -v python > "$NOTES/which"')
-    (bench.folder / "job.sh").write_text(slurm.script(describe("cluster=example", root=bench.root)))
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
     for script in ("sbatch/mnist_1x1.sh", bench.folder / "job.sh"):
         bench.run(script, RECIPES_CLUSTER="example", **module)
         assert (bench.folder / "which").read_text() == f"{bench.folder}/bin/python\n"
@@ -933,7 +933,7 @@ def test_ready_scripts_differ_in_the_recipe_and_the_size_alone(path: Path) -> No
     assert commands(path).replace(path.name.removeprefix(name), "") == commands(READY[0]).replace(
         READY[0].name.removeprefix(READY[0].name.split("_")[0]), ""
     )
-    made = slurm.script(describe(f"recipe={name}", "gpus_per_node=8")).splitlines()
+    made = scripts.sbatch_script(describe(f"recipe={name}", "gpus_per_node=8")).splitlines()
     assert path.read_text().splitlines()[-3:] == made[-3:]
 
 
@@ -980,7 +980,7 @@ def test_clean_environment_keeps_what_sites_prescribe() -> None:
 def test_what_a_job_says_itself_is_not_the_environments() -> None:
     environ = {"SBATCH_PARTITION": "p", "SBATCH_ACCOUNT": "a", "SBATCH_MEM_PER_NODE": "1G"}
     job = describe("partition=q", "extra=--mem=0")
-    assert submit.clean_environment(environ, slurm.directives(job)) == {"SBATCH_ACCOUNT": "a"}
+    assert submit.clean_environment(environ, scripts.directives(job)) == {"SBATCH_ACCOUNT": "a"}
 
 
 def test_a_link_for_runs_that_leads_nowhere_is_named(tmp_path: Path) -> None:
@@ -1029,7 +1029,7 @@ def test_submission_leaves_the_script_and_the_description_in_the_run_directory(
     submitted = submit.submit(job, sys.executable, "")
     assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
     text = (submitted.run_dir / "job.sh").read_text()
-    ours = directives(slurm.script(job))
+    ours = directives(scripts.sbatch_script(job))
     theirs = directives(text)
     for found in (ours, theirs):
         del found["--output"]
@@ -1692,4 +1692,4 @@ def test_a_job_that_resumes_a_run_on_the_cpu_asks_for_no_gpu(tmp_path: Path) -> 
     assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
     assert job.arguments == (f"run_dir={tmp_path}",)
     settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
-    assert f"{tmp_path}/data" in slurm.container_folders(settings, {}, ROOT)
+    assert f"{tmp_path}/data" in jobs.container_folders(settings, {}, ROOT)

@@ -26,7 +26,7 @@ from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import Next
 from recipes.core.files import ROOT
-from recipes.core.launch import container, slurm, snapshot
+from recipes.core.launch import allocation, container, jobs, snapshot
 from recipes.core.run import command_line, entry, liveness, outlook, rundir, scontrol, signals, source
 
 DOCTOR_S = 240.0  # the doctor ends by itself after half of that
@@ -35,14 +35,14 @@ DOCTOR_S = 240.0  # the doctor ends by itself after half of that
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     """0, or 2 with one line for the first key that is wrong."""
     said = _said_of(environ)
-    left_over = slurm.left_over(environ, said)
+    left_over = allocation.left_over(environ, said)
     environ = {name: value for name, value in environ.items() if name not in left_over}
     try:
-        slurm.want_printable(ROOT, source.home(ROOT))
+        jobs.want_printable(ROOT, source.home(ROOT))
         settings = command_line.parse(words, recipe=recipe)
         here, folder = container_of(settings, environ), source.home(ROOT)
         typed = parser.absolute(settings.typed, (RunKeys, recipe_conf.load(recipe)[0]), folder)
-        bound = slurm.container_folders(settings, typed, folder) if here else []
+        bound = jobs.container_folders(settings, typed, folder) if here else []
     except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         entry.note_refusal_of(recipe, words, errors.EXIT_CONFIG, str(error), environ)
@@ -84,7 +84,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
     if by_clock and (left := signals.seconds_left(environ)):  # in a container there is nobody to ask
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
-    lines += [f"unset {name}" for name in (*left_over, *slurm.foreign_gpu_requests(environ, said))]
+    lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, said))]
     if here:
         step, inside = _enter(here, settings, bound, code, environ)
         lines += container.exports(here, profiles.env_variables(settings.run.network, settings.job.cluster))
@@ -167,7 +167,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     options: list[str] = []
     inside = [sys.executable]
     if here := container_of(settings, environ):
-        bound = slurm.container_folders(settings, settings.typed, source.home(ROOT))
+        bound = jobs.container_folders(settings, settings.typed, source.home(ROOT))
         options, inside = _enter(here, settings, bound, ROOT, environ)
     step = [
         "srun",
@@ -179,7 +179,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         "--mem=0",
         *options,
     ]
-    if gpus := slurm.all_gpus(_said_of(environ)):  # a task of the doctor tries all GPUs of its node
+    if gpus := allocation.all_gpus(_said_of(environ)):  # a task of the doctor tries all GPUs of its node
         step.append(f"--gpus={gpus}")
     step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", *inside, "-u", "-m", "recipes.doctor"]
     try:
@@ -192,7 +192,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*step, f"run_dir={run_dir}/doctor", *(f"{name}={value}" for name, value in keys.items() if value)],
-            env={name: value for name, value in environ.items() if name not in slurm.ASKS_FOR_GPUS},
+            env={name: value for name, value in environ.items() if name not in allocation.ASKS_FOR_GPUS},
             timeout=DOCTOR_S,
             cwd=ROOT,
         )
@@ -221,8 +221,8 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
     described = files.read_json(run_dir / "job.yaml") or {}
     try:
         if "directives" in described:  # launch.py's
-            names = {f.name for f in dataclasses.fields(slurm.Job)}
-            job = slurm.Job(**{name: value for name, value in described.items() if name in names})
+            names = {f.name for f in dataclasses.fields(jobs.Job)}
+            job = jobs.Job(**{name: value for name, value in described.items() if name in names})
             options = dict(job.directives)
             options.pop("dependency", None)  # it was met, or this would not run
             options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))

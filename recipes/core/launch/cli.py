@@ -15,9 +15,9 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import checks, local, slurm, snapshot, submit
+from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit
+from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
-from recipes.core.launch.slurm import Job
 from recipes.core.place import gpus
 from recipes.core.run import command_line, liveness, rundir, source, table
 
@@ -98,7 +98,7 @@ def environment(settings: Settings, active: str) -> str:
 def check(settings: Settings, active: str) -> int:
     """launch.py check: validates the job without submitting it, one line per part. Gives 0, or the exit status of the first failed part."""
     here = _here()
-    job = None if settings.job.launcher is Launcher.local else slurm.describe(settings, ROOT, here)
+    job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, here)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     copied = python = loaded = 0
@@ -174,16 +174,16 @@ def _ranks_here(settings: Settings) -> int:
 
 def show(settings: Settings) -> int:
     """launcher=print: prints the sbatch script."""
-    job = slurm.describe(settings, ROOT, _here())
+    job = jobs.describe(settings, ROOT, _here())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
-    errors.show(slurm.script(job, header=header).rstrip("\n"))
+    errors.show(scripts.sbatch_script(job, header=header).rstrip("\n"))
     return 0
 
 
 def submit_job(settings: Settings) -> int:
     """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log."""
     _want_free(settings)
-    job = slurm.describe(settings, ROOT, _here())
+    job = jobs.describe(settings, ROOT, _here())
     expected = submit.ask_controller(job)
     not_seen = checks.look_for_data(settings, ROOT, _here())
     if not_seen:
@@ -265,7 +265,7 @@ def local_layout(settings: Settings) -> Layout:
     else:
         if job.node_rank or job.master:
             raise ConfigError("node_rank= and master= require gpus=8,2, the number of ranks of each machine")
-        ranks = (slurm.ranks_per_node(job, settings.run.device),)
+        ranks = (jobs.ranks_per_node(job, settings.run.device),)
     seen = gpus.visible_gpus(os.environ)
     if not job.gpus and job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
         ranks = (seen,)

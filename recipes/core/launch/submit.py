@@ -19,8 +19,8 @@ from unittest import mock
 from recipes.core import errors, files
 from recipes.core.config import job_keys
 from recipes.core.errors import MachineError
-from recipes.core.launch import slurm
-from recipes.core.launch.slurm import Job
+from recipes.core.launch import scripts
+from recipes.core.launch.jobs import Job
 from recipes.core.run import outlook, rundir, scontrol
 
 # What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
@@ -83,7 +83,7 @@ def ask_controller(job: Job) -> str:
     try:
         asked = subprocess.run(
             ["sbatch", "--test-only"],
-            input=slurm.script(job), env=clean_environment(os.environ, slurm.directives(job)), cwd=job.root, capture_output=True,
+            input=scripts.sbatch_script(job), env=clean_environment(os.environ, scripts.directives(job)), cwd=job.root, capture_output=True,
             text=True, timeout=120,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -277,13 +277,13 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
-    _, inside = slurm.enter(job, python)
+    _, inside = scripts.enter(job, python)
     commands = [
         [*inside, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]
     ]
     # pyxis has submitit's process inside too
     own = inside if job.container and job.container.runtime == "pyxis" else [python]
-    said = slurm.directives(job)
+    said = scripts.directives(job)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(clean_environment(os.environ, said)))
         stack.enter_context(files.umask(0o077))
@@ -292,7 +292,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
         try:
             executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
-            executor.update_parameters(**slurm.submitit_parameters(job, python))
+            executor.update_parameters(**scripts.submitit_parameters(job, python))
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what it raises
                 if job.elements:
                     taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)

@@ -1,0 +1,190 @@
+"""A job: what is submitted to Slurm. Made from the settings of a launch.
+
+Values are checked where keys are declared (recipes/core/config), and quoted where a script is made (scripts.py).
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import errors
+from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.errors import ConfigError
+from recipes.core.launch import container
+
+GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is submitted: a recipe with its arguments, and what it asks of Slurm.
+
+    arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
+    whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
+    elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
+    it runs, None for the repository itself.  image, runtime,
+    mounts: of the container that the ranks run in; variables: what the env files set, which its inside is to have; bound: the folders
+    that it is to have. gpu_type: of the GPUs, in Slurm's words. gpus_by: sbatch's option for GPUs that the site requires, "" for any. snapshot: whether a script makes a copy of the code when it starts.
+    """
+
+    recipe: str
+    arguments: tuple[str, ...]
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    cpus_per_rank: int
+    minutes: int
+    name: str
+    root: Path
+    cluster: str = ""
+    modules: tuple[str, ...] = ()
+    directives: tuple[tuple[str, str], ...] = ()
+    resubmits: int | None = None
+    ranks: int = 0
+    elements: tuple[tuple[str, ...], ...] = ()
+    parallel: int = 0
+    code: Path | None = None
+    image: str = ""
+    runtime: str = "auto"
+    mounts: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+    bound: tuple[str, ...] = ()
+    gpu_type: str = ""
+    snapshot: bool = True
+    gpus_by: str = ""
+
+    @property
+    def gpu_for_each_task(self) -> bool:
+        """Whether Slurm is asked for one GPU per task."""
+        return self.gpus_per_node > 0 and (self.ranks > 0 or self.gpus_by == "--gpus-per-task")
+
+    @property
+    def container(self) -> container.Container | None:
+        return container.chosen(self.image, self.runtime, self.mounts)
+
+
+def ranks_per_node(job: JobKeys, device: Device) -> int:
+    """Ranks of each node: one for each GPU; on the CPU ``ranks_per_node``, or ``gpus_per_node`` taken as that.
+
+    Raises ConfigError when the keys contradict each other.
+    """
+    if device is Device.cpu:
+        if job.ranks_per_node is not None:
+            return job.ranks_per_node
+        return job.gpus_per_node or 1
+    if job.ranks_per_node is not None and job.ranks_per_node != (job.gpus_per_node or job.ranks_per_node):
+        raise ConfigError(
+            f"ranks_per_node={job.ranks_per_node}: beside gpus_per_node={job.gpus_per_node}, but there is one rank per GPU;"
+            " give gpus_per_node alone, or device=cpu"
+        )
+    if job.gpus_per_node == 0:
+        raise ConfigError("gpus_per_node=0: there is one rank per GPU; without GPUs give device=cpu ranks_per_node=1")
+    return job.gpus_per_node or job.ranks_per_node or 1
+
+
+def describe(settings: Settings, root: Path, base: Path) -> Job:
+    """The job that ``settings`` describe. Paths typed are relative to ``base``. Raises ConfigError."""
+    job, on_cpu = settings.job, settings.run.device is Device.cpu
+    if job.master:
+        raise ConfigError(f"master={job.master}: is for launcher=local; with launcher=slurm rank 0's node is known")
+    if "," in job.gpus:
+        total = sum(map(int, job.gpus.split(",")))
+        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
+    nodes = job.nodes or (0 if job.gpus else 1)
+    if job.gpus and int(job.gpus) < max(1, nodes):
+        raise ConfigError(f"gpus={job.gpus}: wants one for each of nodes={max(1, nodes)} at least")
+    if job.parallel and not settings.sweep:
+        raise ConfigError(f"parallel={job.parallel}: is for a sweep of several runs: sweep.KEY=A,B,C")
+    if job.node_rank:
+        raise ConfigError(
+            f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
+        )
+    ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
+    workers = getattr(settings.config, "num_workers", 0)
+    cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    recipe_class, _ = recipe_conf.load(settings.recipe)
+    want_printable(root, base)
+    words = parser.absolute(settings.typed, (RunKeys, recipe_class), base)
+    elements = [parser.absolute(run, (RunKeys, recipe_class), base) for run in settings.sweep]
+    if elements and "run_dir" in words:
+        parent = words.pop("run_dir")
+        elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
+    bound = (
+        sorted({folder for run in elements or [{}] for folder in container_folders(settings, {**words, **run}, root)})
+        if job.container
+        else []
+    )
+    profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
+    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
+    extra, gpus_by = job_keys.extra_options(job.extra), profile.get("gpus", "")
+    if job.gpus and gpus_by not in ("", "--gpus-per-task") and not on_cpu:
+        raise ConfigError(
+            f"gpus={job.gpus}: needs --gpus-per-task, and cluster={job.cluster} asks for GPUs by {gpus_by}: give nodes= and gpus_per_node="
+        )
+    if job.mail:
+        asked += [("mail-user", job.mail), ("mail-type", "END,FAIL,REQUEUE")]
+    return Job(
+        recipe=settings.recipe,
+        arguments=tuple(f"{name}={value}" for name, value in words.items()),
+        nodes=nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=0 if on_cpu else ranks,
+        cpus_per_rank=cpus,
+        minutes=job_keys.minutes(job.time),
+        name=job.name or settings.recipe,
+        root=root,
+        cluster=job.cluster,
+        modules=tuple(profile.get("modules", ())),
+        directives=tuple({**site_options(profile, extra), **dict(asked), **extra}.items()),
+        resubmits=job.max_resubmits if job.doctor else None,
+        ranks=int(job.gpus or 0),
+        elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
+        parallel=job.parallel,
+        image=container.whole(job.container, base),
+        runtime=job.container_runtime.name,
+        mounts=job.container_mounts,
+        variables=tuple(profiles.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
+        bound=tuple(bound),
+        gpu_type=job.gpu_type,
+        snapshot=job.snapshot,
+        gpus_by=gpus_by,
+    )
+
+
+def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """sbatch's options for nodes by a site's profile, where ``extra`` does not have an option in their place."""
+    options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
+    if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses them beside --mem
+        options.pop("mem", None)
+    exclusive = profile.get("exclusive", "false")
+    return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
+
+
+def want_printable(*folders: Path) -> None:
+    """Raises ConfigError for a folder whose name could end a line of a script, what follows being run."""
+    for folder in folders:
+        if not str(folder).isprintable():
+            raise ConfigError(
+                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed; give it another"
+            )
+
+
+def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
+    """The folders that a run's container has to have, by absolute ``words``. Raises ConfigError for one that cannot be named to it."""
+    recipe_class, _ = recipe_conf.load(settings.recipe)
+    paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
+    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
+    around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
+    around["data_dir"] = getattr(settings.config, "data_dir", "")  # also the site profile's
+    found = container.folders({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
+    for folder in found:
+        if set(folder) & set(":,"):
+            raise ConfigError(
+                f"{errors.shown(folder)}: a folder with : or , in its name cannot be shown to a container"
+            )
+    return found

@@ -1,0 +1,141 @@
+"""The text of an sbatch script, and the parameters of submitit, for a `Job`."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.core.launch import container
+from recipes.core.launch.jobs import Job
+
+# Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
+# come up to 60 s early.
+SIGNAL_S, SIGNAL_SHARE = 120, 0.25
+# One dead rank ends the step; the ranks have this sbatch_script's environment also where the site's sbatch exports none.
+# A step has all memory of its job, which no variable of an outer allocation can then contradict.
+SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
+
+
+def directives(job: Job) -> dict[str, str]:
+    """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
+    size = {"nodes": str(job.nodes)} if job.nodes else {}
+    kind = f"{job.gpu_type}:" if job.gpu_type else ""
+    size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}
+    if job.gpu_for_each_task:
+        size["gpus-per-task"] = f"{kind}1"
+    elif job.gpus_per_node:
+        of_node = f"{kind}{job.gpus_per_node}"
+        size |= {"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else {"gpus-per-node": of_node}
+    return {
+        "job-name": job.name,
+        **size,
+        "cpus-per-task": str(job.cpus_per_rank),
+        "time": str(job.minutes),
+        **dict(job.directives),
+        **({"array": f"0-{len(job.elements) - 1}%{at_once(job)}"} if job.elements else {}),
+        "requeue": "",
+        "open-mode": "append",
+        "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
+    }
+
+
+def at_once(job: Job) -> int:
+    return min(job.parallel or len(job.elements), len(job.elements))
+
+
+def _element(job: Job) -> list[str]:
+    """Shell lines that add the arguments of this element of the array to those that are there."""
+    if not job.elements:
+        return []
+    lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
+    last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
+    together = 'stop "run_dir= behind the sbatch_script would be that of all runs of the sweep: give it to launch.py"'
+    apart = f'for word in "$@"; do [ "${{word#run_dir=}}" = "$word" ] || {together}; done'
+    return [apart, "case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
+
+
+def srun_options(job: Job) -> tuple[str, ...]:
+    """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
+    return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
+
+
+def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
+    """Further options of srun, and what stands before a rank's arguments to Python: ``python`` itself, where there is no container."""
+    if not job.container:
+        return [], [python]
+    code, gpus = job.code or job.root or Path(), job.gpus_per_node > 0
+    return container.step(job.container, code, job.bound, dict(job.variables), os.environ, gpus)
+
+
+def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
+    """The sbatch sbatch_script of ``job``. header: lines of comment. sbatch/job.sh holds what all scripts share."""
+    options = {**directives(job), "chdir": str(job.root)}
+    # In the folder that the job starts in: a job whose log folder is missing fails without a message (sbatch, 0:53).
+    options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
+    lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
+    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    lines += ["", *_setup(job, job.root)]
+    if job.arguments:
+        lines += [f'set -- {shlex.join(job.arguments)} "$@"']
+    lines += [*_element(job), f'begin {job.recipe} "$@"']
+    if job.resubmits is not None:
+        lines += [f"examine {job.recipe} {job.resubmits}"]
+    lines += [
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} "${{step[@]}}" \\',
+        f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
+        f"finish {job.recipe} $?",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _setup(job: Job, code: Path) -> list[str]:
+    """The first lines of the batch shell: the job's variables, and sbatch/job.sh of ``code``."""
+    lines = [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"] if job.cluster else []
+    # Also where there is no container: the profile may name one.
+    names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
+    lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
+    if not job.snapshot:
+        lines += ["export RECIPES_SNAPSHOT=false # this job runs the code in the repository"]
+    return [*lines, f". {shlex.quote(str(code / 'sbatch/job.sh'))} || exit"]
+
+
+def submitit_parameters(job: Job, python: str) -> dict[str, object]:
+    """The same job for ``submitit.SlurmExecutor.update_parameters`` (submitit 1.5). ``python``: that runs the recipe."""
+    options = directives(job)
+    native: dict[str, object] = {
+        "job_name": options.pop("job-name"),
+        "nodes": int(options.pop("nodes")) if "nodes" in options else None,
+        "ntasks_per_node": int(options.pop("ntasks-per-node")) if "ntasks-per-node" in options else None,
+        "cpus_per_task": int(options.pop("cpus-per-task")),
+        "time": int(options.pop("time")),
+        "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
+    }
+    for name in ("partition", "qos", "constraint", "exclude", "account"):
+        if name in options:
+            native[name] = options.pop(name)
+    for name in {"open-mode", "array"} & options.keys():  # submitit writes these by itself
+        del options[name]
+    batch = [python, "-m", "recipes.core.launch.batch"]
+    finish = shlex.join([*batch, "finish", job.recipe])
+    setup, words = _setup(job, job.code or job.root), shlex.join(job.arguments)
+    if job.modules:
+        setup += [f"load {shlex.join(job.modules)}"]
+    if job.container:
+        setup += container.exports(job.container, dict(job.variables))
+    if job.code:
+        setup += [f"cd {shlex.quote(str(job.code))} || exit"]
+    setup += [f"export RECIPES_SOURCE={shlex.quote(str(job.code or job.root))}"]
+    if job.elements:
+        native["array_parallelism"] = at_once(job)
+        setup, words = [*setup, f"set -- {words}", *_element(job)], '"$@"'
+    if job.resubmits is not None:
+        setup += [f"{shlex.join([*batch, 'examine', job.recipe, str(job.resubmits)])} {words} || exit"]
+    return {
+        **native,
+        "wckey": None,  # some sites refuse submitit's own
+        "stderr_to_stdout": True,
+        "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
+        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job), *enter(job, python)[0]],
+        "setup": setup,
+        "teardown": [f"{finish} $? {words}"],
+    }
