@@ -68,6 +68,7 @@ class Trap:
         self.canary = folder / "canary"
         for path in (self.work, self.bin, self.notes):
             path.mkdir()
+        (self.work / "recipes").symlink_to(ROOT / "recipes")  # what a batch script looks for
         self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"')
         self.stub("python", 'printf "%s\\0" "$@" > "$NOTES/python"')
 
@@ -236,6 +237,7 @@ def site(trap: Trap) -> Path:
     for path in (ROOT / "env").glob("*.env"):
         shutil.copy(path, root / "env")
     shutil.copytree(ROOT / "sbatch", root / "sbatch")
+    (trap.work / "env").symlink_to(root / "env")
     return root
 
 
@@ -251,6 +253,7 @@ def test_submitits_script_runs_nothing(
     for name in [name.format(c=at_work.canary).replace("/", "_") for name in names]:
         root = at_work.folder / "roots" / name[:200]
         (root / "runs").mkdir(parents=True)
+        (root / "sbatch").symlink_to(ROOT / "sbatch")
         monkeypatch.setattr(cli, "ROOT", root)
         words = ["recipe=mnist", "device=cpu", f"data_dir={name}", f"run_dir={at_work.work}/{name}/run"]
         assert launch.main(words) == 0, capsys.readouterr().err
@@ -563,7 +566,7 @@ def test_job_files_are_not_put_where_others_can_change_them(
         folder.mkdir()
         folder.chmod(0o702)
     monkeypatch.setattr(cli, "ROOT", root)
-    monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
+    monkeypatch.setattr(submit, "ask_controller", lambda job, text: "to start at once")
     assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 3
     assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
     assert not at_work.fired()
@@ -688,7 +691,7 @@ def test_a_link_in_a_run_directory_to_come_is_not_written_through(
         (run_dir / name).symlink_to(victim)
     if by == "launch.py":
         monkeypatch.setattr(cli, "ROOT", root)
-        monkeypatch.setattr(submit, "ask_controller", lambda job: "to start at once")
+        monkeypatch.setattr(submit, "ask_controller", lambda job, text: "to start at once")
         assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 0
     else:
         monkeypatch.setenv("SLURM_JOB_ID", "7")

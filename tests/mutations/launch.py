@@ -364,15 +364,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "stack.enter_context(_environment(clean_environment(os.environ, said)))",
-        "stack.enter_context(_environment(os.environ))",
+        "_environment(clean_environment(os.environ, scripts.directives(job)))",
+        "_environment(os.environ)",
         "a job that is submitted inside an allocation inherits its SLURM_ variables",
         f"{JOB}::test_submission_leaves_the_script_and_the_description_in_the_run_directory",
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "stack.enter_context(files.umask(0o077))",
-        "pass",
+        ", files.umask(0o077):",
+        ":",
         "others may read and change the pickles that a job runs",
         f"{JOB}::test_submission_leaves_the_script_and_the_description_in_the_run_directory",
     ),
@@ -412,11 +412,11 @@ MUTATIONS = [
         f"{JOB}::test_a_sweep_ends_with_the_first_status_that_is_not_good",
     ),
     Mutation(
-        "recipes/core/launch/submit.py",
-        'stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))',
-        "pass",
-        "gpus=10 cannot be submitted",
-        f"{JOB}::test_a_job_of_launchs_is_submitted_again_with_all_that_it_was",
+        "recipes/core/launch/scripts.py",
+        'else f"1-{job.ranks}"}',
+        'else "1"}',
+        "gpus=10 is submitted to one node",
+        f"{JOB}::test_what_a_job_asks_for",
     ),
     # before and after srun
     Mutation(
@@ -604,8 +604,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/submit.py",
-        "input=scripts.sbatch_script(job), env=clean_environment(os.environ, scripts.directives(job)), cwd=job.root,",
-        "input=scripts.sbatch_script(job), env=dict(os.environ), cwd=job.root,",
+        "input=text, env=clean_environment(os.environ, scripts.directives(job)), cwd=job.root,",
+        "input=text, env=dict(os.environ), cwd=job.root,",
         "inside an allocation Slurm refuses a job that it would take",
         f"{JOB}::test_launch_submits_a_copy_of_the_code_and_says_where_to_look",
     ),
@@ -674,8 +674,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "    job = jobs.describe(settings, ROOT, _here())\n    expected = submit.ask_controller(job)\n",
-        "    job = jobs.describe(settings, ROOT, ROOT)\n    expected = submit.ask_controller(job)\n",
+        "    job = jobs.describe(settings, ROOT, _here())\n    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))\n",
+        "    job = jobs.describe(settings, ROOT, ROOT)\n    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))\n",
         "paths that are typed in another folder are taken from the repository",
         f"{JOB}::test_launch_submits_a_copy_of_the_code_and_says_where_to_look",
     ),

@@ -175,10 +175,10 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
         (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
         (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
-        (("gpus=10",), {"--nodes": None, "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
+        (("gpus=10",), {"--nodes": "1-10", "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
         (("gpus=8", "nodes=1"), {"--nodes": "1", "--ntasks": "8"}),
         (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
-        (("gpus=6", "device=cpu"), {"--nodes": None, "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
+        (("gpus=6", "device=cpu"), {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
         (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
         (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
         (("gpus=6", "cluster=example"), {"--ntasks": "6", "--gpus-per-task": "1", "--gpus-per-node": None}),
@@ -1172,9 +1172,9 @@ def test_slurms_word_is_checked_against_the_partitions_limits_and_nodes(
     job = describe("device=cpu", *words, root=tmp_path)
     if said.startswith("!"):
         with pytest.raises(MachineError, match=re.escape(said[1:])):
-            submit.ask_controller(job)
+            submit.ask_controller(job, "")
     else:
-        assert submit.ask_controller(job) == said
+        assert submit.ask_controller(job, "") == said
 
 
 @pytest.mark.parametrize(
@@ -1186,14 +1186,14 @@ def test_a_partition_that_starts_no_job_is_named(
 ) -> None:
     stub(tmp_path, monkeypatch, "sbatch", "")
     stub(tmp_path, monkeypatch, "sinfo", f"printf '%b' '{PARTITIONS.replace('small|up', f'small|{of_small}')}'")
-    assert submit.ask_controller(describe("device=cpu", "time=5", f"partition={partition}", root=tmp_path)) == said
+    assert submit.ask_controller(describe("device=cpu", "time=5", f"partition={partition}", root=tmp_path), "") == said
 
 
 def test_without_a_default_partition_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, "sbatch", "echo no partition >&2; exit 1")
     stub(tmp_path, monkeypatch, "sinfo", f"printf '%b' '{PARTITIONS.replace('main*', 'main')}'")
     with pytest.raises(MachineError, match="there is no default partition: give partition=, one of main, small"):
-        submit.ask_controller(describe("device=cpu", root=tmp_path))
+        submit.ask_controller(describe("device=cpu", root=tmp_path), "")
 
 
 def test_launch_submits_a_copy_of_the_code_and_says_where_to_look(

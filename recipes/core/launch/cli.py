@@ -133,9 +133,11 @@ def check(settings: Settings, active: str) -> int:
 def _ask(job: Job, settings: Settings) -> str:
     """Slurm's answer about a job that would be submitted, or printed. Raises MachineError where it could not be submitted."""
     if settings.job.launcher is Launcher.print:
-        return submit.ask_controller(job) if shutil.which("sbatch") else "not asked: there is no sbatch on this machine"
+        if shutil.which("sbatch"):
+            return submit.ask_controller(job, scripts.sbatch_script(job))
+        return "not asked: there is no sbatch on this machine"
     _want_free(settings)
-    expected = submit.ask_controller(job)
+    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
         if folder.exists():
@@ -184,7 +186,7 @@ def submit_job(settings: Settings) -> int:
     """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log."""
     _want_free(settings)
     job = jobs.describe(settings, ROOT, _here())
-    expected = submit.ask_controller(job)
+    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))
     not_seen = checks.look_for_data(settings, ROOT, _here())
     if not_seen:
         print(f"launch.py: {not_seen}", file=sys.stderr)

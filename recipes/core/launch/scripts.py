@@ -18,7 +18,7 @@ SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 def directives(job: Job) -> dict[str, str]:
     """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
-    size = {"nodes": str(job.nodes)} if job.nodes else {}
+    size = {"nodes": str(job.nodes) if job.nodes else f"1-{job.ranks}"}  # submitit 1.5 would write --nodes=1 for none
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
     size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}
     if job.gpu_for_each_task:
@@ -104,12 +104,12 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
     options = directives(job)
     native: dict[str, object] = {
         "job_name": options.pop("job-name"),
-        "nodes": int(options.pop("nodes")) if "nodes" in options else None,
-        "ntasks_per_node": int(options.pop("ntasks-per-node")) if "ntasks-per-node" in options else None,
         "cpus_per_task": int(options.pop("cpus-per-task")),
         "time": int(options.pop("time")),
         "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
     }
+    if not job.ranks:  # else these stay in the options, where nodes can be a range
+        native |= {"nodes": int(options.pop("nodes")), "ntasks_per_node": int(options.pop("ntasks-per-node"))}
     for name in ("partition", "qos", "constraint", "exclude", "account"):
         if name in options:
             native[name] = options.pop(name)

@@ -13,8 +13,7 @@ import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
 from recipes.core import errors, files
 from recipes.core.config import job_keys
@@ -22,6 +21,9 @@ from recipes.core.errors import MachineError
 from recipes.core.launch import scripts
 from recipes.core.launch.jobs import Job
 from recipes.core.run import outlook, rundir, scontrol
+
+if TYPE_CHECKING:
+    import submitit
 
 # What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
 KEPT = {
@@ -74,16 +76,12 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def ask_controller(job: Job) -> str:
-    """Slurm's own word on when ``job`` would start. Raises MachineError with Slurm's reason where it never could."""
-    if shutil.which("sbatch") is None:
-        raise MachineError(
-            "there is no Slurm on this machine (no sbatch on the PATH): launcher=local runs the recipe here"
-        )
+def ask_controller(job: Job, text: str) -> str:
+    """Slurm's answer on when ``job`` would start. text: what is to be submitted. Raises MachineError where it never could start."""
     try:
         asked = subprocess.run(
             ["sbatch", "--test-only"],
-            input=scripts.sbatch_script(job), env=clean_environment(os.environ, scripts.directives(job)), cwd=job.root, capture_output=True,
+            input=text, env=clean_environment(os.environ, scripts.directives(job)), cwd=job.root, capture_output=True,
             text=True, timeout=120,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -270,8 +268,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
-    # Its job files are pickles, which a job runs as whatever they say.
-    folder = files.private_folder(job.root, "submitit")
+    folder = files.private_folder(job.root, "submitit")  # its job files are pickles, which a job executes
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -281,18 +278,9 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     commands = [
         [*inside, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]
     ]
-    # pyxis has submitit's process inside too
-    own = inside if job.container and job.container.runtime == "pyxis" else [python]
-    said = scripts.directives(job)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(clean_environment(os.environ, said)))
-        stack.enter_context(files.umask(0o077))
-        if job.ranks:
-            # It would count nodes, of which Slurm finds the number; and for an array it makes an executor of its own.
-            stack.enter_context(mock.patch.object(submitit.SlurmExecutor, "_num_tasks", return_value=job.ranks))
+    with _environment(clean_environment(os.environ, scripts.directives(job))), files.umask(0o077):
         try:
-            executor = submitit.SlurmExecutor(folder=folder, python=shlex.join(own))
-            executor.update_parameters(**scripts.submitit_parameters(job, python))
+            executor = _executor(job, python)
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what it raises
                 if job.elements:
                     taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
@@ -318,6 +306,30 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     if not job.elements:
         return found[0]
     return dataclasses.replace(found[0], job_id=found[0].job_id.partition("_")[0], elements=tuple(found))
+
+
+def submission_text(job: Job, python: str) -> str:
+    """The text that `submit` submits."""
+    executor = _executor(job, python)
+    if job.elements:
+        executor.parameters["map_count"] = len(job.elements)
+    # submitit 1.5 has no public way to see the text without submitting it.
+    return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
+
+
+def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
+    import submitit
+
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise MachineError(
+                f"there is no Slurm on this machine (no {program} on the PATH): launcher=local runs the recipe here"
+            )
+    # With pyxis, submitit's own process runs in the container too.
+    inside = scripts.enter(job, python)[1] if job.container and job.container.runtime == "pyxis" else [python]
+    executor = submitit.SlurmExecutor(folder=job.root / "runs/submitit", python=shlex.join(inside))
+    executor.update_parameters(**scripts.submitit_parameters(job, python))
+    return executor
 
 
 def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str], log: Path) -> Path:
