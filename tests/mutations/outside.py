@@ -442,14 +442,14 @@ MUTATIONS = [
         "if entry.bad and entry.leave_out for",
         "if entry.leave_out for",
         "nodes with a mere note are excluded",
-        "tests/unit/test_verdict.py::test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow",
+        "tests/unit/doctor/test_verdict.py::test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow",
     ),
     Mutation(
         "recipes/core/doctor/verdict.py",
         '-float(link["clock_s"])',
         'float(link["clock_s"])',
         "fast clocks are called slow",
-        "tests/unit/test_verdict.py::test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow",
+        "tests/unit/doctor/test_verdict.py::test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow",
     ),
     Mutation(
         "recipes/core/outliers.py",
@@ -459,7 +459,7 @@ MUTATIONS = [
         "tests/distributed/test_messages.py::test_the_slow_node_and_the_slow_pair_are_named",
     ),
     Mutation(
-        "recipes/doctor.py",
+        "recipes/core/doctor/examine.py",
         "_sound(found[name], bad)",
         "_sound(found[name], set())",
         "a bad node takes part in the bandwidth test",
@@ -470,7 +470,7 @@ MUTATIONS = [
         "if not link.fault and master_port:",
         "if link.fault and master_port:",
         "a closed master port is not found",
-        "tests/unit/test_reach.py::test_a_master_port_that_is_closed",
+        "tests/unit/doctor/test_reach.py::test_a_master_port_that_is_closed",
     ),
     Mutation(
         "recipes/core/data/packed/staging.py",

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recipes.core.doctor import diagnosis
 from recipes.core.run import source
 from recipes.core.files import ROOT
-from recipes.core.doctor import patterns
 from recipes.core.run import liveness, outlook, rundir, table
 from recipes.core.errors import InputError, Kind, kind_of
 from recipes.core.run.scontrol import Queue
-from recipes.core.doctor.patterns import Explanation, Own, shown, small_json
+from recipes.core.doctor.log_events import Own, shown, small_json
+from recipes.core.doctor.diagnosis import Explanation
 
 QUIET_S = 120.0  # a run counts as ended after so long without a heartbeat or a written line, where Slurm does not tell
 
@@ -46,7 +47,7 @@ def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, Explanation]]:
             of_run(folder, queue),
         )
     if not folders:
-        yield shown(str(path)), patterns.explain(path)
+        yield shown(str(path)), diagnosis.of_logs(path)
 
 
 def of_run(run_dir: Path, queue: Queue) -> Explanation:
@@ -84,7 +85,7 @@ def of_run(run_dir: Path, queue: Queue) -> Explanation:
         own = Own(f"it never began; {found.line}")
     else:
         own = Own(f"it ended before its first status; {found.line}", kind=Kind.killed)
-    return patterns.explain(run_dir, own, batch_logs(run_dir, found), tuple(notes))
+    return diagnosis.of_logs(run_dir, own, batch_logs(run_dir, found), tuple(notes))
 
 
 def _is_alive(run_dir: Path, found: outlook.Outlook, quiet_s: float) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.core import files
+from recipes.core.doctor.diagnosis import Explanation
 from recipes.core.doctor.explain import explain, of_run
-from recipes.core.doctor.patterns import Explanation
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import liveness, rundir, table
 from recipes.core.run.scontrol import Job, Queue

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.doctor import patterns
-from recipes.core.doctor.patterns import CONSEQUENCE, HARMLESS, KINDS, SIGNATURES, Explanation, Own, explain
+from recipes.core.doctor import log_events
+from recipes.core.doctor.diagnosis import Explanation
+from recipes.core.doctor.diagnosis import of_logs as explain
+from recipes.core.doctor.log_events import Own
+from recipes.core.doctor.signatures import CONSEQUENCE, HARMLESS, KINDS, SIGNATURES
 from recipes.core.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BY_NAME = {signature.name: signature for signature in SIGNATURES}
 
 # fmt: off
@@ -553,8 +556,8 @@ def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str
 
 
 def test_of_a_large_file_both_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "HEAD_BYTES", 1000)
-    monkeypatch.setattr(patterns, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(log_events, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(log_events, "TAIL_BYTES", 2000)
     filler = "step\n" * 1000
     text = "Stale file handle\n" + filler + "Disk quota exceeded\n" + filler + "Read-only file system\nend\n"
     found = said(tmp_path, a__log=text)
@@ -576,11 +579,11 @@ def test_of_several_jobs_the_newest_is_explained(tmp_path: Path, name: str) -> N
 
 
 def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MOST_FILES", 5)
+    monkeypatch.setattr(log_events, "MOST_FILES", 5)
     found = said(tmp_path, **{f"rank{n}__log": "Stale file handle\n" for n in range(9)})
     assert found.causes[0].count == 5
     assert "more than 5 logs" in found.lines()[-1]
-    monkeypatch.setattr(patterns, "MOST_NAMES", 3)
+    monkeypatch.setattr(log_events, "MOST_NAMES", 3)
     assert "or 3 files; not all were read" in explain(tmp_path).lines()[-1]
 
 
@@ -588,7 +591,7 @@ def test_whatever_the_logs_hold_twenty_lines_are_said(tmp_path: Path) -> None:
     everything = "\n".join(line for lines in REAL.values() for line in lines)
     found = said(tmp_path, **{f"rank{n}__log": everything for n in range(3)})
     assert len(found.lines()) <= 20
-    assert all(len(line) <= patterns.LONGEST_LINE for line in found.lines())
+    assert all(len(line) <= log_events.LONGEST_LINE for line in found.lines())
     assert found.lines()[-1].startswith("harmless: ")
 
 

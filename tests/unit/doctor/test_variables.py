@@ -14,7 +14,7 @@ from recipes.core.config import envfile
 from recipes.core.doctor import variables
 from recipes.core.doctor.variables import KNOWN, Problem, check_file, problems, suggestion
 
-ENV_DIR = Path(__file__).parents[2] / "env"
+ENV_DIR = Path(__file__).parents[3] / "env"
 FILES = sorted(ENV_DIR.rglob("*.env"))
 
 TORCH = [name for name in KNOWN if name.startswith("TORCH_")]  # may not be set to nothing

@@ -1,0 +1,350 @@
+"""Reads log files: which files there are, and the lines in them that fit a known signature, with rank and host."""
+
+import contextlib
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core.files import read_json
+from recipes.core.run import rundir
+from recipes.core.doctor import signatures
+from recipes.core.doctor.signatures import Signature
+from recipes.core.errors import Kind
+
+
+HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; what lies between is not read
+MOST_FILES = 4096
+MOST_NAMES = 200_000  # that a folder is looked through for logs
+MOST_LINES = 10_000  # of one wording in one file
+LONGEST_LINE = 2000  # characters of a line that is shown: a message of ours, with its fix, is shorter
+WIDTH = 4096  # characters on either side of a find that are taken for its line
+FAR = 100  # lines between two exceptions, after which the first one may have been caught
+LATE_S = 60.0  # a cause that is stamped so long after the first consequence did not begin it
+SUFFIXES = (".log", ".out", ".err", ".txt")
+PRUNED = {"checkpoints", "node_modules", "__pycache__", rundir.EVALUATION}
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a run's own records say: the verdict in a line, "" for none; the first rank to fail, its host, and why."""
+
+    verdict: str = ""
+    rank: int | None = None
+    host: str | None = None
+    kind: Kind | None = None
+
+
+NOTHING = Own()
+
+
+@dataclass
+class Event:
+    """A line that fits a signature. when: seconds, by its own time (stamped) or by that of a line above it.
+
+    mild: a logger's level calls it a warning, or less.
+    """
+
+    signature: Signature
+    path: str
+    where: str
+    line: str
+    order: tuple[int, int]
+    rank: int | None
+    host: str | None
+    process: tuple[str, str] | None
+    when: float | None
+    stamped: bool
+    mild: bool
+
+
+class LogReader:
+    """What the files tell, read one after another."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        self.events: list[Event] = []
+        self.hosts = dict(hosts)  # by rank
+        self.rank_of: dict[tuple[str, str], int] = {}  # by host and process id, from NCCL's own lines
+        self.named: set[int] = set()  # ranks that have a file
+        self.files, self.unread, self.last = 0, list[str](), ("", "")
+        self.recap = NOTHING
+        self.later: dict[tuple[int, int], str] = {}  # by the order of an exception, another one far below it
+
+    def read(self, number: int, path: Path, name: str, rank: int | None) -> None:
+        """Adds a file's events. rank: whose file it is, by its name."""
+        try:
+            pieces = _pieces(path)
+        except (OSError, ValueError) as error:
+            self.unread.append(f"{name} ({getattr(error, 'strerror', None) or error})")
+            return
+        self.files += 1
+        self.named |= {rank} if rank is not None else set()
+        for at, (text, from_start) in enumerate(pieces):
+            begin = _last_attempt(text)
+            labelled, total = _labelled(text), text.count("\n") + (not text.endswith("\n"))
+            self._notice(text, begin)
+            lines, counted = 1, 0
+            first_of: dict[tuple[object, ...], Event] = {}
+            last_of: dict[tuple[object, ...], tuple[int, int]] = {}
+            for start, (end, signature, offset) in sorted(_scan(text, begin).items()):
+                said, host, process = _speaker(text[start : min(end, start + 500)], labelled)
+                said = said if said is not None else self.rank_of.get(process or ("", ""), rank)
+                mild = _MILD.search(text, start, start + offset) is not None
+                last_of[key := (signature.name, said, host, mild)] = (start, end)
+                if key in first_of:
+                    continue
+                lines, counted = lines + text.count("\n", counted, start), start
+                where = f"{name}:{lines}" if from_start else f"{name}, line {total - lines + 1} from its end"
+                line = (
+                    text[start:end].strip()
+                    if offset < 150
+                    else f"{text[start : start + 60]} … {text[start + offset - 20 : end]}"
+                )
+                own = _when(text[start : min(end, start + 500)], first=True)
+                when = own if own is not None else _when(text[max(0, start - 2 * WIDTH) : start], first=False)
+                order = (number, start + at * HEAD_BYTES)
+                first_of[key] = Event(
+                    signature, name, where, shown(line), order, said, host, process, when, own is not None, mild
+                )
+            self.events += first_of.values()
+            for one, first in first_of.items():
+                if first.signature is not signatures.EXCEPTION:
+                    continue
+                start, end = last_of[one]
+                between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
+                if between >= FAR:
+                    line = shown(text[start:end].strip())
+                    self.later[first.order] = f"{name} goes on after that, until, {between} lines below: {line}"
+        if pieces and (words := _last_line(pieces[-1][0])):
+            self.last = (name, words)
+
+    def _notice(self, text: str, begin: int) -> None:
+        """NCCL's process ids by rank, and our own last line where it names a rank."""
+        for start, end in _lines_with(text, " nranks ", 0):
+            line = text[start : min(end, start + 500)]
+            if (prefix := _NCCL.match(line)) and (rank := re.search(r"\brank (\d{1,6}) nranks ", line)):
+                self.rank_of[(prefix[1], prefix[2])] = int(rank[1])
+                self.hosts.setdefault(int(rank[1]), prefix[1])
+        for start, end in _lines_with(text, "failed: rank ", begin):
+            if found := _RECAP.fullmatch(text[start : min(end, start + WIDTH)]):
+                # A log has words alone; the table's own wordings tell which of them hide a cause.
+                hides = {
+                    name: any(w in found[1] for w in signatures.PATTERNS[name].split(" | "))
+                    for name in signatures.HIDING
+                }
+                kind = next((signatures.HIDING[name] for name in signatures.HIDING if hides[name]), None)
+                self.recap = Own(found[1], int(found[2]), found[3], kind)
+
+    def ranks(self) -> set[int]:
+        """All ranks that are known to have been there."""
+        seen = {event.rank for event in self.events if event.rank is not None} | self.named | set(self.hosts)
+        return set(range(max(seen) + 1)) if seen and max(seen) < MOST_FILES else seen
+
+    def settled(self) -> list[Event]:
+        """The events, what began it first: by kind, then by time, then as they stand in the files."""
+        for event in self.events:
+            if event.rank is None and event.process:
+                event.rank = self.rank_of.get(event.process)
+            if event.rank is not None and event.host:
+                self.hosts.setdefault(event.rank, event.host)
+        for event in self.events:
+            event.host = event.host or (self.hosts.get(event.rank) if event.rank is not None else None)
+        stamps = [
+            e.when
+            for e in self.events
+            if e.stamped and e.when is not None and e.signature.kind == signatures.CONSEQUENCE
+        ]
+        late = min(stamps, default=math.inf) + LATE_S
+
+        def key(event: Event) -> tuple[float, float, tuple[int, int]]:
+            level, when = (
+                float(signatures.KINDS.index(event.signature.kind)),
+                math.inf if event.when is None else event.when,
+            )
+            if event.signature.whole:
+                level += 0.5  # a job that hangs after a rank's failure ends so, too
+            if event.mild:
+                level = max(level, 2.5)
+            return max(level, 3.0) if event.stamped and when > late else level, when, event.order
+
+        return sorted(self.events, key=key)
+
+
+# --- files
+
+
+def log_files(folder: Path) -> tuple[list[Path], str]:
+    """The logs in a folder, of the newest job where it holds several, and what is left out. Links to folders are not followed."""
+    found: list[Path] = []
+    looked_at = 0
+    for place, folders, names in os.walk(folder):
+        looked_at += len(folders) + len(names)
+        folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
+        found += [Path(place, n) for n in sorted(names) if n.endswith(SUFFIXES) or re.search(r"\.[oe]\d{1,12}$", n)]
+        if len(found) > MOST_FILES or looked_at > MOST_NAMES:
+            return found[
+                :MOST_FILES
+            ], f"there are more than {MOST_FILES:,} logs or {MOST_NAMES:,} files; not all were read"
+    found.sort(key=lambda path: [p.zfill(12) if p.isdecimal() else p for p in re.split(r"(\d+)", str(path))])
+    jobs = {path: job[1] or job[2] for path in found if (job := _JOB.search(path.name))}
+    if len(set(jobs.values())) < 2:
+        return found, ""
+    newest = jobs[max(jobs, key=lambda path: os.lstat(path).st_mtime)]
+    found = [path for path in found if jobs.get(path, newest) == newest]
+    return found, f"read: the logs of job {newest}, the newest here"
+
+
+def _pieces(path: Path) -> list[tuple[str, bool]]:
+    """The text of an ordinary file, or its first and last part; and whether a part begins where the file does. Raises OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(0, "not an ordinary file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe since
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not an ordinary file")
+        size = os.fstat(descriptor).st_size
+        parts = [(file.read(HEAD_BYTES + TAIL_BYTES if size <= HEAD_BYTES + TAIL_BYTES else HEAD_BYTES), True)]
+        if size > HEAD_BYTES + TAIL_BYTES:
+            file.seek(size - TAIL_BYTES)
+            parts.append((file.read(TAIL_BYTES), False))
+    # Without colours; they would stand between the words.
+    return [(_COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n"), whole) for data, whole in parts]
+
+
+def rank_in_name(name: str, one_node: bool) -> int | None:
+    """Whose file it is: rank3.log here, 17_3_log.out of submitit, attempt_0/3/stderr.log of torchrun on one node."""
+    found = re.search(r"(?:^|[^a-z])(?:rank|task)[_.-]?(\d{1,6})(?=\D|$)[^/]*$|_(\d{1,6})_log\.(?:out|err)$", name)
+    local = re.search(r"(?:^|/)(\d{1,4})/std(?:out|err)\.log$", name) if one_node else None
+    return int(found[1] or found[2]) if found else int(local[1]) if local else None
+
+
+def small_json(path: Path) -> dict[str, Any]:
+    """A small JSON object in an ordinary file; else an empty one."""
+    with contextlib.suppress(OSError, RecursionError):
+        if stat.S_ISREG((status := path.stat()).st_mode) and status.st_size < HEAD_BYTES:
+            return read_json(path) or {}
+    return {}
+
+
+def hosts_of(folder: Path) -> dict[int, str]:
+    hosts = small_json(folder / "attempt.json").get("hosts")
+    return {rank: host for rank, host in enumerate(hosts) if isinstance(host, str)} if isinstance(hosts, list) else {}
+
+
+# --- lines
+
+_JOB = re.compile(r"^(\d+(?:_\d+)?)_\d+_log\.(?:out|err)$|^.*-(\d+(?:_\d+)?)\.(?:out|err)$")
+_INTRODUCED = re.compile(r"(?:^|\n)\w{1,64}: \d{1,6} ranks? on \d{1,6} nodes?, [^\n]*$")
+_MILD = re.compile(r"(?<!NCCL)(?:^|[\s\[(|])(?:WARNING|INFO|DEBUG)(?=[\s\]):|,-])", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
+_RANK = re.compile(
+    r"\[rank(\d{1,6})\]|\b[Rr]ank (\d{1,6})\]|\brank (\d{1,6}) on ([\w.-]{1,255})|srun: error: ([\w.-]{1,255}): tasks? (\d{1,6})"
+)
+_NCCL = re.compile(r"(?:\[[^\]\n]{1,40}\]:? ?|\s{0,8}\d{1,6}: ?)?([\w.-]{1,255}):(\d{1,10}):\d{1,10} \[\d{1,3}\] ")
+_NODE = re.compile(r"Node failure on ([\w.-]{1,255})|failed on node ([\w.-]{1,255})")
+_RECAP = re.compile(r"(?:\w{1,64}: )?failed: (rank (\d{1,6}) on ([\w.-]{1,255}) .{1,1500}?)(?:; logs in .*)?")
+_STAMP = re.compile(
+    r"\b[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)|\b(?:\d{4}[-/])?(\d\d)[-/](\d\d)[T_ ](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
+)
+
+
+def _lines_with(text: str, wording: str, begin: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each line that holds ``wording``; of a very long one, what is near it. A carriage return ends a line too."""
+    at = text.find(wording, begin)
+    for _ in range(MOST_LINES):
+        if at < 0:
+            return
+        low, high = max(begin, at - WIDTH), at + WIDTH
+        start = max(text.rfind("\n", low, at), text.rfind("\r", low, at), low - 1) + 1
+        end = min([e for c in "\n\r" if (e := text.find(c, at, high)) >= 0], default=min(high, len(text)))
+        yield start, end
+        at = text.find(wording, end)
+
+
+def _scan(text: str, begin: int) -> dict[int, tuple[int, Signature, int]]:
+    """The lines from ``begin`` on that fit: their ends, their signatures, and where in them it fits, by where they begin."""
+    found: dict[int, tuple[int, Signature, int]] = {}
+    for signature in signatures.SIGNATURES:
+        for wording in signature.pattern.split(" | "):
+            parts = wording.split("…")
+            for start, end in _lines_with(text, parts[0], begin):
+                at = offset = text.find(parts[0], start, end)
+                for part in parts[1:]:
+                    at = text.find(part, at, end) if at >= 0 else at
+                if at >= 0 and start not in found:
+                    found[start] = (end, signature, offset - start)
+    for start, end in _lines_with(text, signatures.EXCEPTION.pattern, begin):
+        where = _exception(text, start, end)
+        if where and where[0] not in found:
+            found[where[0]] = (where[1], signatures.EXCEPTION, 0)
+    return found
+
+
+def _exception(text: str, start: int, end: int) -> tuple[int, int] | None:
+    """The line that ends a traceback: the first one that is not indented, behind the same ``[rank3]:`` or ``3:``, if there is one."""
+    prefix = re.match(r"(?:\[\w{1,20}\]:|\s{0,8}\d{1,6}:) ?", text[start:end])
+    label, at = prefix[0] if prefix else "", end + 1
+    for _ in range(400):
+        stop = text.find("\n", at, at + WIDTH)
+        line = text[at : stop if stop >= 0 else at + WIDTH]
+        if line.startswith(label):
+            bare = line[len(label) :]
+            if bare and not bare[0].isspace():
+                return (at, at + len(line)) if re.match(r"[A-Za-z_][\w.]{0,200}(?::|\s*$)", bare) else None
+        at += len(line) + 1
+    return None
+
+
+def _speaker(head: str, labelled: bool) -> tuple[int | None, str | None, tuple[str, str] | None]:
+    """Whose line it is, as far as its begin tells: rank, host, and NCCL's host and process."""
+    rank, host, process = None, None, None
+    if found := _RANK.search(head):
+        rank, host = int(found[1] or found[2] or found[3] or found[6]), found[4] or found[5]
+    elif labelled and (label := re.match(r"\s{0,8}(\d{1,6}): ", head)):
+        rank = int(label[1])
+    if nccl := _NCCL.match(head):
+        host, process = nccl[1], (nccl[1], nccl[2])
+    if node := _NODE.search(head):
+        host = node[1] or node[2]
+    return rank, host, process
+
+
+def _when(text: str, first: bool) -> float | None:
+    """The first or last time in a text, as seconds since the year began, in months of 31 days; years and zones are left out."""
+    last = None
+    for found in _STAMP.finditer(text):
+        month, day, hour, minute, second = found.groups()[:5] if found[1] else found.groups()[5:]
+        if 1 <= int(month) <= 12:
+            minutes = ((int(month) * 31 + int(day)) * 24 + int(hour)) * 60 + int(minute)
+            last = minutes * 60 + float(second.replace(",", "."))
+            if first:
+                return last
+    return last
+
+
+def _last_attempt(text: str) -> int:
+    """Where the last attempt of a run of ours begins, where several have appended to one file."""
+    at = max(text.rfind("\nrun directory: "), 0)
+    return at if _INTRODUCED.search(text[max(0, at - WIDTH) : at]) else 0
+
+
+def _labelled(text: str) -> bool:
+    """Whether the lines begin with their ranks, as ``srun --label`` writes them."""
+    lines = [line for line in text[: 4 * WIDTH].split("\n")[:50] if line]
+    return len(lines) > 4 and all(re.match(r"\s{0,8}\d{1,6}: ?", line) for line in lines[:-1])
+
+
+def _last_line(text: str) -> str:
+    words = text[-WIDTH:].split()
+    return shown(re.split(r"[\n\r]", text[-WIDTH:].rstrip())[-1].strip()) if words else ""
+
+
+def shown(text: str, limit: int = LONGEST_LINE) -> str:
+    """A text for a terminal: one line, cut where it is very long, its control characters escaped."""
+    text = text.rstrip()[: limit + 1]
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
