@@ -438,14 +438,14 @@ MUTATIONS = [
         "tests/unit/test_network.py::test_master_node_leaves_the_choice_where_the_address_tells_nothing",
     ),
     Mutation(
-        "recipes/core/doctor/verdict.py",
+        "recipes/core/doctor/judge.py",
         "if entry.bad and entry.leave_out for",
         "if entry.leave_out for",
         "nodes with a mere note are excluded",
         "tests/unit/doctor/test_verdict.py::test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow",
     ),
     Mutation(
-        "recipes/core/doctor/verdict.py",
+        "recipes/core/doctor/judge_network.py",
         '-float(link["clock_s"])',
         'float(link["clock_s"])',
         "fast clocks are called slow",

@@ -6,7 +6,7 @@
     reach           whether a node reaches others over TCP
     gpucheck        a process of its own: torch computes on each GPU
     linkcheck       a process of its own: one rank of the bandwidth test
-    verdict         which nodes are bad, by the reports of all
+    judge           which nodes are bad, by the reports of all (judge_network: by links and bandwidth); verdict: the result
     variables       invalid and conflicting environment variables
     explain         why a run failed: its records, its job (diagnosis: its logs; log_events, signatures: known lines in them)
 

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from recipes.core.doctor import judge
+from recipes.core.doctor.judge import Expected
 from recipes.core.doctor import commands
 from recipes.core.doctor.node import Surroundings
 from recipes.core.files import write_json
@@ -142,7 +144,7 @@ def _members(meeting: Meeting, info: RankInfo, plan: Plan, port: int, end: float
     names = [f"report-{rank}" for rank in range(info.world_size)]
     found = meeting.wait(names, end)
     bad = {
-        node for entry in verdict.judge(_expected(info), found.values()).entries if entry.bad for node in entry.nodes
+        node for entry in judge.verdict_of(_expected(info), found.values()).entries if entry.bad for node in entry.nodes
     }
     members = {
         rank: int(found[name]["node_rank"])
@@ -216,8 +218,8 @@ def _measure(meeting: Meeting, info: RankInfo, listener: int, go_end: float, end
     return found
 
 
-def _expected(info: RankInfo) -> verdict.Expected:
-    return verdict.Expected(info.nodes or ("",) * info.num_nodes, info.world_size)
+def _expected(info: RankInfo) -> Expected:
+    return Expected(info.nodes or ("",) * info.num_nodes, info.world_size)
 
 
 def _judge(meeting: Meeting, info: RankInfo, plan: Plan, end: float) -> int:
@@ -225,7 +227,7 @@ def _judge(meeting: Meeting, info: RankInfo, plan: Plan, end: float) -> int:
     known = range(0 if info.rank == 0 or meeting.is_heard else 1, info.world_size)  # the first rank's may be old
     finals = meeting.wait([f"final-{rank}" for rank in known], end)
     early = meeting.wait([f"report-{rank}" for rank in known if f"final-{rank}" not in finals], 0)
-    found = verdict.judge(
+    found = judge.verdict_of(
         _expected(info), [*finals.values(), *({**report, "early": True} for report in early.values())]
     )
     write_json(plan.run_dir / "doctor.json", verdict.as_json(found))

@@ -1,0 +1,33 @@
+"""Values in JSON from a node that may be broken: each function accepts anything."""
+
+from typing import Any
+
+
+LONGEST = 300  # of what a node says
+
+
+def text(value: object) -> str:
+    """What a node says, as it may stand in a line."""
+    text = value if isinstance(value, str) else "" if value is None else str(value)[:LONGEST]
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])
+
+
+def short(value: object) -> str:
+    return text(value)[:40]
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one that can be counted with: JSON has whole ones without an end, too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def is_positive(value: object) -> bool:
+    return is_number(value) and value > 0  # type: ignore[operator]
