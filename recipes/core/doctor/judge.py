@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from recipes.core.doctor import judge_network, untrusted
+from recipes.core.errors import shown
 from recipes.core.doctor.verdict import Entry
 from recipes.core.doctor.verdict import Verdict
 
 
+SHORT = 40  # characters of a value in a line
 # What has to be alike on all nodes, where it is and what it is called; and whether a node with another one is to be left out.
 ALIKE = (
     (("torch", "torch"), "torch", True),
@@ -185,9 +187,9 @@ def _compare(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
             if (value != usual or not alike) and not (name == "count" and _as_many_as_wanted(nodes[node])):
                 odd.setdefault(value, []).append(node)
         for value, where in odd.items():
-            most = f", {untrusted.short(usual)} on {often} others" if alike else ", and others have others"
+            most = f", {shown(usual, SHORT)} on {often} others" if alike else ", and others have others"
             verdict.entries.append(
-                Entry(where, f"{called} is {untrusted.short(value)}{most}", "the same on all nodes is what is tested, and NCCL wants", bad and alike)
+                Entry(where, f"{called} is {shown(value, SHORT)}{most}", "the same on all nodes is what is tested, and NCCL wants", bad and alike)
             )  # fmt: skip
 
 
@@ -230,9 +232,9 @@ def _row(node: int, verdict: Verdict, report: Mapping[str, Any], bad: bool) -> d
         "verdict": "BAD" if bad else "ok",
         "gpus": f"{sum(gpu.get('right') is True for gpu in gpus)}/{len(gpus)}" if gpus else "-",
         "tflops": f"{median(tflops):.0f}" if tflops else "-",
-        "cpus": untrusted.short(untrusted.as_dict(facts.get("cpus")).get("allowed", "-")),
-        "driver": untrusted.short(untrusted.as_dict(facts.get("system")).get("driver", "-")),
-        "torch": untrusted.short(untrusted.as_dict(facts.get("torch")).get("torch", "-")),
+        "cpus": shown(untrusted.as_dict(facts.get("cpus")).get("allowed", "-"), SHORT),
+        "driver": shown(untrusted.as_dict(facts.get("system")).get("driver", "-"), SHORT),
+        "torch": shown(untrusted.as_dict(facts.get("torch")).get("torch", "-"), SHORT),
         "network": f"{chosen}{f' {mbit // 1000}G' if isinstance(mbit, int) and mbit >= 1000 else ''}{family}" or "-",
         "trip": f"{1e6 * median(trips):.0f} us" if trips else "-",
     }

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 from recipes.core import outliers
 from recipes.core.doctor import untrusted
+from recipes.core.errors import shown
 from recipes.core.doctor.verdict import Entry
 from recipes.core.doctor.verdict import Verdict
 
@@ -133,7 +134,7 @@ def speeds(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         for number, gpu in enumerate(report["gpus"]):
             if untrusted.is_positive(gpu.get("tflops")):
                 gpus[node, number] = (
-                    f"{untrusted.short(gpu.get('index'))} ({untrusted.short(gpu.get('uuid'))})",
+                    f"{shown(gpu.get('index'), 40)} ({shown(gpu.get('uuid'), 40)})",
                     float(gpu["tflops"]),
                 )
         if untrusted.is_positive(measured.get("busbw")):

@@ -2,18 +2,15 @@
 
 from typing import Any
 
+from recipes.core.errors import shown
 
-LONGEST = 300  # of what a node says
+
+LONGEST = 300  # characters of a text
 
 
 def text(value: object) -> str:
-    """What a node says, as it may stand in a line."""
-    text = value if isinstance(value, str) else "" if value is None else str(value)[:LONGEST]
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])
-
-
-def short(value: object) -> str:
-    return text(value)[:40]
+    """A value as text for a message; "" for None."""
+    return shown("" if value is None else value, LONGEST)
 
 
 def as_dict(value: object) -> dict[str, Any]:
