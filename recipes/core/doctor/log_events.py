@@ -1,7 +1,6 @@
 """Reads log files: which files there are, and the lines in them that fit a known signature, with rank and host."""
 
 import contextlib
-import math
 import os
 import re
 import stat
@@ -12,41 +11,26 @@ from typing import Any
 
 from recipes.core.files import read_json
 from recipes.core.run import rundir
-from recipes.core.doctor import signatures
-from recipes.core.doctor.signatures import Signature
-from recipes.core.errors import Kind
+from recipes.core.doctor.signatures import EXCEPTION, SIGNATURES, Level, Signature
+from recipes.core.errors import shown
 
 
-HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; what lies between is not read
+HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; the part between them is not read
 MOST_FILES = 4096
-MOST_NAMES = 200_000  # that a folder is looked through for logs
-MOST_LINES = 10_000  # of one wording in one file
-LONGEST_LINE = 2000  # characters of a line that is shown: a message of ours, with its fix, is shorter
-WIDTH = 4096  # characters on either side of a find that are taken for its line
-FAR = 100  # lines between two exceptions, after which the first one may have been caught
-LATE_S = 60.0  # a cause that is stamped so long after the first consequence did not begin it
+MOST_NAMES = 200_000  # files and folders that are listed in search of logs
+MOST_LINES = 10_000  # matches of one wording in one file
+LONGEST_LINE = 2000  # characters of a line that is shown; the longest messages of these recipes are shorter
+WIDTH = 4096  # characters on either side of a match that count as its line
+FAR = 100  # lines between two exceptions; with more, the first one may have been caught
 SUFFIXES = (".log", ".out", ".err", ".txt")
 PRUNED = {"checkpoints", "node_modules", "__pycache__", rundir.EVALUATION}
 
 
-@dataclass(frozen=True)
-class Own:
-    """What a run's own records say: the verdict in a line, "" for none; the first rank to fail, its host, and why."""
-
-    verdict: str = ""
-    rank: int | None = None
-    host: str | None = None
-    kind: Kind | None = None
-
-
-NOTHING = Own()
-
-
 @dataclass
 class Event:
-    """A line that fits a signature. when: seconds, by its own time (stamped) or by that of a line above it.
+    """A line that fits a signature. order: the number of its file, and the offset in it.
 
-    mild: a logger's level calls it a warning, or less.
+    process: host and process id, on NCCL's lines. is_warning: a logger's level on the line is WARNING or lower.
     """
 
     signature: Signature
@@ -57,22 +41,26 @@ class Event:
     rank: int | None
     host: str | None
     process: tuple[str, str] | None
-    when: float | None
-    stamped: bool
-    mild: bool
+    is_warning: bool
 
 
 class LogReader:
-    """What the files tell, read one after another."""
+    """Collects the events of one file after another.
+
+    recap: rank, host and text of the last line ``failed: rank N on HOST …`` of a run of these recipes. last: a file's name and last
+    line. later: by the order of an exception, a note on another one far below it in the same file.
+    """
 
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self.events: list[Event] = []
         self.hosts = dict(hosts)  # by rank
-        self.rank_of: dict[tuple[str, str], int] = {}  # by host and process id, from NCCL's own lines
-        self.named: set[int] = set()  # ranks that have a file
-        self.files, self.unread, self.last = 0, list[str](), ("", "")
-        self.recap = NOTHING
-        self.later: dict[tuple[int, int], str] = {}  # by the order of an exception, another one far below it
+        self.ranks_with_file: set[int] = set()
+        self.files = 0
+        self.unread: list[str] = []
+        self.last = ("", "")
+        self.recap: tuple[int, str, str] | None = None
+        self.later: dict[tuple[int, int], str] = {}
+        self._rank_of: dict[tuple[str, str], int] = {}  # by host and process id, from NCCL's lines
 
     def read(self, number: int, path: Path, name: str, rank: int | None) -> None:
         """Adds a file's events. rank: whose file it is, by its name."""
@@ -82,94 +70,69 @@ class LogReader:
             self.unread.append(f"{name} ({getattr(error, 'strerror', None) or error})")
             return
         self.files += 1
-        self.named |= {rank} if rank is not None else set()
+        self.ranks_with_file |= {rank} if rank is not None else set()
         for at, (text, from_start) in enumerate(pieces):
             begin = _last_attempt(text)
             labelled, total = _labelled(text), text.count("\n") + (not text.endswith("\n"))
-            self._notice(text, begin)
+            self._note_ranks(text, begin)
             lines, counted = 1, 0
             first_of: dict[tuple[object, ...], Event] = {}
             last_of: dict[tuple[object, ...], tuple[int, int]] = {}
             for start, (end, signature, offset) in sorted(_scan(text, begin).items()):
-                said, host, process = _speaker(text[start : min(end, start + 500)], labelled)
-                said = said if said is not None else self.rank_of.get(process or ("", ""), rank)
-                mild = _MILD.search(text, start, start + offset) is not None
-                last_of[key := (signature.name, said, host, mild)] = (start, end)
+                speaker, host, process = _speaker(text[start : min(end, start + 500)], labelled)
+                speaker = speaker if speaker is not None else self._rank_of.get(process or ("", ""), rank)
+                is_warning = _WARNING.search(text, start, start + offset) is not None
+                last_of[key := (signature.name, speaker, host, is_warning)] = (start, end)
                 if key in first_of:
                     continue
                 lines, counted = lines + text.count("\n", counted, start), start
                 where = f"{name}:{lines}" if from_start else f"{name}, line {total - lines + 1} from its end"
-                line = (
-                    text[start:end].strip()
-                    if offset < 150
-                    else f"{text[start : start + 60]} … {text[start + offset - 20 : end]}"
-                )
-                own = _when(text[start : min(end, start + 500)], first=True)
-                when = own if own is not None else _when(text[max(0, start - 2 * WIDTH) : start], first=False)
-                order = (number, start + at * HEAD_BYTES)
-                first_of[key] = Event(
-                    signature, name, where, shown(line), order, said, host, process, when, own is not None, mild
-                )
+                line = text[start:end].strip()
+                if offset >= 150:
+                    line = f"{text[start : start + 60]} … {text[start + offset - 20 : end]}"
+                line, order = shown(line, LONGEST_LINE), (number, start + at * HEAD_BYTES)
+                first_of[key] = Event(signature, name, where, line, order, speaker, host, process, is_warning)
             self.events += first_of.values()
-            for one, first in first_of.items():
-                if first.signature is not signatures.EXCEPTION:
-                    continue
-                start, end = last_of[one]
+            for key, first in first_of.items():
+                start, end = last_of[key]
                 between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
-                if between >= FAR:
-                    line = shown(text[start:end].strip())
-                    self.later[first.order] = f"{name} goes on after that, until, {between} lines below: {line}"
-        if pieces and (words := _last_line(pieces[-1][0])):
-            self.last = (name, words)
+                if first.signature is EXCEPTION and between >= FAR:
+                    line = shown(text[start:end].strip(), LONGEST_LINE)
+                    self.later[first.order] = f"{name} continues after that; {between} lines below: {line}"
+        if pieces and (line := _last_line(pieces[-1][0])):
+            self.last = (name, line)
 
-    def _notice(self, text: str, begin: int) -> None:
-        """NCCL's process ids by rank, and our own last line where it names a rank."""
+    def _note_ranks(self, text: str, begin: int) -> None:
+        """Notes the ranks of NCCL's processes, and the rank that a run's own last line names."""
         for start, end in _lines_with(text, " nranks ", 0):
             line = text[start : min(end, start + 500)]
             if (prefix := _NCCL.match(line)) and (rank := re.search(r"\brank (\d{1,6}) nranks ", line)):
-                self.rank_of[(prefix[1], prefix[2])] = int(rank[1])
+                self._rank_of[(prefix[1], prefix[2])] = int(rank[1])
                 self.hosts.setdefault(int(rank[1]), prefix[1])
         for start, end in _lines_with(text, "failed: rank ", begin):
             if found := _RECAP.fullmatch(text[start : min(end, start + WIDTH)]):
-                # A log has words alone; the table's own wordings tell which of them hide a cause.
-                hides = {
-                    name: any(w in found[1] for w in signatures.PATTERNS[name].split(" | "))
-                    for name in signatures.HIDING
-                }
-                kind = next((signatures.HIDING[name] for name in signatures.HIDING if hides[name]), None)
-                self.recap = Own(found[1], int(found[2]), found[3], kind)
+                self.recap = int(found[2]), found[3], found[1]
 
     def ranks(self) -> set[int]:
-        """All ranks that are known to have been there."""
-        seen = {event.rank for event in self.events if event.rank is not None} | self.named | set(self.hosts)
+        """All ranks that the logs show to have been there."""
+        seen = {event.rank for event in self.events if event.rank is not None} | self.ranks_with_file | set(self.hosts)
         return set(range(max(seen) + 1)) if seen and max(seen) < MOST_FILES else seen
 
-    def settled(self) -> list[Event]:
-        """The events, what began it first: by kind, then by time, then as they stand in the files."""
+    def sorted_events(self) -> list[Event]:
+        """The events, causes first; events of the same level in the order of the files."""
         for event in self.events:
             if event.rank is None and event.process:
-                event.rank = self.rank_of.get(event.process)
+                event.rank = self._rank_of.get(event.process)
             if event.rank is not None and event.host:
                 self.hosts.setdefault(event.rank, event.host)
         for event in self.events:
             event.host = event.host or (self.hosts.get(event.rank) if event.rank is not None else None)
-        stamps = [
-            e.when
-            for e in self.events
-            if e.stamped and e.when is not None and e.signature.kind == signatures.CONSEQUENCE
-        ]
-        late = min(stamps, default=math.inf) + LATE_S
 
-        def key(event: Event) -> tuple[float, float, tuple[int, int]]:
-            level, when = (
-                float(signatures.KINDS.index(event.signature.kind)),
-                math.inf if event.when is None else event.when,
-            )
-            if event.signature.whole:
-                level += 0.5  # a job that hangs after a rank's failure ends so, too
-            if event.mild:
-                level = max(level, 2.5)
-            return max(level, 3.0) if event.stamped and when > late else level, when, event.order
+        def key(event: Event) -> tuple[float, tuple[int, int]]:
+            level = float(event.signature.level)
+            if event.signature.whole_job:
+                level += 0.5  # a job that hangs after a rank's failure ends at its time limit, too
+            return max(level, Level.sign + 0.5) if event.is_warning else level, event.order
 
         return sorted(self.events, key=key)
 
@@ -239,7 +202,7 @@ def hosts_of(folder: Path) -> dict[int, str]:
 
 _JOB = re.compile(r"^(\d+(?:_\d+)?)_\d+_log\.(?:out|err)$|^.*-(\d+(?:_\d+)?)\.(?:out|err)$")
 _INTRODUCED = re.compile(r"(?:^|\n)\w{1,64}: \d{1,6} ranks? on \d{1,6} nodes?, [^\n]*$")
-_MILD = re.compile(r"(?<!NCCL)(?:^|[\s\[(|])(?:WARNING|INFO|DEBUG)(?=[\s\]):|,-])", re.MULTILINE)
+_WARNING = re.compile(r"(?<!NCCL)(?:^|[\s\[(|])(?:WARNING|INFO|DEBUG)(?=[\s\]):|,-])", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\b[Rr]ank (\d{1,6})\]|\brank (\d{1,6}) on ([\w.-]{1,255})|srun: error: ([\w.-]{1,255}): tasks? (\d{1,6})"
@@ -247,9 +210,6 @@ _RANK = re.compile(
 _NCCL = re.compile(r"(?:\[[^\]\n]{1,40}\]:? ?|\s{0,8}\d{1,6}: ?)?([\w.-]{1,255}):(\d{1,10}):\d{1,10} \[\d{1,3}\] ")
 _NODE = re.compile(r"Node failure on ([\w.-]{1,255})|failed on node ([\w.-]{1,255})")
 _RECAP = re.compile(r"(?:\w{1,64}: )?failed: (rank (\d{1,6}) on ([\w.-]{1,255}) .{1,1500}?)(?:; logs in .*)?")
-_STAMP = re.compile(
-    r"\b[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)|\b(?:\d{4}[-/])?(\d\d)[-/](\d\d)[T_ ](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
-)
 
 
 def _lines_with(text: str, wording: str, begin: int) -> Iterator[tuple[int, int]]:
@@ -268,7 +228,7 @@ def _lines_with(text: str, wording: str, begin: int) -> Iterator[tuple[int, int]
 def _scan(text: str, begin: int) -> dict[int, tuple[int, Signature, int]]:
     """The lines from ``begin`` on that fit: their ends, their signatures, and where in them it fits, by where they begin."""
     found: dict[int, tuple[int, Signature, int]] = {}
-    for signature in signatures.SIGNATURES:
+    for signature in SIGNATURES:
         for wording in signature.pattern.split(" | "):
             parts = wording.split("…")
             for start, end in _lines_with(text, parts[0], begin):
@@ -277,10 +237,10 @@ def _scan(text: str, begin: int) -> dict[int, tuple[int, Signature, int]]:
                     at = text.find(part, at, end) if at >= 0 else at
                 if at >= 0 and start not in found:
                     found[start] = (end, signature, offset - start)
-    for start, end in _lines_with(text, signatures.EXCEPTION.pattern, begin):
+    for start, end in _lines_with(text, EXCEPTION.pattern, begin):
         where = _exception(text, start, end)
         if where and where[0] not in found:
-            found[where[0]] = (where[1], signatures.EXCEPTION, 0)
+            found[where[0]] = (where[1], EXCEPTION, 0)
     return found
 
 
@@ -313,19 +273,6 @@ def _speaker(head: str, labelled: bool) -> tuple[int | None, str | None, tuple[s
     return rank, host, process
 
 
-def _when(text: str, first: bool) -> float | None:
-    """The first or last time in a text, as seconds since the year began, in months of 31 days; years and zones are left out."""
-    last = None
-    for found in _STAMP.finditer(text):
-        month, day, hour, minute, second = found.groups()[:5] if found[1] else found.groups()[5:]
-        if 1 <= int(month) <= 12:
-            minutes = ((int(month) * 31 + int(day)) * 24 + int(hour)) * 60 + int(minute)
-            last = minutes * 60 + float(second.replace(",", "."))
-            if first:
-                return last
-    return last
-
-
 def _last_attempt(text: str) -> int:
     """Where the last attempt of a run of ours begins, where several have appended to one file."""
     at = max(text.rfind("\nrun directory: "), 0)
@@ -341,10 +288,3 @@ def _labelled(text: str) -> bool:
 def _last_line(text: str) -> str:
     words = text[-WIDTH:].split()
     return shown(re.split(r"[\n\r]", text[-WIDTH:].rstrip())[-1].strip()) if words else ""
-
-
-def shown(text: str, limit: int = LONGEST_LINE) -> str:
-    """A text for a terminal: one line, cut where it is very long, its control characters escaped."""
-    text = text.rstrip()[: limit + 1]
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

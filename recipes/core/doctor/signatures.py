@@ -5,30 +5,35 @@ size of the logs. Where a line fits several signatures, the first in the table c
 """
 
 from dataclasses import dataclass
-from recipes.core.errors import Kind
+from enum import IntEnum
 
 
-# cause: what began it. error: an exception that is in no table. sign: something is wrong, and it does not say what.
-# consequence: what a rank says when another one is gone. harmless: looks like an error, and is none.
-KINDS = ("cause", "error", "sign", "consequence", "harmless")
+class Level(IntEnum):
+    """What a line says about the failure; lower levels are closer to its cause."""
+
+    cause = 0
+    error = 1  # an exception that is not in the table
+    sign = 2  # something is wrong, and the line does not say what
+    consequence = 3  # another rank is gone
+    harmless = 4  # looks like an error and is none
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A known line. pattern: wordings with " | " between them, in which … stands for anything on the same line.
+    """A known line. pattern: alternative wordings, separated by " | "; … in a wording stands for anything on the same line.
 
-    means, mend: what it says, and what to do, a line each. kind: one of `KINDS`. whole: no single rank is to blame for it.
+    means, fix: what the line says, and what to do. whole_job: no single rank is to blame.
     """
 
     name: str
     pattern: str
     means: str
-    mend: str
-    kind: str = "cause"
-    whole: bool = False
+    fix: str
+    level: Level = Level.cause
+    whole_job: bool = False
 
 
-S, SIGN, CONSEQUENCE, HARMLESS = Signature, "sign", "consequence", "harmless"
+S, SIGN, CONSEQUENCE, HARMLESS = Signature, Level.sign, Level.consequence, Level.harmless
 SIGNATURES = (
     # This project's own last lines
     S("a rank lost its peers", "lost its peers",
@@ -142,9 +147,9 @@ SIGNATURES = (
       "each rank sees fewer GPUs than it counts", "no --gpus-per-task or --gpu-bind; else device 0 in every rank"),
     # Slurm
     S("time limit", "DUE TO TIME LIMIT", "the job ran until its --time",
-      "a longer --time; with --signal=USR2@120 a recipe saves before, and is queued again", whole=True),
+      "a longer --time; with --signal=USR2@120 a recipe saves before, and is queued again", whole_job=True),
     S("preemption", "DUE TO PREEMPTION", "a job of higher priority took the nodes",
-      "if its job is not pending again, start it again on the same run_dir=; --requeue lets Slurm do so", whole=True),
+      "if its job is not pending again, start it again on the same run_dir=; --requeue lets Slurm do so", whole_job=True),
     S("node failure", "Node failure on | DUE TO NODE FAILURE", "a node died or was cut off",
       "if its job is not pending again, start it again with --exclude= that node; report the node to the site"),
     S("job's memory is used up", "oom_kill event | oom-kill event | : Out Of Memory | OOM Killed | xceeded job memory limit | xceeded step memory limit"
@@ -154,11 +159,11 @@ SIGNATURES = (
       "a node could not start its task", "is the program there on that node? else tell the site (clocks, munge), and --exclude= it"),
     S("requests of two allocations", "set by two different environment variables | SLURM_TRES_PER_TASK is mutually exclusive",
       "the shell has SLURM_* variables of another allocation, and srun (from Slurm 24.11 on) refuses both",
-      "unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU, and give srun --cpus-per-task", whole=True),
+      "unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU, and give srun --cpus-per-task", whole_job=True),
     S("step does not fit", "Unable to create step", "srun asks for more than the job has",
-      "compare srun's options with sbatch's; unset SLURM_* of another job", whole=True),
+      "compare srun's options with sbatch's; unset SLURM_* of another job", whole_job=True),
     S("job was refused", "Invalid account | Invalid qos | nvalid partition | Unable to allocate resources | job submission failed",
-      "Slurm took no such job", "-A and -p as `sacctmgr show assoc user=$USER` and `sinfo -s` tell", whole=True),
+      "Slurm took no such job", "-A and -p as `sacctmgr show assoc user=$USER` and `sinfo -s` tell", whole_job=True),
     S("crash in native code", "Segmentation fault | SIGSEGV | task…: Bus error | Illegal instruction | SIGBUS",
       "a library crashed: often two that do not fit together, or /dev/shm", "PYTHONFAULTHANDLER=1 shows where; the same versions on all nodes"),
     S("killed from outside", "srun: error:…task…: Killed | : line…Killed | SIGKILL | exitcode: -9",
@@ -196,9 +201,6 @@ SIGNATURES = (
     S("parameters without gradient", "Expected to have finished reduction in the prior iteration",
       "DDP waits for a gradient that this step did not make", "find_unused_parameters=True, or use all parameters in each step"),
 )  # fmt: skip
-PATTERNS = {signature.name: signature.pattern for signature in SIGNATURES}
-# Last lines of ours after which a rank's own error, found in a log, says more.
-HIDING = {"a rank lost its peers": Kind.peer_lost, "a rank that left no error record": Kind.killed}
 EXCEPTION = Signature(
-    "the program's own error", "Traceback (most recent call last)", "Python's traceback says where", "read it there", "error",
+    "the program's own error", "Traceback (most recent call last)", "Python's traceback says where", "read it there", Level.error,
 )  # fmt: skip

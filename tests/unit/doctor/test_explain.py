@@ -130,7 +130,7 @@ def test_logs_of_several_attempts_are_said_to_be_such(tmp_path: Path) -> None:
     (run / "logs" / "rank1.log").write_text("CUDA out of memory\n")
     assert not of_run(run, NO_SLURM).notes
     rundir.open_attempt(run, ["node1"] * 4, "1.1")
-    assert of_run(run, NO_SLURM).lines()[-1] == "the ranks' logs hold 1 earlier attempt too: a cause may be an old one"
+    assert of_run(run, NO_SLURM).lines()[-1] == "the logs also hold 1 earlier attempt: a cause may be an old one"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from recipes.core.doctor import log_events
-from recipes.core.doctor.diagnosis import Explanation
+from recipes.core.doctor.diagnosis import Explanation, RunRecord
 from recipes.core.doctor.diagnosis import of_logs as explain
-from recipes.core.doctor.log_events import Own
-from recipes.core.doctor.signatures import CONSEQUENCE, HARMLESS, KINDS, SIGNATURES
+from recipes.core.doctor.signatures import SIGNATURES, Level
 from recipes.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -183,8 +182,7 @@ def test_each_signature_is_shown_on_a_line_and_says_what_to_do() -> None:
     assert set(REAL) == set(BY_NAME)
     assert len(SIGNATURES) == len(BY_NAME) >= 25
     for signature in SIGNATURES:
-        assert signature.kind in KINDS
-        for text in (signature.name, signature.means, signature.mend):
+        for text in (signature.name, signature.means, signature.fix):
             assert 0 < len(text) < 160
             assert "\n" not in text
         assert all(part for wording in signature.pattern.split(" | ") for part in wording.split("…")), signature.pattern
@@ -197,7 +195,7 @@ def test_a_line_from_the_world_has_its_signature(tmp_path: Path, name: str, line
     assert found.causes[0].where == "job.out:2"
     assert found.causes[0].line.startswith(line[:60].strip())
     text = "\n".join(found.lines())
-    assert BY_NAME[name].kind == HARMLESS or BY_NAME[name].mend in text
+    assert BY_NAME[name].level is Level.harmless or BY_NAME[name].fix in text
     assert len(found.lines()) <= 20
 
 
@@ -205,7 +203,7 @@ def test_a_line_from_the_world_has_its_signature(tmp_path: Path, name: str, line
 def test_no_wording_is_hidden_by_one_above_it(tmp_path: Path, wording: str) -> None:
     owner = next(s for s in SIGNATURES if wording in s.pattern.split(" | "))
     found = said(tmp_path, a__log=wording.replace("…", " 1 ") + "\n")
-    assert KINDS.index(found.causes[0].signature.kind) <= KINDS.index(owner.kind), names(found)
+    assert found.causes[0].signature.level <= owner.level, names(found)
 
 
 ORDINARY = """\
@@ -233,7 +231,7 @@ def test_ordinary_logs_have_no_cause(tmp_path: Path) -> None:
     found = said(tmp_path, job__out=ORDINARY)
     assert (found.causes, found.rank, found.host) == ((), None, None)
     assert found.lines() == [
-        "no known cause in 1 file; the last words, in job.out: srun: job 14774 has been allocated resources"
+        "no known cause in 1 file; the last line, in job.out: srun: job 14774 has been allocated resources"
     ]
 
 
@@ -260,13 +258,13 @@ def test_a_cause_beats_what_the_others_say_of_it(tmp_path: Path) -> None:
         rank2__log="step 4\nnode7:11:12 [0] NCCL INFO x\nrank 2 on node7: saves\ntorch.OutOfMemoryError: CUDA out of memory.\n",
     )
     assert (found.rank, found.where) == (2, "rank2.log:4")
-    assert names(found) == ["CUDA out of memory", "collective timed out", "gloo lost a rank"]
+    assert names(found) == ["CUDA out of memory", "gloo lost a rank", "collective timed out"]
     assert found.lines() == [
         "rank 2 failed first: CUDA out of memory",
         "  rank2.log:4: torch.OutOfMemoryError: CUDA out of memory.",
         "cause: CUDA out of memory (1 rank): the GPU's memory does not hold it",
-        f"  do: {BY_NAME['CUDA out of memory'].mend}",
-        "followed: collective timed out (1 rank), gloo lost a rank (1 rank)",
+        f"  do: {BY_NAME['CUDA out of memory'].fix}",
+        "followed: gloo lost a rank (1 rank), collective timed out (1 rank)",
     ]
 
 
@@ -275,7 +273,7 @@ def test_a_traceback_that_was_survived_is_told_with_the_one_that_was_not(tmp_pat
     fatal = "Traceback (most recent call last):\n  x\nValueError: b\n"
     steps = "".join(f"step {i}  loss 0.5\n" for i in range(900))
     found = said(tmp_path, rank3__log=caught + steps + fatal)
-    assert found.lines()[-1] == "rank3.log goes on after that, until, 903 lines below: ValueError: b"
+    assert found.lines()[-1] == "rank3.log continues after that; 903 lines below: ValueError: b"
     assert said(tmp_path, rank3__log=caught + fatal).notes == ()  # one comes of the other
 
 
@@ -294,7 +292,7 @@ def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_
 
 def test_a_signals_name_among_the_arguments_is_none_that_came(tmp_path: Path) -> None:
     found = said(tmp_path, rank0__log="--signals-to-handle=SIGTERM,SIGINT\nlast word\n")
-    assert found.verdict == "no known cause in 1 file; the last words, in rank0.log: last word"
+    assert found.verdict == "no known cause in 1 file; the last line, in rank0.log: last word"
     for words in (
         "Signal 15 (SIGTERM) received by PID 7", "Received SIGTERM", "closing signal SIGTERM", "Bypassing SIGTERM: 15",
         "subprocess.CalledProcessError: Command 'x' died with <Signals.SIGTERM: 15>.", "Received signal: SIGTERM",
@@ -314,28 +312,19 @@ def test_srun_names_the_host_and_the_first_of_those_that_ended(tmp_path: Path) -
     found = said(tmp_path, slurm_7__out=text)
     assert (found.rank, found.host) == (5, "node2")
     assert found.lines()[0] == "rank 5 on node2 failed first: job's memory is used up"
-    assert found.lines()[-2:] == ["besides: killed from outside (2 ranks)", "followed: ended with the others (1 file)"]
+    assert found.lines()[-2:] == ["also: killed from outside (2 ranks)", "followed: ended with the others (1 file)"]
 
 
-def test_of_two_causes_the_earlier_stamp_is_first_whichever_file_it_is_in(tmp_path: Path) -> None:
-    line = "2024-03-18 17:38:{},208 ERROR trainer: OSError: [Errno 5] Input/output error\n"
-    found = said(tmp_path, rank0__log=line.format(50), rank1__log=line.format(41), rank2__log=line.format(59))
-    assert (found.rank, found.causes[0].count, found.causes[0].of) == (1, 3, "rank")
+def test_of_two_causes_the_one_of_the_lower_rank_is_first_in_numerical_order(tmp_path: Path) -> None:
+    line = "OSError: [Errno 5] Input/output error\n"
+    found = said(tmp_path, rank10__log=line, rank9__log=line, rank11__log=line)
+    assert (found.rank, found.causes[0].count, found.causes[0].of) == (9, 3, "rank")
 
 
-def test_stamps_of_torch_and_of_python_are_compared(tmp_path: Path) -> None:
-    glog = "[rank0]:[E321 02:07:08.4 x.cpp:607] CUDA error: uncorrectable ECC error encountered\n"
-    found = said(
-        tmp_path, a__log=glog, rank1__log="2026-03-21T02:07:07 [rank1] OSError: [Errno 116] Stale file handle\n"
-    )
-    assert found.rank == 1
-
-
-def test_what_comes_a_minute_after_the_first_consequence_did_not_begin_it(tmp_path: Path) -> None:
-    late = "[rank3]:[E321 02:17:30.4 x.cpp:1] CUDA error: an illegal memory access was encountered\n"
-    found = said(tmp_path, a__log="".join(WATCHDOG.format(n, 8 + n, 7) for n in range(3)) + late)
-    assert (found.rank, found.causes[0].signature.kind) == (0, CONSEQUENCE)
-    assert "what began it left no line here" in found.verdict
+def test_a_consequence_alone_is_said_to_be_one(tmp_path: Path) -> None:
+    found = said(tmp_path, a__log="".join(WATCHDOG.format(n, 8 + n, 7) for n in range(3)))
+    assert (found.rank, found.causes[0].signature.level) == (0, Level.consequence)
+    assert "the logs do not show its cause" in found.verdict
 
 
 def test_the_rank_with_the_lowest_collective_was_behind(tmp_path: Path) -> None:
@@ -349,7 +338,7 @@ def test_the_only_rank_that_says_nothing_is_looked_at_first(tmp_path: Path) -> N
     lost = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
     logs = {f"rank{rank}__log": "step 1\n" if rank == 2 else lost for rank in range(4)}
     found = said(tmp_path, **logs)
-    assert (found.rank, found.verdict[:19]) == (2, "rank 2 said nothing")
+    assert (found.rank, found.verdict[:19]) == (2, "rank 2 reported not")
 
 
 def test_a_time_limit_blames_no_rank(tmp_path: Path) -> None:
@@ -427,7 +416,7 @@ def test_folders_of_two_torchruns_name_no_rank(tmp_path: Path) -> None:
 
 def test_what_is_only_harmless_is_no_failure(tmp_path: Path) -> None:
     found = said(tmp_path, job__out=REAL["client's host name"][0] + "\nlast words\n")
-    assert (found.rank, found.verdict) == (None, "no known cause in 1 file; the last words, in job.out: last words")
+    assert (found.rank, found.verdict) == (None, "no known cause in 1 file; the last line, in job.out: last words")
     assert found.lines()[-1] == "harmless: client's host name (1 file)"
 
 
@@ -523,7 +512,7 @@ def test_binary_content_is_read_over(tmp_path: Path) -> None:
 
 def test_names_of_files_and_hosts_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "a\x1b[2J\n.log").write_text("CUDA out of memory\n")
-    own = Own("rank 1 on \x1b[2Jx failed first: \r\nx", 1, "\x1b[2Jx")
+    own = RunRecord("rank 1 on \x1b[2Jx failed first: \r\nx", 1, "\x1b[2Jx")
     assert all(line.isprintable() for line in explain(tmp_path, own).lines())
 
 
