@@ -100,7 +100,7 @@ def check_env_files(files: Sequence[str]) -> int:
             code = errors.EXIT_CONFIG
             continue
         for problem in problems:
-            print(f"{file}: {problem.name}: {problem.what}: {problem.mend}")
+            print(f"{file}: {problem.name}: {problem.what}: {problem.fix}")
             code = errors.EXIT_CONFIG if problem.bad else code
         if not problems:
             print(f"{file}: nothing is wrong with it")

@@ -134,8 +134,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge_network.py",
-        "Entry(sorted(pair), what, mend, False)",
-        "Entry(sorted(pair)[:1], what, mend, True)",
+        "Entry(sorted(pair), what, fix, False)",
+        "Entry(sorted(pair)[:1], what, fix, True)",
         "a slow link between two nodes excludes one of them without evidence",
         VERDICT,
     ),
@@ -388,8 +388,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/probes.py",
-        "problem.mend, problem.bad, leave_out=False)",
-        "problem.mend, problem.bad)",
+        "problem.fix, problem.bad, leave_out=False)",
+        "problem.fix, problem.bad)",
         "a variable that the job sets wrongly excludes its nodes",
         EXAMINE,
     ),
@@ -904,7 +904,7 @@ MUTATIONS = [
     ),
     # variables
     Mutation(
-        "recipes/core/doctor/variables.py",
+        "recipes/core/doctor/variable_tables.py",
         '"NCCL_IB_TIMEOUT": (0, 31),',
         '"NCCL_IB_TIMEOUT": (0, 32),',
         "a timeout that InfiniBand does not know is not reported",
@@ -919,8 +919,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/variables.py",
-        'yield Problem(name, f"{_shown(name, environ[name])} names a GPU twice: CUDA shows none", mend, bad=True)',
-        'yield Problem(name, f"{_shown(name, environ[name])} names a GPU twice: CUDA shows none", mend)',
+        'yield Problem(name, f"{_quoted(environ[name])} names a GPU twice: CUDA shows none", fix, bad=True)',
+        'yield Problem(name, f"{_quoted(environ[name])} names a GPU twice: CUDA shows none", fix)',
         "a list of GPUs with which CUDA shows none is only a note",
         VARIABLES,
     ),

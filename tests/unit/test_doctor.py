@@ -117,7 +117,7 @@ def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_IB_HCA"], [str(file), "NCCL_SOCKET_IFNAM"]]
     assert "did you mean NCCL_SOCKET_IFNAME?" in lines[1]
     assert check_env_files([str(other), str(file)]) == 2
-    assert f"{other}: NCCL_ALGO: Rings is none of" in capsys.readouterr().out
+    assert f"{other}: NCCL_ALGO: Rings must be one of" in capsys.readouterr().out
     ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
     assert ended.status == 0, ended.out
     assert len(ended.lines) == 8

@@ -53,8 +53,8 @@ def verdict_of(expected: Expected, reports: Iterable[object]) -> Verdict:
             own.setdefault(finding, []).append(node)
     verdict.entries += [
         # What all nodes have alike is not mended by leaving all of them out.
-        Entry(sorted(set(where)), what, mend, bad, leave_out and (len(set(where)) < len(nodes) or len(nodes) == 1))
-        for (what, mend, bad, leave_out), where in own.items()
+        Entry(sorted(set(where)), what, fix, bad, leave_out and (len(set(where)) < len(nodes) or len(nodes) == 1))
+        for (what, fix, bad, leave_out), where in own.items()
     ]
     _compare(nodes, verdict)
     judge_network.decoys(nodes, verdict)
@@ -127,11 +127,11 @@ def _missing(expected: Expected, nodes: Mapping[int, Any], verdict: Verdict) -> 
     # Where one node of several is alone with what it wrote, the others wrote it elsewhere.
     elsewhere = len(silent) == len(expected.hosts) - 1 > 1
     for node in silent:
-        mend = "log in there, or leave it out; where no file system is shared, run each node's own doctor alone"
+        fix = "log in there, or leave it out; where no file system is shared, run each node's own doctor alone"
         if elsewhere:
-            mend = "is run_dir on a file system that all nodes share? if not, give one that is"
+            fix = "is run_dir on a file system that all nodes share? if not, give one that is"
         what = "did not answer: it hangs, was never started, or does not see run_dir"
-        verdict.entries.append(Entry([node], what, mend, True, leave_out=not elsewhere))
+        verdict.entries.append(Entry([node], what, fix, True, leave_out=not elsewhere))
     came = {node: 1 + len(report["more"]) for node, report in nodes.items() if not report["partial"]}
     short = [
         node
@@ -162,7 +162,7 @@ def _findings(report: Mapping[str, Any]) -> Iterable[tuple[str, str, bool, bool]
             if isinstance(found, dict) and found.get("what"):
                 yield (
                     untrusted.text(found["what"]),
-                    untrusted.text(found.get("mend")),
+                    untrusted.text(found.get("fix")),
                     found.get("bad") is True,
                     found.get("leave_out") is not False,
                 )

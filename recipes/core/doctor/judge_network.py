@@ -22,7 +22,7 @@ FAULTS = {
     "foreign": "reaches somebody else at its address",
     "master": "reaches it, but not its master port",
 }
-MENDS = {
+FIXES = {
     "name": "add the name to DNS, or to /etc/hosts on each node",
     "silent": "is run_dir seen on both nodes?",
     "connect": "is its interface up, and is there a route both ways? a firewall must let the nodes of a job through",
@@ -47,8 +47,8 @@ def decoys(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     for (name, address), where in having.items():
         if len(where) > 1:
             what = f"{name} has one and the same address there, {address}"
-            mend = "never for NCCL_SOCKET_IFNAME; the recipes take the interface by its route"
-            verdict.entries.append(Entry(where, what, mend, False))
+            fix = "never for NCCL_SOCKET_IFNAME; the recipes take the interface by its route"
+            verdict.entries.append(Entry(where, what, fix, False))
 
 
 def links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
@@ -96,7 +96,7 @@ def links(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         more += "; which of the two it is, no other node can tell" if either.issuperset(ways) else ""
         verdict.entries.append(
             Entry([guilty], f"{verdict.hosts[node] or node} {FAULTS[fault].replace(' it', f' {verdict.hosts[peer] or peer}', 1)} ({why}; ways that fail: {told}{more})",
-                  MENDS[fault], True)
+                  FIXES[fault], True)
         )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def speeds(nodes: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
         verdict.entries.append(Entry([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True))
     for pair, value in slow.pairs.items():
         what = f"the way between them is slow: {value:.3g} GB/s, where the median is {slow.median:.3g}"
-        mend = "a link between their switches, or one of the two: measure again with others"
-        verdict.entries.append(Entry(sorted(pair), what, mend, False))
+        fix = "a link between their switches, or one of the two: measure again with others"
+        verdict.entries.append(Entry(sorted(pair), what, fix, False))
     if gpus:
         middle = median(value for _, value in gpus.values())
         for (node, _), (name, value) in gpus.items():

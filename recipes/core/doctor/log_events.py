@@ -93,8 +93,8 @@ class LogReader:
                 line, order = shown(line, LONGEST_LINE), (number, start + at * HEAD_BYTES)
                 first_of[key] = Event(signature, name, where, line, order, speaker, host, process, is_warning)
             self.events += first_of.values()
-            for key, first in first_of.items():
-                start, end = last_of[key]
+            for one, first in first_of.items():
+                start, end = last_of[one]
                 between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
                 if first.signature is EXCEPTION and between >= FAR:
                     line = shown(text[start:end].strip(), LONGEST_LINE)

@@ -12,13 +12,13 @@ from recipes.core.place.ranks import RankInfo
 
 @dataclass(frozen=True)
 class Finding:
-    """what: the matter, in a line that can stand behind a host's name. mend: what to type or do.
+    """what: the matter, in a line that can stand behind a host's name. fix: what to type or do.
 
     bad: training cannot work, or not well. leave_out: that it does without this node; where it is the job's own fault, it does not.
     """
 
     what: str
-    mend: str
+    fix: str
     bad: bool = True
     leave_out: bool = True
 

@@ -41,7 +41,7 @@ SMI = (
 def look(
     environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask, root: Path = Path("/")
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Facts of the GPUs that this process may use, and what is wrong: what, mend, whether the node cannot be used.
+    """Facts of the GPUs that this process may use, and what is wrong: what, fix, whether the node cannot be used.
 
     on_cpu: none is wanted. ask: runs a command for so many seconds and gives its stdout, and what went wrong.
     """
@@ -163,7 +163,7 @@ def _row_of_mine(seen: Sequence[Mapping[str, Any]], there: Mapping[str, Mapping[
 
 
 def far(topology: str, allowed: set[int], info: RankInfo, mine: str) -> list[Finding]:
-    """What is wrong in ``nvidia-smi topo -m``: what, mend. allowed: CPUs of this process, which is a node's local rank; mine: the
+    """What is wrong in ``nvidia-smi topo -m``: what, fix. allowed: CPUs of this process, which is a node's local rank; mine: the
     name of its GPU there.
 
     A rank on CPUs that are all far from its GPU; and a GPU that reaches every NIC across the sockets while another has one near.

@@ -98,13 +98,13 @@ def names(here: Surroundings) -> tuple[Facts, list[Finding]]:
     facts: Facts = {"addresses": addresses, "seconds": round(took, 2), "reverse_s": reverse_s}
     findings = []
     if here.info.num_nodes > 1 and addresses and all(one.startswith("127.") or one == "::1" for one in addresses):
-        mend = "a rank that listens on that is not reached (the recipes' are): delete that line from /etc/hosts there"
-        findings.append(Finding(f"its own name is {addresses[0]} there", mend, bad=False))
+        fix = "a rank that listens on that is not reached (the recipes' are): delete that line from /etc/hosts there"
+        findings.append(Finding(f"its own name is {addresses[0]} there", fix, bad=False))
     if reverse_s > SLOW_NAME_S:
         findings.append(
             Finding(
                 f"a reverse look-up takes {reverse_s:.1f} s",
-                "each rank's start waits for it: mend DNS, or list the nodes in /etc/hosts",
+                "each rank's start waits for it: fix DNS, or list the nodes in /etc/hosts",
                 bad=False,
             )
         )

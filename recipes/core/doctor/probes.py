@@ -181,14 +181,14 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
         ]
         out, wrong = commands.ask([sys.executable, "-S", "-c", LOOK, folder, "read" if use == "data" else "write"], 15)
         if wrong:
-            mends = {
+            fixes = {
                 "data": "is it mounted on that node, and is that its name?",
                 "tmp": "set TMPDIR to a folder that is on every node",
             }
             findings.append(
                 Finding(
                     f"{name} cannot be used ({wrong})",
-                    mends.get(use, "look at that file system; give another run_dir"),
+                    fixes.get(use, "look at that file system; give another run_dir"),
                     leave_out=here.others or use == "shm",
                 )
             )
@@ -226,7 +226,7 @@ except OSError as error:
 def variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Variables that are deprecated, contradict each other, are wrong for this machine, or were left by another allocation."""
     found = [
-        Finding(f"{problem.name}: {problem.what}", problem.mend, problem.bad, leave_out=False)
+        Finding(f"{problem.name}: {problem.what}", problem.fix, problem.bad, leave_out=False)
         for problem in environment.problems(here.environ)
     ]
     job, nodes = here.environ.get("SLURM_JOB_ID"), here.environ.get("SLURM_JOB_NODELIST", "")

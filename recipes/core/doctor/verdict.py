@@ -14,7 +14,7 @@ class Entry:
 
     nodes: list[int]
     what: str
-    mend: str
+    fix: str
     bad: bool
     leave_out: bool = True
 
@@ -39,10 +39,10 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def lines(verdict: Verdict) -> list[str]:
-    """The verdict as a person reads it: the table, a line for each finding and its mend, and what to type."""
+    """The verdict as a person reads it: the table, a line for each finding and its fix, and what to type."""
     found = _table(verdict.table)
     for entry in verdict.entries:
-        found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.mend}")
+        found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
     named = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
     if verdict.figures:
         found.append("; ".join(f"{named[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))

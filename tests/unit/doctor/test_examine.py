@@ -87,7 +87,7 @@ def report(rank: int, each: int = 1, gpus: int | None = None, **changes: Any) ->
     }  # fmt: skip
 
 
-BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "mend": "drain it", "bad": True}
+BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     meeting = Meeting(tmp_path / "reports", True)
     for rank, seen in enumerate(gpus):
-        few = {"what": f"Slurm granted 8 GPUs and torch sees {seen}", "mend": "nvidia-smi -L", "bad": True}
+        few = {"what": f"Slurm granted 8 GPUs and torch sees {seen}", "fix": "nvidia-smi -L", "bad": True}
         meeting.tell(f"final-{rank}", report(rank, gpus=seen, findings=[few] * (seen < 8)))
     assert _judge(meeting, place(0, 3), Plan(tmp_path), 0) == status
     written = helpers.read(tmp_path, "doctor")

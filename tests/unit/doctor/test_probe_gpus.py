@@ -96,7 +96,7 @@ def test_eight_granted_and_seven_visible() -> None:
     assert found.what == "Slurm granted 8 GPUs and torch sees 7"
     assert found.bad
     assert found.leave_out
-    assert "nvidia-smi -L there; sbatch --exclude=" in found.mend
+    assert "nvidia-smi -L there; sbatch --exclude=" in found.fix
     (found,) = look([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
     assert found.what == "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7"
 
@@ -173,7 +173,7 @@ def test_a_rank_on_far_cpus() -> None:
     assert probe_gpus.far(TOPOLOGY, far_, info(2, 4), "GPU2") == []
     (found,) = probe_gpus.far(TOPOLOGY, near, info(2, 4), "GPU2")
     assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
-    assert "--cpu-bind=none" in found.mend
+    assert "--cpu-bind=none" in found.fix
     assert probe_gpus.far(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
     assert probe_gpus.far(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
 

@@ -35,7 +35,7 @@ def here(
 def only(found: tuple[dict[str, object], list[Finding]]) -> Finding:
     (finding,) = found[1]
     assert finding.what
-    assert finding.mend
+    assert finding.fix
     return finding
 
 
@@ -261,7 +261,7 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
     two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
     _, (found,) = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
-    assert found.mend.startswith("add the name to DNS, or to /etc/hosts on each node")
+    assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 
 def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_variables_that_are_another_allocations(tmp_path: Path) -> None:
 
 def test_a_misspelt_variable_is_the_jobs_fault_not_the_nodes(tmp_path: Path) -> None:
     found = only(probes.variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
-    assert "NCCL_SOCKET_IFNAME" in found.what + found.mend
+    assert "NCCL_SOCKET_IFNAME" in found.what + found.fix
     assert not found.leave_out
 
 

@@ -110,9 +110,9 @@ def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
     reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
     reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
     reports[21]["facts"]["gpus"]["gpus"].pop()
-    reports[22]["findings"].append({"what": "GPU 2 computes a matrix product wrongly", "mend": "drain it", "bad": True})
+    reports[22]["findings"].append({"what": "GPU 2 computes a matrix product wrongly", "fix": "drain it", "bad": True})
     reports[23]["findings"].append(
-        {"what": "open files (ulimit -n) are limited to 1024", "mend": "raise it", "bad": False}
+        {"what": "open files (ulimit -n) are limited to 1024", "fix": "raise it", "bad": False}
     )
     for link in reports[30]["links"]:
         link.update(clock_s=7.5)  # its clock is 7.5 s late
@@ -163,7 +163,7 @@ def test_a_pair_that_fails_is_one_of_the_two_and_never_the_first_node() -> None:
 
 def test_of_a_pair_the_one_that_has_a_fault_of_its_own_is_accused() -> None:
     reports = healthy(2)
-    reports[0]["findings"].append({"what": "no route to node1", "mend": "ip route", "bad": True})
+    reports[0]["findings"].append({"what": "no route to node1", "fix": "ip route", "bad": True})
     for report in reports:
         report["links"][0].update(fault="connect", why="timed out")
     assert judged(reports, 2).exclude == ["node0"]
@@ -206,7 +206,7 @@ def test_another_mtu_or_kind_of_gpu_is_named() -> None:
 def test_a_gpu_that_is_missing_excludes_its_node_and_no_other() -> None:
     reports = healthy(4)
     reports[1]["facts"]["gpus"]["gpus"].pop(2)
-    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "mend": "nvidia-smi -L", "bad": True}]
+    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "fix": "nvidia-smi -L", "bad": True}]
     found = judged(reports, 4)
     assert [(entry.nodes, entry.what) for entry in found.entries] == [
         ([1], "Slurm granted 8 GPUs and torch sees 7"), ([1], "the number of GPUs is 7, 8 on 3 others"),
@@ -229,13 +229,13 @@ def test_the_first_nodes_clock_may_be_the_wrong_one() -> None:
 def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     reports = healthy(3)
     for report in reports:
-        report["findings"] = [{"what": "data_dir=/data cannot be used", "mend": "mount it", "bad": True}]
+        report["findings"] = [{"what": "data_dir=/data cannot be used", "fix": "mount it", "bad": True}]
     found = judged(reports, 3)
     assert (found.healthy, found.exclude) == (False, [])
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
-        report["findings"] = [{"what": "NCCL_NET: is empty", "mend": "unset it", "bad": True, "leave_out": False}]
+        report["findings"] = [{"what": "NCCL_NET: is empty", "fix": "unset it", "bad": True, "leave_out": False}]
     reports[1]["findings"] = []
     found = judged(reports, 3)
     assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
@@ -277,7 +277,7 @@ def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
 def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
     reports = healthy(2)
     for number, report in enumerate(reports):
-        report["findings"] = [{"what": f"/dev/shm has {30 + number} MB free", "mend": "clear it", "bad": True}]
+        report["findings"] = [{"what": f"/dev/shm has {30 + number} MB free", "fix": "clear it", "bad": True}]
     assert verdict.lines(judged(reports, 2))[-1] == (
         "all 2 nodes are bad: fix them as the lines above say; sbatch --exclude=node0,node1 selects other nodes, if the cluster has enough"
     )
@@ -286,8 +286,8 @@ def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
     reports[1]["facts"]["gpus"]["gpus"][3]["right"] = False
-    reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
-    reports[0]["findings"] = [{"what": "a note", "mend": "nothing", "bad": False}]
+    reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
+    reports[0]["findings"] = [{"what": "a note", "fix": "nothing", "bad": False}]
     found = judged(reports, 2)
     row = {
         "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "cpus": "64", "driver": "580.1", "torch": "2.15.0",
@@ -309,7 +309,7 @@ def test_the_table_shows_what_each_node_has() -> None:
 
 def test_of_many_nodes_the_table_shows_the_bad_ones() -> None:
     reports = healthy(20)
-    reports[13]["findings"] = [{"what": "broken", "mend": "drain it", "bad": True}]
+    reports[13]["findings"] = [{"what": "broken", "fix": "drain it", "bad": True}]
     lines = verdict.lines(judged(reports, 20))
     assert [line.split()[0] for line in lines[:3]] == ["node", "node13", "BAD"]
 
@@ -355,7 +355,7 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
     found = judge.verdict_of(Expected(hosts(2), 8), reports)
     assert [row["gpus"] for row in found.table] == ["4/4", "4/4"]
     assert bad(found) == {"node1": "GPU 0 (GPU-1-2) is slow: 90 TFLOP/s, where the median is 700"}
-    reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
+    reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
     assert any("wrongly" in entry.what for entry in judge.verdict_of(Expected(hosts(2), 8), reports).entries)
 
 
@@ -433,7 +433,7 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
 
 def test_what_each_rank_of_one_node_says_is_that_nodes() -> None:
     reports = healthy(2)
-    broken = {"what": "nvidia-smi fails (no answer)", "mend": "tell the site", "bad": True}
+    broken = {"what": "nvidia-smi fails (no answer)", "fix": "tell the site", "bad": True}
     reports += [{**reports[1], "rank": 2 + i, "local_rank": i + 1, "findings": [broken]} for i in range(3)]
     assert judged(reports, 2).exclude == ["node1"]
 
