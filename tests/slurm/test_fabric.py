@@ -144,7 +144,7 @@ def test_a_right_network_with_a_decoy_is_healthy_and_trains(
     assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
     assert "its own name is 127.0.1.1 there" in ended.out
     assert (
-        "note  all 2 nodes: docker0 has one and the same address there, 172.17.0.1: never for NCCL_SOCKET_IFNAME"
+        "note  all 2 nodes: docker0 has the same address there, 172.17.0.1: do not use it as NCCL_SOCKET_IFNAME"
         in ended.out
     )
     assert [row["network"].endswith(" IPv6") for row in verdict["table"]] == [addresses is V6] * 2  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
         "[1] node1 reaches node2 with small packets, and large ones are lost: the MTU on the way is smaller than the "
-        "interface's (timed out; ways that fail: node1 to node2, node2 to node1; which of the two it is, no other node can tell)"
+        "interface's (timed out; links that fail: node1 to node2, node2 to node1; no other node can tell which of the two is at fault)"
     )
     assert verdict["exclude"] == ["node2"]
     assert "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500" in ended.out

@@ -213,7 +213,7 @@ def _measure(meeting: Meeting, info: RankInfo, listener: int, go_end: float, end
             word = json.loads(line)
             found["pairs"] += [word.pop("pair")] if "pair" in word else []
             found.update(word)
-    if wrong and "error" not in found and found["at"] != "the end":
+    if wrong and "error" not in found and not found.get("ended"):
         found["error"] = wrong
     return found
 

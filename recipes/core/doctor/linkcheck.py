@@ -52,7 +52,7 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
             pair(firsts, nodes, rank, mask, device)
         say(at=f"pairs, {mask} apart")
         dist.barrier()
-    say(at="the end")
+    say(at="the end", ended=True)
     dist.barrier()
     if rank == 0:
         time.sleep(0.5)  # the store goes with this rank

@@ -1,16 +1,16 @@
-"""The verdict on the nodes of an allocation, and how it is shown."""
+"""The verdict on the nodes of an allocation, and how it is printed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
-MANY = 8  # names in a line
+MANY = 8  # hosts that are named in a line
+FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
 
 
 @dataclass
 class Entry:
-    """One thing that is wrong, of one node or several. leave_out: that it does without them."""
+    """A finding on one node or several. bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it."""
 
     nodes: list[int]
     what: str
@@ -21,7 +21,7 @@ class Entry:
 
 @dataclass
 class Verdict:
-    """entries: what is wrong, the worst first. exclude: hosts of the nodes that are not to be used. table: a row of each node."""
+    """entries: the findings, bad ones first. exclude: hosts of the nodes to leave out. hosts: of all nodes. table: a row per node."""
 
     entries: list[Entry] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
@@ -33,40 +33,50 @@ class Verdict:
     def healthy(self) -> bool:
         return not any(entry.bad for entry in self.entries)
 
+    @property
+    def bad_nodes(self) -> set[int]:
+        return {node for entry in self.entries if entry.bad for node in entry.nodes}
+
+    def add(self, nodes: list[int], what: str, fix: str, bad: bool, leave_out: bool = True) -> None:
+        self.entries.append(Entry(nodes, what, fix, bad, leave_out))
+
+    def host(self, node: int) -> str:
+        return self.hosts[node] or f"node {node}"
+
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
     return {**asdict(verdict), "healthy": verdict.healthy}
 
 
 def lines(verdict: Verdict) -> list[str]:
-    """The verdict as a person reads it: the table, a line for each finding and its fix, and what to type."""
-    found = _table(verdict.table)
+    """The verdict as text: the table, a line for each finding and its fix, and the option to type."""
+    found = _table(verdict)
     for entry in verdict.entries:
         found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
-    named = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
     if verdict.figures:
-        found.append("; ".join(f"{named[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))
-    count = len(verdict.hosts)
+        found.append("; ".join(f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))
+    return [*found, _summary(verdict)]
+
+
+def _summary(verdict: Verdict) -> str:
+    count, bad = len(verdict.hosts), len(verdict.bad_nodes)
+    options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
     if verdict.healthy:
-        found.append(f"healthy: {count} node{'s' if count > 1 else ''}")
-    else:
-        bad = len({node for entry in verdict.entries if entry.bad for node in entry.nodes})
-        options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
-        if bad == count > 1:
-            other = f"; {options} selects other nodes, if the cluster has enough" if options else ""
-            found.append(f"all {count} nodes are bad: fix them as the lines above say{other}")
-        else:
-            what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
-            found.append(what + (f": {options} keeps off them" if options else ""))
-    return found
+        return f"healthy: {count} node{'s' if count > 1 else ''}"
+    if bad == count > 1:
+        other = f"; {options} selects other nodes, if the cluster has enough" if options else ""
+        return f"all {count} nodes are bad: fix them as the lines above say{other}"
+    what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
+    return f"{what}: {options} leaves them out" if options else what
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _table(verdict: Verdict) -> list[str]:
+    """A row per node; of many nodes, only the bad ones."""
+    rows = verdict.table
     if not rows:
         return []
-    shown = [{name: name for name in rows[0]}, *rows]
-    if len(rows) > 2 * MANY:  # the bad ones are what is looked for
-        shown = [shown[0], *(row for row in rows if row["verdict"] == "BAD")]
+    shown = rows if len(rows) <= 2 * MANY else [rows[node] for node in sorted(verdict.bad_nodes)]
+    shown = [{name: name for name in rows[0]}, *shown]
     widths = {name: max(len(str(row[name])) for row in shown) for name in rows[0]}
     return ["  ".join(f"{row[name]!s:<{widths[name]}}" for name in widths).rstrip() for row in shown]
 
@@ -74,5 +84,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:
     if len(nodes) == len(verdict.hosts) and len(nodes) > 1:
         return f"all {len(nodes)} nodes"
-    named = ", ".join(verdict.hosts[node] or f"node {node}" for node in nodes[:MANY])
+    named = ", ".join(verdict.host(node) for node in nodes[:MANY])
     return (named + (f" and {len(nodes) - MANY} more" if len(nodes) > MANY else "")) or "the nodes together"

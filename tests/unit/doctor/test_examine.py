@@ -150,7 +150,7 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
         not status,
         ["node0", "node1", "node2"],
     )
-    last = "healthy: 3 nodes" if not status else f"1 of 3 nodes bad: sbatch --exclude={exclude[0]} keeps off them"
+    last = "healthy: 3 nodes" if not status else f"1 of 3 nodes bad: sbatch --exclude={exclude[0]} leaves them out"
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert not (tmp_path / "reports").exists()
 
@@ -187,7 +187,7 @@ def test_two_nodes_meet_measure_and_judge(
             assert environ
             measured.append(dict(environ))
             pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
-            words = [{"at": "an all_reduce", "busbw": 7.0, "right": True}, *pair, {"at": "the end"}]
+            words = [{"at": "an all_reduce", "busbw": 7.0, "right": True}, *pair, {"at": "the end", "ended": True}]
             return "\n".join(map(json.dumps, words)), ""
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
@@ -228,7 +228,7 @@ def test_two_nodes_meet_measure_and_judge(
     else:
         assert codes == {0: 3, 1: 0}  # one of them gives the status
         assert "BAD   node1: Slurm granted 8 GPUs and torch sees 7: nvidia-smi -L" in lines
-        assert lines[-1] == "1 of 2 nodes bad: sbatch --exclude=node1 keeps off them"
+        assert lines[-1] == "1 of 2 nodes bad: sbatch --exclude=node1 leaves them out"
         assert (found["exclude"], measured) == (["node1"], [])
 
 

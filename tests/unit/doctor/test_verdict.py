@@ -41,7 +41,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
             "links": [
                 {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "round_trip_s": 5e-5, "clock_s": 0.001} for peer in others
             ],
-            "bandwidth": {"at": "the end", "right": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
+            "bandwidth": {"at": "the end", "ended": True, "right": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
         }  # fmt: skip
 
     return [of(node) for node in range(count)]
@@ -83,7 +83,7 @@ def test_a_node_that_answers_at_first_and_then_no_more_is_accused() -> None:
     for report in reports[:3]:
         report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
     found = judged(reports, 4)
-    assert "answered at first, and then no more" in bad(found)["node3"]
+    assert "answered at first, but not after" in bad(found)["node3"]
     assert found.exclude == ["node3"]
 
 
@@ -92,7 +92,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_it_is_said_that_either_may_be
     for report in reports:
         report["links"][0].update(fault="connect", why="timed out")
     found = judged(reports, 2)
-    assert bad(found)["node1"].endswith("; which of the two it is, no other node can tell)")
+    assert bad(found)["node1"].endswith("; no other node can tell which of the two is at fault)")
     reports = healthy(4)
     for report in reports:
         for link in report["links"]:
@@ -264,7 +264,7 @@ def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
     found = judged(reports, 6)
     (entry,) = found.entries
     assert (entry.nodes, entry.bad, found.exclude) == ([1, 4], False, [])
-    assert entry.what == "the way between them is slow: 20 GB/s, where the median is 45"
+    assert entry.what == "the link between them is slow: 20 GB/s, where the median is 45"
     reports = all_pairs(6)
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
@@ -300,7 +300,7 @@ def test_the_table_shows_what_each_node_has() -> None:
         "BAD   node1: GPU 3 computes a matrix product wrongly: drain it",
         "note  node0: a note: nothing",
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
-        "1 of 2 nodes bad: sbatch --exclude=node1 keeps off them",
+        "1 of 2 nodes bad: sbatch --exclude=node1 leaves them out",
     ]
     as_json = verdict.as_json(found)
     assert (as_json["healthy"], as_json["exclude"], as_json["hosts"]) == (False, ["node1"], ["node0", "node1"])
@@ -336,7 +336,7 @@ def test_an_address_that_several_nodes_have_is_a_note() -> None:
     found = judged(reports, 3)
     assert found.healthy
     (entry,) = found.entries
-    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has one and the same address there, 172.17.0.1")
+    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has the same address there, 172.17.0.1")
 
 
 def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
@@ -380,7 +380,7 @@ def test_where_nobody_is_to_blame_no_node_is_counted() -> None:
 def test_two_machines_of_one_name_are_told() -> None:
     reports = healthy(3)
     reports[2]["host"] = "node1"
-    assert any("both say that they are node1" in line for line in verdict.lines(judged(reports, 3)))
+    assert any("both report the host name node1" in line for line in verdict.lines(judged(reports, 3)))
 
 
 def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
@@ -389,7 +389,7 @@ def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
         report["facts"]["torch"]["torch"] = "2.10.0"
     found = judged(reports, 4)
     assert found.exclude == []
-    assert "torch is 2.10.0, and others have others" in "\n".join(verdict.lines(found))
+    assert "torch is 2.10.0, and the nodes have no majority" in "\n".join(verdict.lines(found))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 16, 255, 4096])
