@@ -128,7 +128,7 @@ def _out_of_time() -> NoReturn:
     print(
         f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
     )
-    commands.leave()
+    commands.kill_all()
     os._exit(errors.EXIT_MACHINE)
 
 
@@ -142,7 +142,7 @@ def _end_when_told(leaving: Sequence[Callable[[], None]]) -> None:
 
     def end() -> NoReturn:
         number = ours.recv(1)[0]
-        commands.leave()
+        commands.kill_all()
         for last in leaving:
             last()
         os._exit(128 + number)
@@ -169,5 +169,5 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         status = errors.EXIT_MACHINE
-    commands.leave()
+    commands.kill_all()
     os._exit(status)  # a check that hangs is not waited for

@@ -6,40 +6,41 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+
 from recipes.core.files import ROOT
 
-
-REAPED_S = 2.0  # that a command which was killed is waited for
-_ASKED: set["subprocess.Popen[str]"] = set()
-_BEGINNING = threading.RLock()  # held from a command's start until it is in that set
+REAPED_S = 2.0  # to wait for the end of a command that was killed
+_running: set["subprocess.Popen[str]"] = set()
+_starting = threading.RLock()  # held from a command's start until it is in that set
 
 
 def ask(
     command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
 ) -> tuple[str, str]:
-    """A command's stdout, and what went wrong in words ("" where nothing did). It is killed after ``timeout_s``, and not waited for.
+    """A command's stdout, and why it failed ("" if it did not). It is killed after ``timeout_s``.
 
-    environ: its variables, where they are others than this process's. descriptors: open files that it is given.
+    environ: its variables; None for those of this process. descriptors: open files that it inherits.
     """
     try:
-        with _BEGINNING:
+        with _starting:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
                 start_new_session=True, env=environ, pass_fds=descriptors, cwd=ROOT,
             )  # fmt: skip
-            _ASKED.add(process)
+            _running.add(process)
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
     try:
         return _answer(process, os.path.basename(command[0]), timeout_s)
     finally:
-        _ASKED.discard(process)
+        _running.discard(process)
 
 
-def leave() -> None:
-    """Ends the commands that are still being asked: they are sessions of their own, and would stay. For this process's end."""
-    _BEGINNING.acquire(timeout=2)  # and never given back, so that no other begins
-    for process in list(_ASKED):
+def kill_all() -> None:
+    """Kills the commands that still run, and prevents further ones. Called when this process ends: each command is a session of its
+    own and would outlive it."""
+    _starting.acquire(timeout=2)  # never released
+    for process in list(_running):
         if process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -53,7 +54,7 @@ def _answer(process: "subprocess.Popen[str]", name: str, timeout_s: float) -> tu
         try:
             out, _ = process.communicate(timeout=REAPED_S)
         except subprocess.TimeoutExpired:
-            out = ""  # what waits for a dead file system or driver stays, and is nobody's to wait for
+            out = ""  # a process that waits for a dead file system or driver cannot be killed
         return out, f"{name} did not answer in {timeout_s:g} s"
     if process.returncode:
         return out, " ".join((err or out).split())[-200:] or f"status {process.returncode}"

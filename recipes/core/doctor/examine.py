@@ -64,7 +64,7 @@ def examine_all(plan: Plan, info: RankInfo, leaving: list[Callable[[], None]]) -
     if info.local_rank == 0:
         word, taken = _listen(server, info)
         meeting.tell(f"port-{info.node_rank}", word)
-    report = probes.everything(here, LOCAL * plan.seconds)
+    report = probes.run_all(here, LOCAL * plan.seconds)
     report.findings += taken
     asked_in = meeting.name
     if info.local_rank == 0:

@@ -232,7 +232,7 @@ def _row(
     return {
         "node": verdict.hosts[node] or str(node),
         "verdict": "BAD" if is_bad else "ok",
-        "gpus": f"{sum(gpu.get('right') is True for gpu in gpus)}/{len(gpus)}" if gpus else "-",
+        "gpus": f"{sum(gpu.get('correct') is True for gpu in gpus)}/{len(gpus)}" if gpus else "-",
         "tflops": f"{median(tflops):.0f}" if tflops else "-",
         "cpus": text_at(facts, "cpus", "allowed", limit=SHORT) or "-",
         "driver": text_at(facts, "system", "driver", limit=SHORT) or "-",

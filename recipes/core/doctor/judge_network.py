@@ -148,7 +148,7 @@ def collectives(reports: Mapping[int, Sequence[Mapping[str, Any]]], verdict: Ver
     errors: dict[int, str] = {}
     ended: set[int] = set()
     for node, of_ranks in reports.items():
-        if any(value_at(one, "bandwidth", "right") is False for one in of_ranks):
+        if any(value_at(one, "bandwidth", "correct") is False for one in of_ranks):
             verdict.add(
                 [node], "an all_reduce has a wrong sum there", "memory or a link corrupts data: leave it out", True
             )

@@ -1,20 +1,21 @@
-"""What the checks of a node look at, and what they find."""
-
-from dataclasses import dataclass
+"""What the checks of a node get (`Surroundings`) and what they return (`Finding`, `Report`)."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
 from recipes.core.place.ranks import RankInfo
+
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """what: the matter, in a line that can stand behind a host's name. fix: what to type or do.
+    """A fault of a node. what: one line that can stand after a host name. fix: what to type or do.
 
-    bad: training cannot work, or not well. leave_out: that it does without this node; where it is the job's own fault, it does not.
+    bad: training cannot work, or not well. leave_out: leaving out this node fixes it; false where the job itself is at fault.
     """
 
     what: str
@@ -23,12 +24,9 @@ class Finding:
     leave_out: bool = True
 
 
-Facts = dict[str, Any]
-
-
 @dataclass
 class Report:
-    """What a rank says of its node, as it is written for who judges. links: what `reach` found between it and others."""
+    """What a rank reports about its node. links: what `reach` found on the way to other nodes."""
 
     rank: int
     node_rank: int
@@ -45,8 +43,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the checks look at: the variables, this rank's place, the folders that the training will want, files of the kernel's
-    (another folder in tests), and until when."""
+    """The input of the checks. root: the folder that has ``proc`` and ``sys``. end: when checks are abandoned, by time.monotonic()."""
 
     environ: Mapping[str, str]
     info: RankInfo
@@ -54,16 +51,16 @@ class Surroundings:
     data_dir: str = ""
     on_cpu: bool = False
     root: Path = Path("/")
-    end: float = math.inf  # by time.monotonic(): what has not come back then is not waited for
+    end: float = math.inf
 
     @property
-    def others(self) -> bool:
-        """Whether there are nodes to compare this one with: where it is alone, what was typed wrongly looks like its own fault."""
+    def has_others(self) -> bool:
+        """Whether there are other nodes. A node alone cannot be compared: what looks like its fault may be a mistyped key."""
         return self.info.num_nodes > 1
 
 
 def small_text(path: Path) -> str:
-    """A small file's text without its end of line; "" where there is none."""
+    """The text of a small file without its line end; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,25 +1,24 @@
-"""The GPUs of a node: as many as were granted, and each one computes what it should. Standard library only; torch is in a child."""
+"""Which GPUs this process may use, by its environment and the driver. Standard library only."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-
-import itertools
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def shortage(environ: Mapping[str, str], seen: int) -> str:
-    """Why the GPUs that torch sees are too few for what was granted, in a line without the host's name; "" where they are not.
-
-    seen: how many torch sees. Nothing is wrong where none was granted or named, and none is seen.
-    """
+    """Why torch sees too few GPUs (``seen``), in a line without the host name; "" if it sees as many as were granted or named."""
     named = named_gpus(environ)
     source, expected = (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
 
 
 def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
-    """Whether this rank, one of ``ranks`` on its node, is shown a GPU of its own alone (--gpus-per-task, --gpu-bind, a wrapper's
-    variable). Not where Slurm has granted the node fewer than ranks."""
+    """Whether this rank, one of ``ranks`` on its node, sees only its own GPU (--gpus-per-task, --gpu-bind, or a variable).
+
+    False where Slurm granted the node fewer GPUs than ranks.
+    """
     named, granted = named_gpus(environ), granted_gpus(environ)
     if are_slices(environ):
         return False
@@ -27,22 +26,19 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
 
 
 def are_slices(environ: Mapping[str, str]) -> bool:
-    """Whether several MIG slices are named, of which CUDA shows a process the first alone."""
+    """Whether several MIG slices are named. CUDA shows a process only the first."""
     listed = environ.get("CUDA_VISIBLE_DEVICES", "")
     return listed.startswith("MIG-") and "," in listed
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that Slurm has granted on this node; 0 where it says nothing."""
+    """GPUs that Slurm granted on this node; 0 where it does not say."""
     granted = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(granted) if granted.isdecimal() else 0
 
 
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that a process here may use, found without torch: those that a variable names, else those of NVIDIA's or AMD's driver."""
+    """GPUs that a process here may use, without torch: those that a variable names, otherwise those of NVIDIA's or AMD's driver."""
     if (named := named_gpus(environ)) is not None:
         return named[1]
     nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
@@ -51,13 +47,13 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """The variable that shows a process the fewest GPUs, NVIDIA's or AMD's, and how many; None where none is set."""
+    """The variable (NVIDIA's or AMD's) that leaves a process the fewest GPUs, and their number; None if none is set."""
     counts = [(name, listed_gpus(environ[name])) for name in VISIBLE if name in environ]
     return min(counts, key=lambda one: one[1], default=None)
 
 
 def listed_gpus(listed: str) -> int:
-    """GPUs that are shown for a value of such a variable: those before the first that is none; of MIG slices one."""
+    """GPUs that a value of such a variable shows: those before the first invalid one; one of several MIG slices."""
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
     return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

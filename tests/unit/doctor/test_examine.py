@@ -78,7 +78,7 @@ def place(rank: int, size: int = 2, each: int = 1) -> ranks.RankInfo:
 
 def report(rank: int, each: int = 1, gpus: int | None = None, **changes: Any) -> dict[str, Any]:
     facts = {
-        "gpus": {"granted": gpus or 0, "ranks": each} | ({} if gpus is None else {"gpus": [{"right": True}] * gpus})
+        "gpus": {"granted": gpus or 0, "ranks": each} | ({} if gpus is None else {"gpus": [{"correct": True}] * gpus})
     }
     node = rank // each
     return {
@@ -187,7 +187,7 @@ def test_two_nodes_meet_measure_and_judge(
             assert environ
             measured.append(dict(environ))
             pair = [{"pair": [0, 1, 5.0]}] if environ["RANK"] == "0" else []
-            words = [{"at": "an all_reduce", "busbw": 7.0, "right": True}, *pair, {"at": "the end", "ended": True}]
+            words = [{"at": "an all_reduce", "busbw": 7.0, "correct": True}, *pair, {"at": "the end", "ended": True}]
             return "\n".join(map(json.dumps, words)), ""
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
@@ -195,8 +195,8 @@ def test_two_nodes_meet_measure_and_judge(
         few = Finding("Slurm granted 8 GPUs and torch sees 7", "nvidia-smi -L")
         return {"ranks": 1}, [few] if here.info.rank == broken else []
 
-    checks = [check for check in probes.CHECKS if check.__name__ in ("system", "torch", "cpus", "disks")]
-    monkeypatch.setattr(probes, "CHECKS", (*checks, gpus))
+    checks = {name: probes.CHECKS[name] for name in ("system", "torch", "cpus", "disks")}
+    monkeypatch.setattr(probes, "CHECKS", {**checks, "gpus": gpus})
     monkeypatch.setattr(commands, "ask", quick)
     monkeypatch.setattr(probes, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
@@ -302,7 +302,7 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
                 {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODES", "MASTER_PORT")},
             )
         )
-        out = [{"at": "an all_reduce", "busbw": 40.0, "right": True}, {"pair": [1, 2, 5.0]}, {"pair": [1, 0, 6.0]}]
+        out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [1, 2, 5.0]}, {"pair": [1, 0, 6.0]}]
         return "noise\n" + "\n".join(map(json.dumps, out)), "killed"
 
     monkeypatch.setattr(commands, "ask", ask)
@@ -312,7 +312,7 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
     first.tell("go", {"ranks": [0, 2, 3, 5], "nodes": [0, 1, 1, 2], "port": 99, "backend": "gloo", "heard": heard})
     found = _measure(mine, info, -1, time.monotonic() + 20, time.monotonic() + 30)
     assert found == {
-        "at": "an all_reduce", "busbw": 40.0, "right": True, "pairs": [[1, 2, 5.0], [1, 0, 6.0]], "error": "killed",
+        "at": "an all_reduce", "busbw": 40.0, "correct": True, "pairs": [[1, 2, 5.0], [1, 0, 6.0]], "error": "killed",
     }  # fmt: skip
     place_there = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODES": "[0, 1, 1, 2]", "MASTER_PORT": "99"}
     assert asked == [(["gloo", "-1"], place_there)]

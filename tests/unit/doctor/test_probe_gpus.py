@@ -58,7 +58,7 @@ def card(index: int, **changes: Any) -> dict[str, Any]:
         "name": "H200",
         "free": 139 * GIB,
         "total": 140 * GIB,
-        "right": True,
+        "correct": True,
         "tflops": 700.0,
     }
     return {**known, **changes}
@@ -138,7 +138,7 @@ def test_a_gpu_of_ones_own_for_each_task() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected", "is_bad"),
     [
-        ({"right": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
+        ({"correct": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
         (
             {"error": "CUDA error: an illegal memory access"},
             "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",
@@ -163,7 +163,7 @@ def test_memory_errors_and_other_peoples_processes() -> None:
 
 def test_a_driver_that_does_not_answer() -> None:
     (found,) = look(None, smi(0), why="python did not answer in 60 s")
-    assert found.what == "its GPUs could not be tried (python did not answer in 60 s)"
+    assert found.what == "its GPUs could not be tested (python did not answer in 60 s)"
     assert found.bad
 
 

@@ -46,7 +46,7 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
     monkeypatch.setattr(commands, "ask", quick)
-    report = probes.everything(here(tmp_path), 60)
+    report = probes.run_all(here(tmp_path), 60)
     assert set(report.facts) == {
         "system", "torch", "cpus", "limits", "disks", "interfaces", "names", "variables", "gpus",
     }  # fmt: skip
@@ -69,14 +69,15 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise TimeoutError("the kernel does not answer")
 
-    monkeypatch.setattr(probes, "CHECKS", (hangs, breaks, gives_up, probes.cpus))
+    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "cpus": probes.cpus}
+    monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
-    report = probes.everything(here(tmp_path), 0.5)
+    report = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
     assert [(found.what, found.bad) for found in report.findings] == [
-        ("its hangs could not be looked at in 0.5 s", True),
-        ("its breaks could not be looked at (RuntimeError: no such thing)", False),
-        ("its gives_up could not be looked at (TimeoutError: the kernel does not answer)", False),
+        ("the check of its hangs did not end in 0.5 s", True),
+        ("the check of its breaks failed (RuntimeError: no such thing)", False),
+        ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
     assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
 
@@ -88,7 +89,7 @@ def test_a_slow_nvidia_smi_leaves_time_to_try_the_gpus_and_one_that_hangs_is_nam
     smi = tmp_path / "nvidia-smi"
     smi.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(probes, "CHECKS", (probes.gpus,))
+    monkeypatch.setattr(probes, "CHECKS", {"gpus": probes.gpus})
     monkeypatch.setattr(probe_gpus, "SMI_S", 4.0)
     (tmp_path / "python").write_text("#!/bin/sh\necho '[]'\n")
     (tmp_path / "python").chmod(0o755)
@@ -96,10 +97,10 @@ def test_a_slow_nvidia_smi_leaves_time_to_try_the_gpus_and_one_that_hangs_is_nam
     node = replace(here(tmp_path, SLURM_GPUS_ON_NODE="8"), on_cpu=False)
     few = "Slurm granted 8 GPUs and torch sees 0"
     smi.write_text("#!/bin/sh\nexec sleep 3\n")  # three times one after the other is too long
-    assert [found.what for found in probes.everything(node, 8.5).findings] == [few]
+    assert [found.what for found in probes.run_all(node, 8.5).findings] == [few]
     smi.write_text("#!/bin/sh\nexec sleep 600\n")
     fails = "nvidia-smi fails (nvidia-smi did not answer in 4 s)"
-    assert [found.what for found in probes.everything(node, 11.5).findings] == [fails, few]
+    assert [found.what for found in probes.run_all(node, 11.5).findings] == [fails, few]
 
 
 def test_fewer_cpus_than_were_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +189,11 @@ def test_torch_that_is_slow_to_import_or_cannot_be(tmp_path: Path, monkeypatch: 
         readings = iter((0.0, took))
         monkeypatch.setattr(commands, "ask", lambda command, timeout_s, answer=answer: answer)
         monkeypatch.setattr(probes, "time", SimpleNamespace(monotonic=readings.__next__))
-        facts, found = probes.torch(here(tmp_path, ranks.detect(TASK)))
+        facts, found = probes.torch_import(here(tmp_path, ranks.detect(TASK)))
         assert [(one.what, one.bad, one.leave_out) for one in found] == expected
         assert answer[1] or facts == {"torch": "2.15.0", "cuda": "13.2", "import_s": took}
     monkeypatch.setattr(probes, "time", time)
-    assert not only(probes.torch(here(tmp_path))).leave_out  # alone it may be the wrong environment
+    assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
 
 
 def test_the_drivers_version(tmp_path: Path) -> None:
@@ -212,18 +213,13 @@ def test_the_drivers_version(tmp_path: Path) -> None:
 def test_each_nodes_first_rank_looks_at_all_and_the_others_at_their_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(name: str) -> probes.Check:
-        def found(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
-            return {}, []
+    def check(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+        return {}, []
 
-        found.__name__ = name
-        return found
-
-    monkeypatch.setattr(probes, "CHECKS", (check("disks"), check("gpus")))
-    monkeypatch.setattr(probes, "gpus", check("gpus"))
+    monkeypatch.setattr(probes, "CHECKS", {"disks": check, "gpus": check})
     for rank, local_rank, expected in ((0, 0, {"disks", "gpus"}), (2, 0, {"disks", "gpus"}), (3, 1, {"gpus"})):
         info = replace(ALONE, rank=rank, world_size=4, local_rank=local_rank, local_world_size=2, node_rank=rank // 2)
-        report = probes.everything(here(tmp_path, info), 20)
+        report = probes.run_all(here(tmp_path, info), 20)
         assert report.facts.keys() == expected
         assert (report.rank, report.node_rank, report.local_rank, report.local_world_size) == (
             rank,
@@ -296,14 +292,14 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
 
 def test_variables_that_are_another_allocations(tmp_path: Path) -> None:
     info = ranks.detect(TASK)
-    found = probes.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
+    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
     assert not [one for one in found if "SLURM_JOB_NODELIST" in one.what]
-    found = probes.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
+    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
     assert any(one.what == "SLURM_JOB_NODELIST=one,two (job 7) does not have three" for one in found)
 
 
 def test_a_misspelt_variable_is_the_jobs_fault_not_the_nodes(tmp_path: Path) -> None:
-    found = only(probes.variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
+    found = only(probes.environment_variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
     assert "NCCL_SOCKET_IFNAME" in found.what + found.fix
     assert not found.leave_out
 

@@ -32,7 +32,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
                 "system": {"kernel": "6.1", "python": "3.11.7", "driver": "580.1", "project": "abc", "time": 1.0},
                 "torch": {"torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
                 "gpus": {"granted": gpus, "gpus": [
-                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "right": True, "tflops": 700.0 + i, "free": 9, "total": 9}
+                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "correct": True, "tflops": 700.0 + i, "free": 9, "total": 9}
                     for i in range(gpus)
                 ]},
                 "cpus": {"allowed": 64},
@@ -41,7 +41,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
             "links": [
                 {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "round_trip_s": 5e-5, "clock_s": 0.001} for peer in others
             ],
-            "bandwidth": {"at": "the end", "ended": True, "right": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
+            "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
         }  # fmt: skip
 
     return [of(node) for node in range(count)]
@@ -120,7 +120,7 @@ def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
         for link in report["links"]:
             if 33 in (link["peer"], report["node_rank"]):
                 link.update(fault="connect", why="timed out", round_trip_s=None)
-    reports[40]["bandwidth"]["right"] = False
+    reports[40]["bandwidth"]["correct"] = False
     reports[50] = {
         "node_rank": 50,
         "local_rank": 0,
@@ -285,7 +285,7 @@ def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
 
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
-    reports[1]["facts"]["gpus"]["gpus"][3]["right"] = False
+    reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
     reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
     reports[0]["findings"] = [{"what": "a note", "fix": "nothing", "bad": False}]
     found = judged(reports, 2)
@@ -347,7 +347,7 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
                 "index": 0,
                 "uuid": f"GPU-{node}-{local_rank}",
                 "name": "H200",
-                "right": True,
+                "correct": True,
                 "tflops": 90.0 if (node, local_rank) == (1, 2) else 700.0,
             }
             reports.append({"rank": 2 + 3 * node + local_rank, "node_rank": node, "local_rank": local_rank, "host": f"node{node}",
@@ -462,7 +462,7 @@ def test_nodes_may_have_another_number_of_ranks_each() -> None:
 def test_a_rank_beside_the_first_that_does_not_answer_or_has_a_wrong_sum() -> None:
     reports = ranks_of_each(3, 4)
     assert judge.verdict_of(Expected(hosts(3), 12), reports).entries == []
-    reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "right": False}}
+    reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "correct": False}}
     assert bad(judge.verdict_of(Expected(hosts(3), 12), reports)) == {"node1": "an all_reduce has a wrong sum there"}
     del reports[10], reports[6]
     found = judge.verdict_of(Expected(hosts(3), 12), reports)
