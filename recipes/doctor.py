@@ -1,15 +1,15 @@
-"""The doctor: is this allocation healthy, which node is bad, which interface do the ranks take; and, afterwards, why did it die?
+"""The doctor finds bad nodes in an allocation, and explains why a run failed.
 
-    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # every node of an allocation; status 0 or 3
-    python -m recipes.doctor                                                 # this machine alone, a login node too
-    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the head of a job
-    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; of a folder of runs, each
-    python -m recipes.doctor env my.env                                      # what is wrong in an env file
-    python -m recipes.doctor network                                         # lines for an env file of one's own
+    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # all nodes of an allocation; status 0 or 3
+    python -m recipes.doctor                                                 # this machine alone, for example a login node
+    python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
+    python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
+    python -m recipes.doctor env my.env                                      # check an env file
+    python -m recipes.doctor network                                         # lines for an env file of this site
 
-What to expect: ten seconds on two nodes of two cores; with GPUs not measured. The nodes meet through files in run_dir, since a
-broken network is what is looked for. Nothing here imports torch: what needs it, or can hang, is a process of its own, and the whole
-is over after ``seconds=120``.
+Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120`` whatever hangs.
+The nodes exchange messages as files in run_dir, since the network may be broken. This process never imports torch: whatever needs
+torch, or may hang, runs in a process of its own.
 """
 
 import gc
@@ -22,75 +22,75 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core.doctor.node import Surroundings
-from recipes.core.run import rundir, source
-from recipes.core.files import ROOT
 from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, parser
 from recipes.core.doctor import commands, examine, explain, probe_network, variables
+from recipes.core.doctor.node import Surroundings
+from recipes.core.errors import ConfigError
+from recipes.core.files import ROOT
 from recipes.core.place import ranks
 from recipes.core.place.ranks import RankInfo
-from recipes.core.errors import ConfigError
+from recipes.core.run import rundir, source
 from recipes.core.run.scontrol import Queue
 
-OVER_S = 5.0  # after the whole, for whatever hangs in this process itself
+OVER_S = 5.0  # after ``seconds``, before this process ends even if it hangs itself
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["explain"] and len(argv) > 1:
-        errors.show("\n".join(explain.explain([Path(word) for word in argv[1:]], Queue())))
+    command, words = argv[:1], argv[1:]
+    if command == ["explain"] and words:
+        errors.show("\n".join(explain.explain([Path(word) for word in words], Queue())))
         return errors.EXIT_DONE
-    if argv[:1] == ["env"] and len(argv) > 1:
-        return check_env_files(argv[1:])
-    if argv[:1] == ["network"]:
-        return propose(argv[1:])
-    if argv and argv[0] in ("explain", "env"):
-        raise ConfigError(
-            f"{argv[0]}: a path is missing: python -m recipes.doctor {argv[0]} {'FOLDER' if argv[0] == 'explain' else 'FILE'}"
-        )
+    if command == ["env"] and words:
+        return check_env_files(words)
+    if command == ["network"]:
+        return propose_env_file(words)
+    if command in (["explain"], ["env"]):
+        usage = f"python -m recipes.doctor {command[0]} {'FOLDER' if command == ['explain'] else 'FILE'}"
+        raise ConfigError(f"{command[0]}: a path is missing: {usage}")
     if any(word in ("-h", "--help") for word in argv):
         errors.show(f"{(__doc__ or '').strip()}\n\n{parser.help_text('doctor')}")
         return errors.EXIT_DONE
-    keep_all()
+    disable_gc()
     source.go_home(ROOT)
     settings = parser.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
     envfile.apply(parser.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
-    # A thread's, since a signal's handler waits for a call that hangs.
-    over = threading.Timer(settings.config.seconds + OVER_S, _out_of_time)
-    over.daemon = True
-    over.start()
-    leaving: list[Callable[[], None]] = []
-    _end_when_told(leaving)
-    run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _group_name(info), ROOT)
     cfg: Config = settings.config
+    # A thread, since a signal handler does not run while a call hangs.
+    limit = threading.Timer(cfg.seconds + OVER_S, _end_late)
+    limit.daemon = True
+    limit.start()
+    at_exit: list[Callable[[], None]] = []
+    _end_on_signals(at_exit)
+    run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
     plan = examine.Plan(
-        rundir.for_examination(run_dir),
-        cfg.seconds,
-        settings.run.device is parser.Device.cpu,
-        cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
-        cfg.bandwidth,
-        cfg.json,
+        run_dir=rundir.for_examination(run_dir),
+        seconds=cfg.seconds,
+        on_cpu=settings.run.device is parser.Device.cpu,
+        data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
+        bandwidth=cfg.bandwidth,
+        as_json=cfg.json,
     )
-    return examine.examine_all(plan, info, leaving)
+    return examine.run(plan, info, at_exit)
 
 
-def _group_name(info: RankInfo) -> str | None:
-    """A folder that all ranks know by themselves, where no scheduler names the job."""
-    one_machine = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # another on each
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or one_machine
+def _shared_id(info: RankInfo) -> str | None:
+    """An id that is the same on all ranks without a scheduler; None for a single rank."""
+    launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another one
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
     return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
 
 
-def keep_all() -> None:
-    """Without Python's collector, which walks all that the nodes have said again and again: this process is short, and keeps it all."""
+def disable_gc() -> None:
+    """Disables Python's garbage collector, which would walk all reports repeatedly. This process is short and keeps them all."""
     gc.disable()
 
 
 def check_env_files(files: Sequence[str]) -> int:
-    """Prints what is wrong in env files; status 2 where one cannot be used, or sets what cannot work."""
+    """Prints the problems of env files. Returns status 2 if a file cannot be used, or sets something that cannot work."""
     code = errors.EXIT_DONE
     for file in files:
         try:
@@ -103,39 +103,33 @@ def check_env_files(files: Sequence[str]) -> int:
             print(f"{file}: {problem.name}: {problem.what}: {problem.fix}")
             code = errors.EXIT_CONFIG if problem.bad else code
         if not problems:
-            print(f"{file}: nothing is wrong with it")
+            print(f"{file}: no problems")
     return code
 
 
-def propose(words: Sequence[str]) -> int:
-    """Prints the lines that one's own env file wants on this node; none is what most want."""
+def propose_env_file(words: Sequence[str]) -> int:
+    """Prints the lines that an env file of this site requires on this node. Most nodes require none."""
     parser.parse(words, recipe="doctor")
-    info = ranks.detect(os.environ)
-    here = Surroundings(os.environ, info, ROOT)
-    facts, _ = probe_network.interfaces(here)
+    facts, _ = probe_network.interfaces(Surroundings(os.environ, ranks.detect(os.environ), ROOT))
     chosen = facts.get("chosen") or {"interface": "", "address": ""}
-    others = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
-    infiniband = facts["infiniband"]
-    print(
-        "\n".join(
-            variables.suggestion(chosen["interface"], infiniband, chosen["address"], others, bool(chosen["interface"]))
-        )
-    )
+    interface, address = chosen["interface"], chosen["address"]
+    addresses = facts["interfaces"].get(interface, {}).get("addresses", [])
+    lines = variables.suggestion(interface, facts["infiniband"], address, addresses, proven=bool(interface))
+    print("\n".join(lines))
     return errors.EXIT_DONE
 
 
-def _out_of_time() -> NoReturn:
-    print(
-        f"doctor: {socket.gethostname()}: was not through in time (seconds=), and gives up", file=sys.stderr, flush=True
-    )
+def _end_late() -> NoReturn:
+    late = f"doctor: {socket.gethostname()}: did not end within seconds= and is ended"
+    print(late, file=sys.stderr, flush=True)
     commands.kill_all()
     os._exit(errors.EXIT_MACHINE)
 
 
-def _end_when_told(leaving: Sequence[Callable[[], None]]) -> None:
-    """Has this process end at once where it is told to, after what ``leaving`` then holds, and leave no other behind.
+def _end_on_signals(at_exit: Sequence[Callable[[], None]]) -> None:
+    """Lets SIGINT, SIGTERM and SIGHUP end this process at once, after the functions in ``at_exit``, with all its commands.
 
-    A thread does it: Python's handlers are the main thread's, which does not wake up for a signal that came to another one.
+    A thread does it: Python runs signal handlers in the main thread, which may hang.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -143,14 +137,14 @@ def _end_when_told(leaving: Sequence[Callable[[], None]]) -> None:
     def end() -> NoReturn:
         number = ours.recv(1)[0]
         commands.kill_all()
-        for last in leaving:
-            last()
+        for function in at_exit:
+            function()
         os._exit(128 + number)
 
-    threading.Thread(target=end, name="told to end", daemon=True).start()
+    threading.Thread(target=end, name="end on signals", daemon=True).start()
     signal.set_wakeup_fd(theirs.detach())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, lambda *_: None)
 
 
@@ -161,13 +155,11 @@ if __name__ == "__main__":
     except (ConfigError, ranks.RankError, envfile.EnvFileError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # the reader of the pipe has ended, as head does
         status = 128 + signal.SIGPIPE
     except OSError as error:
-        print(
-            f"doctor: {socket.gethostname()}: {error.filename or ''} {error.strerror or error}: give another run_dir=",
-            file=sys.stderr,
-        )
+        why = f"{error.filename or ''} {error.strerror or error}"
+        print(f"doctor: {socket.gethostname()}: {why}: give another run_dir=", file=sys.stderr)
         status = errors.EXIT_MACHINE
     commands.kill_all()
-    os._exit(status)  # a check that hangs is not waited for
+    os._exit(status)  # without waiting for checks that hang

@@ -45,7 +45,7 @@ def microseconds(nodes: int) -> float:
     """CPU time of the first rank for one node."""
     texts = [json.dumps(report) for report in healthy(nodes)]
     turns = max(1, AT_LEAST // nodes)
-    doctor.keep_all()
+    doctor.disable_gc()
     try:
         return 1e6 * sum(examination(nodes, texts) for _ in range(turns)) / turns / nodes
     finally:
@@ -54,7 +54,7 @@ def microseconds(nodes: int) -> float:
 
 
 def examination(nodes: int, texts: list[str]) -> float:
-    """CPU seconds of what `examine.examine_all` does on the first rank after its own checks, without the bandwidth test."""
+    """CPU seconds of what `examine.run` does on the first rank after its own checks, without the bandwidth test."""
     info = RankInfo(0, 0, 0, nodes, 1, nodes, "node0", 29400, "env", hosts(nodes), False, "1", 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
         plan = examine.Plan(Path(run_dir))
@@ -70,11 +70,11 @@ def examination(nodes: int, texts: list[str]) -> float:
         with mock.patch.object(time, "sleep", sleep):
             end = time.monotonic() + 600
             begin = time.process_time()
-            meeting.tell("report-0", json.loads(texts[0]))
+            meeting.post("report-0", json.loads(texts[0]))
             go = examine._members(meeting, info, plan, 0, end)
-            meeting.tell("go", go)
-            meeting.tell("final-0", json.loads(texts[0]))
-            status = examine._judge(meeting, info, plan, end)
+            meeting.post("go", go)
+            meeting.post("final-0", json.loads(texts[0]))
+            status = examine._give_verdict(meeting, info, plan, end)
             seconds = time.process_time() - begin - slept
     assert (status, len(go["ranks"])) == (0, nodes), out.getvalue()
     assert out.getvalue().splitlines()[-1] == f"healthy: {nodes} nodes"
@@ -86,8 +86,8 @@ def arrivals(meeting: Meeting, texts: list[str]) -> Iterator[None]:
     for kind in ("report", "final", "gone"):
         for part in range(POLLS):
             for node in range(1 + part, len(texts), POLLS):
-                says = f'{{"rank": {node}}}' if kind == "gone" else texts[node]
-                word = f'{{"of": "{meeting.name}", "by": "{node}", "says": {says}}}'
+                content = f'{{"rank": {node}}}' if kind == "gone" else texts[node]
+                word = f'{{"examination": "{meeting.name}", "sender": "{node}", "content": {content}}}'
                 (meeting.folder / f"{kind}-{node}.json").write_text(word)
             yield
     raise AssertionError("the first rank waits for a node that has left")

@@ -460,10 +460,10 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
-        "_sound(found[name], bad)",
-        "_sound(found[name], set())",
+        "_is_usable(found[name], bad)",
+        "_is_usable(found[name], set())",
         "a bad node takes part in the bandwidth test",
-        "tests/unit/test_doctor.py::test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth",
+        "tests/unit/doctor/test_examine.py::test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth",
     ),
     Mutation(
         "recipes/core/doctor/reach.py",

@@ -20,15 +20,15 @@ import pytest
 from recipes.core.doctor import commands, probes, reach
 from recipes.core.doctor.examine import (
     Plan,
-    _ask_peers,
     _end_step,
+    _give_verdict,
     _go,
-    _judge,
     _listen,
     _measure,
     _members,
+    _probe_peers,
     _stand_by,
-    examine_all,
+    run,
 )
 from recipes.core.doctor.meeting import Meeting
 from recipes.core.doctor.node import Finding, Surroundings
@@ -58,14 +58,14 @@ def test_a_word_on_who_measures_is_for_those_that_it_has_heard(tmp_path: Path) -
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     )
     first, early = Meeting(tmp_path, True), Meeting(tmp_path, False)
-    first.tell("go", {"ranks": [0, 1], "heard": {"0": first.token, "1": "another's"}})
+    first.post("go", {"ranks": [0, 1], "tokens": {"0": first.token, "1": "another's"}})
     assert _go(early, rank, time.monotonic()) == {}
     os.utime(tmp_path / "go.json", (0, time.time() - 60))
     began = time.monotonic()
     assert _go(early, rank, began + 0.2) == {}
     assert time.monotonic() > began + 0.2  # the right one may come yet
-    now = {"ranks": [0, 1], "heard": {"0": first.token, "1": early.token}}
-    first.tell("go", now)
+    now = {"ranks": [0, 1], "tokens": {"0": first.token, "1": early.token}}
+    first.post("go", now)
     assert _go(early, rank, time.monotonic()) == now
 
 
@@ -106,10 +106,10 @@ def test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth(
 ) -> None:
     meeting = Meeting(tmp_path, True)
     for one in reports:
-        meeting.tell(f"report-{one['rank']}", one)
+        meeting.post(f"report-{one['rank']}", one)
     told = _members(meeting, place(0, 4), Plan(tmp_path), 4711, 0)
     assert (told["ranks"], told["nodes"], told["port"]) == (expected, expected, 4711)
-    assert set(told["heard"]) == {str(one["rank"]) for one in reports}
+    assert set(told["tokens"]) == {str(one["rank"]) for one in reports}
     assert _members(meeting, place(0, 4), Plan(tmp_path, bandwidth=False), 4711, 0)["ranks"] == []
 
 
@@ -122,7 +122,7 @@ def test_nccl_is_measured_where_each_rank_has_a_gpu(
     meeting = Meeting(tmp_path, True)
     for rank in range(4):
         node = rank // 2
-        meeting.tell(f"report-{rank}", report(rank, 2, gpus[node] if rank % 2 == 0 else None))
+        meeting.post(f"report-{rank}", report(rank, 2, gpus[node] if rank % 2 == 0 else None))
     told = _members(meeting, place(0, 4, 2), Plan(tmp_path), 1, 0)
     assert (told["ranks"], told["nodes"], told["backend"]) == ([0, 1, 2, 3], [0, 0, 1, 1], backend)
 
@@ -142,8 +142,8 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     meeting = Meeting(tmp_path / "reports", True)
     for rank, seen in enumerate(gpus):
         few = {"what": f"Slurm granted 8 GPUs and torch sees {seen}", "fix": "nvidia-smi -L", "bad": True}
-        meeting.tell(f"final-{rank}", report(rank, gpus=seen, findings=[few] * (seen < 8)))
-    assert _judge(meeting, place(0, 3), Plan(tmp_path), 0) == status
+        meeting.post(f"final-{rank}", report(rank, gpus=seen, findings=[few] * (seen < 8)))
+    assert _give_verdict(meeting, place(0, 3), Plan(tmp_path), 0) == status
     written = helpers.read(tmp_path, "doctor")
     assert (written["exclude"], written["healthy"], written["hosts"]) == (
         exclude,
@@ -161,10 +161,10 @@ def test_a_node_that_gave_no_last_report_is_judged_by_its_first_or_named_as_sile
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     meeting = Meeting(tmp_path / "reports", True)
     for rank in (0, 1):
-        meeting.tell(f"final-{rank}", report(rank))
-    meeting.tell("report-2", report(2))
-    meeting.tell("report-0", report(0, findings=[BROKEN]))  # the last word counts
-    assert _judge(meeting, place(0, 4), Plan(tmp_path, as_json=True), 0) == 3
+        meeting.post(f"final-{rank}", report(rank))
+    meeting.post("report-2", report(2))
+    meeting.post("report-0", report(0, findings=[BROKEN]))  # the last word counts
+    assert _give_verdict(meeting, place(0, 4), Plan(tmp_path, as_json=True), 0) == 3
     found = json.loads(capsys.readouterr().out)
     assert [(entry["nodes"], entry["what"][:19]) for entry in found["entries"] if entry["bad"]] == [
         ([2], "answered at first, "), ([3], "did not answer: it "),
@@ -205,7 +205,7 @@ def test_two_nodes_meet_measure_and_judge(
     port = helpers.free_port()
 
     def examined(rank: int) -> None:
-        codes[rank] = examine_all(plan, replace(place(rank), master_port=port), [])
+        codes[rank] = run(plan, replace(place(rank), master_port=port), [])
 
     threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
     for thread in threads:
@@ -255,8 +255,8 @@ def test_where_the_first_rank_hangs_the_next_that_lives_gives_the_verdict(
 ) -> None:
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     one, two = (Meeting(tmp_path / "reports", False) for _ in range(2))
-    one.tell("final-1", report(1))
-    two.tell("final-2", report(2))
+    one.post("final-1", report(1))
+    two.post("final-2", report(2))
     assert _stand_by(two, place(2, 3), Plan(tmp_path), 0, 0) == 0
     assert capsys.readouterr().out == ""
     assert _stand_by(one, place(1, 3), Plan(tmp_path), 0, 0) == 3
@@ -275,14 +275,14 @@ def test_each_node_asks_some_others_where_they_said_that_they_listen(
 
     monkeypatch.setattr(reach, "probe", probe)
     meeting = Meeting(tmp_path, True)
-    meeting.tell("port-0", {"port": 100, "host": "a", "master": True})
-    meeting.tell("port-3", {"port": 103, "host": "d", "master": False})
+    meeting.post("port-0", {"port": 100, "host": "a", "master": True})
+    meeting.post("port-3", {"port": 103, "host": "d", "master": False})
     info = replace(place(2, 6), master_port=29)
-    links = _ask_peers(meeting, info, "nonce", 0, 0.1)
+    links = _probe_peers(meeting, info, "nonce", 0, 0.1)
     assert sorted(asked) == [(0, "127.0.0.1", 100, "nonce", 29), (3, "d", 103, "nonce", 0)]
     assert [(link["peer"], link["fault"]) for link in links] == [(0, ""), (3, ""), (5, "silent")]
     asked.clear()
-    _ask_peers(meeting, replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), "nonce", 0, 0.1)
+    _probe_peers(meeting, replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), "nonce", 0, 0.1)
     assert sorted(asked) == [
         (0, "127.0.0.1", 100, "nonce", 29),
         (3, "n3", 103, "nonce", 0),
@@ -308,8 +308,8 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
     monkeypatch.setattr(commands, "ask", ask)
     info = place(3, 6, 2)
     first, mine = Meeting(tmp_path, True), Meeting(tmp_path, False)
-    heard = {"3": mine.token, "4": "x"}
-    first.tell("go", {"ranks": [0, 2, 3, 5], "nodes": [0, 1, 1, 2], "port": 99, "backend": "gloo", "heard": heard})
+    tokens = {"3": mine.token, "4": "x"}
+    first.post("go", {"ranks": [0, 2, 3, 5], "nodes": [0, 1, 1, 2], "port": 99, "backend": "gloo", "tokens": tokens})
     found = _measure(mine, info, -1, time.monotonic() + 20, time.monotonic() + 30)
     assert found == {
         "at": "an all_reduce", "busbw": 40.0, "correct": True, "pairs": [[1, 2, 5.0], [1, 0, 6.0]], "error": "killed",
@@ -317,9 +317,9 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
     place_there = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODES": "[0, 1, 1, 2]", "MASTER_PORT": "99"}
     assert asked == [(["gloo", "-1"], place_there)]
     left_out = Meeting(tmp_path, False)
-    first.tell(
+    first.post(
         "go",
-        {"ranks": [0, 2, 3, 5], "nodes": [0, 1, 1, 2], "port": 99, "backend": "gloo", "heard": {"4": left_out.token}},
+        {"ranks": [0, 2, 3, 5], "nodes": [0, 1, 1, 2], "port": 99, "backend": "gloo", "tokens": {"4": left_out.token}},
     )
     assert _measure(left_out, place(4, 6, 2), -1, time.monotonic(), time.monotonic()) == {}
 
@@ -332,7 +332,7 @@ def test_who_leaves_does_not_mind_that_the_first_one_sweeps_the_folder(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     )
     first, second = Meeting(tmp_path / "reports", True), Meeting(tmp_path / "reports", False)
-    first.tell("verdict", {"healthy": True})
+    first.post("verdict", {"healthy": True})
     rename = os.replace
 
     def seen(source: Path, target: Path) -> None:
