@@ -141,7 +141,10 @@ class LogReader:
 
 
 def log_files(folder: Path) -> tuple[list[Path], str]:
-    """The logs in a folder, of the newest job where it holds several, and what is left out. Links to folders are not followed."""
+    """The logs in a folder, and a note on those that are left out. If the folder holds logs of several jobs, only the newest counts.
+
+    Links to folders are not followed.
+    """
     found: list[Path] = []
     looked_at = 0
     for place, folders, names in os.walk(folder):
@@ -162,31 +165,31 @@ def log_files(folder: Path) -> tuple[list[Path], str]:
 
 
 def _pieces(path: Path) -> list[tuple[str, bool]]:
-    """The text of an ordinary file, or its first and last part; and whether a part begins where the file does. Raises OSError."""
+    """The text of a regular file, or its first and last part; and whether each part begins at the file's begin. Raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(0, "not an ordinary file")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe since
+        raise OSError(0, "not a regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without blocking, if it has become a pipe
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "not an ordinary file")
+            raise OSError(0, "not a regular file")
         size = os.fstat(descriptor).st_size
         parts = [(file.read(HEAD_BYTES + TAIL_BYTES if size <= HEAD_BYTES + TAIL_BYTES else HEAD_BYTES), True)]
         if size > HEAD_BYTES + TAIL_BYTES:
             file.seek(size - TAIL_BYTES)
             parts.append((file.read(TAIL_BYTES), False))
-    # Without colours; they would stand between the words.
+    # Without colours, which may separate words of a pattern.
     return [(_COLOUR.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n"), whole) for data, whole in parts]
 
 
 def rank_in_name(name: str, one_node: bool) -> int | None:
-    """Whose file it is: rank3.log here, 17_3_log.out of submitit, attempt_0/3/stderr.log of torchrun on one node."""
+    """The rank of a file by its name: rank3.log, 17_3_log.out of submitit, attempt_0/3/stderr.log of torchrun on one node."""
     found = re.search(r"(?:^|[^a-z])(?:rank|task)[_.-]?(\d{1,6})(?=\D|$)[^/]*$|_(\d{1,6})_log\.(?:out|err)$", name)
     local = re.search(r"(?:^|/)(\d{1,4})/std(?:out|err)\.log$", name) if one_node else None
     return int(found[1] or found[2]) if found else int(local[1]) if local else None
 
 
 def small_json(path: Path) -> dict[str, Any]:
-    """A small JSON object in an ordinary file; else an empty one."""
+    """The JSON object in a small regular file; {} if there is none."""
     with contextlib.suppress(OSError, RecursionError):
         if stat.S_ISREG((status := path.stat()).st_mode) and status.st_size < HEAD_BYTES:
             return read_json(path) or {}
@@ -213,7 +216,7 @@ _RECAP = re.compile(r"(?:\w{1,64}: )?failed: (rank (\d{1,6}) on ([\w.-]{1,255}) 
 
 
 def _lines_with(text: str, wording: str, begin: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each line that holds ``wording``; of a very long one, what is near it. A carriage return ends a line too."""
+    """Begin and end of each line that contains ``wording``; of a very long line, the part near it. A carriage return ends a line, too."""
     at = text.find(wording, begin)
     for _ in range(MOST_LINES):
         if at < 0:
@@ -226,7 +229,7 @@ def _lines_with(text: str, wording: str, begin: int) -> Iterator[tuple[int, int]
 
 
 def _scan(text: str, begin: int) -> dict[int, tuple[int, Signature, int]]:
-    """The lines from ``begin`` on that fit: their ends, their signatures, and where in them it fits, by where they begin."""
+    """The lines from ``begin`` on that fit a signature: their end, the signature, and the offset of the match, by their begin."""
     found: dict[int, tuple[int, Signature, int]] = {}
     for signature in SIGNATURES:
         for wording in signature.pattern.split(" | "):
@@ -245,7 +248,7 @@ def _scan(text: str, begin: int) -> dict[int, tuple[int, Signature, int]]:
 
 
 def _exception(text: str, start: int, end: int) -> tuple[int, int] | None:
-    """The line that ends a traceback: the first one that is not indented, behind the same ``[rank3]:`` or ``3:``, if there is one."""
+    """The last line of a traceback: the first one that is not indented, after the same prefix (``[rank3]:`` or ``3:``)."""
     prefix = re.match(r"(?:\[\w{1,20}\]:|\s{0,8}\d{1,6}:) ?", text[start:end])
     label, at = prefix[0] if prefix else "", end + 1
     for _ in range(400):
@@ -260,7 +263,7 @@ def _exception(text: str, start: int, end: int) -> tuple[int, int] | None:
 
 
 def _speaker(head: str, labelled: bool) -> tuple[int | None, str | None, tuple[str, str] | None]:
-    """Whose line it is, as far as its begin tells: rank, host, and NCCL's host and process."""
+    """Rank, host, and NCCL's host and process of a line, as far as its begin shows them."""
     rank, host, process = None, None, None
     if found := _RANK.search(head):
         rank, host = int(found[1] or found[2] or found[3] or found[6]), found[4] or found[5]
@@ -274,13 +277,13 @@ def _speaker(head: str, labelled: bool) -> tuple[int | None, str | None, tuple[s
 
 
 def _last_attempt(text: str) -> int:
-    """Where the last attempt of a run of ours begins, where several have appended to one file."""
+    """Where the last attempt of a run of these recipes begins, if several attempts are in one file."""
     at = max(text.rfind("\nrun directory: "), 0)
     return at if _INTRODUCED.search(text[max(0, at - WIDTH) : at]) else 0
 
 
 def _labelled(text: str) -> bool:
-    """Whether the lines begin with their ranks, as ``srun --label`` writes them."""
+    """Whether the lines begin with their ranks, as with ``srun --label``."""
     lines = [line for line in text[: 4 * WIDTH].split("\n")[:50] if line]
     return len(lines) > 4 and all(re.match(r"\s{0,8}\d{1,6}: ?", line) for line in lines[:-1])
 

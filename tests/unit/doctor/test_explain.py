@@ -279,7 +279,7 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert heads == ["runs/mnist/0:", "runs/mnist/1:", "other:"]
     first, second = found[: found.index(heads[1])], found[found.index(heads[1]) : found.index(heads[2])]
     assert "  rank 1 on a failed first: x" in first
-    assert any("file changed below it" in line for line in first)
+    assert any("stale file handle" in line for line in first)
     assert not any("CUDA" in line for line in first)
     assert "  rank 2 on b failed first: y" in second
     assert any("CUDA out of memory" in line for line in second)
