@@ -249,8 +249,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/reach.py",
-        'clock_s = float(known["time"]) - asked - took / 2',
-        'clock_s = asked - float(known["time"]) - took / 2',
+        'clock_s = float(known["time"]) - sent - took / 2',
+        'clock_s = sent - float(known["time"]) - took / 2',
         "the sign of a clock's difference is wrong, and the node is reported as late that is early",
         REACH,
     ),

@@ -162,6 +162,6 @@ def collectives(reports: Mapping[int, Sequence[Mapping[str, Any]]], verdict: Ver
     usual, _ = Counter(places.values()).most_common(1)[0]
     behind = [node for node in places if node not in ended and places[node] != usual]
     node = behind[0] if behind else next(node for node in places if node not in ended)
-    what = f"an all_reduce and pairs over all nodes came no further than {places[node]} ({errors[node] or 'no error'})"
+    what = f"the bandwidth test of all nodes stopped at {places[node]} ({errors[node] or 'no error'})"
     fix = "NCCL_DEBUG=INFO python -m recipes.collectives over these nodes shows where; see the notes above"
     verdict.add(behind, what, fix, True)

@@ -1,5 +1,5 @@
-"""The GPUs of a node: whether all that were granted are visible, and each computes correctly. Standard library only; torch is asked in
-a process of its own (`gpucheck`)."""
+"""The GPUs of a node: whether all that were granted are visible, and each computes correctly. Standard library only; torch runs
+in a process of its own (`gpucheck`)."""
 
 import csv
 import json

@@ -1,6 +1,6 @@
 """The checks of one node: each returns facts, some of which are compared between nodes, and findings. Never torch.
 
-Whatever can hang (a file system, a driver, a resolver) is asked in a process of its own.
+Whatever can hang (a file system, a driver, a resolver) runs in a process of its own.
 """
 
 import dataclasses

@@ -173,10 +173,10 @@ def resolve(host: str, timeout_s: float) -> list[str]:
 def _talk(connection: socket.socket, left: Callable[[], float], link: Link, nonce: str) -> Link:
     """Measures round trips and the clock, and whether large messages pass."""
     try:
-        begin, asked = time.monotonic(), time.time()
+        begin, sent = time.monotonic(), time.time()
         known = json.loads(_echo(connection, left, b"who"))
         took = time.monotonic() - begin
-        clock_s = float(known["time"]) - asked - took / 2
+        clock_s = float(known["time"]) - sent - took / 2
         if (known["nonce"], known["node_rank"]) != (nonce, link.peer):
             return _with(
                 link, fault="foreign", why=f"node {known['node_rank']}, {str(known.get('host'))[:64]}, answers there"

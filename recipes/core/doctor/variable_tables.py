@@ -123,25 +123,25 @@ KNOWN = frozenset(
 
 # Variables without effect, and renamed ones: what happened, and what to do.
 REPLACED = {
-    "NCCL_ASYNC_ERROR_HANDLING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ASYNC_ERROR_HANDLING, or leave it out"),
-    "NCCL_BLOCKING_WAIT": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_BLOCKING_WAIT, or leave it out"),
-    "NCCL_DESYNC_DEBUG": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_DESYNC_DEBUG, or leave it out"),
-    "NCCL_ENABLE_TIMING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ENABLE_TIMING, or leave it out"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ASYNC_ERROR_HANDLING, or unset it"),
+    "NCCL_BLOCKING_WAIT": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_BLOCKING_WAIT, or unset it"),
+    "NCCL_DESYNC_DEBUG": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_DESYNC_DEBUG, or unset it"),
+    "NCCL_ENABLE_TIMING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ENABLE_TIMING, or unset it"),
     "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": (
         "was renamed in PyTorch 2.2",
-        "set TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, or leave it out",
+        "set TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, or unset it",
     ),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": ("is the old name of the flight recorder's size", "set TORCH_FR_BUFFER_SIZE"),
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": ("has no effect: PyTorch always avoids them", "leave it out"),
-    "NCCL_LL_THRESHOLD": ("was removed in NCCL 2.5", "leave it out; NCCL_PROTO=^LL excludes LL"),
-    "NCCL_TREE_THRESHOLD": ("was removed in NCCL 2.5", "leave it out; NCCL_ALGO=^Tree excludes trees"),
-    "NCCL_SINGLE_RING_THRESHOLD": ("was removed in NCCL 2.3", "leave it out"),
-    "NCCL_THREAD_THRESHOLD": ("was removed in NCCL 2.5", "leave it out"),
-    "NCCL_IB_CUDA_SUPPORT": ("was removed in NCCL 2.4", "set NCCL_NET_GDR_LEVEL, or leave it out"),
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": ("has no effect: PyTorch always avoids them", "unset it"),
+    "NCCL_LL_THRESHOLD": ("was removed in NCCL 2.5", "unset it; NCCL_PROTO=^LL excludes LL"),
+    "NCCL_TREE_THRESHOLD": ("was removed in NCCL 2.5", "unset it; NCCL_ALGO=^Tree excludes trees"),
+    "NCCL_SINGLE_RING_THRESHOLD": ("was removed in NCCL 2.3", "unset it"),
+    "NCCL_THREAD_THRESHOLD": ("was removed in NCCL 2.5", "unset it"),
+    "NCCL_IB_CUDA_SUPPORT": ("was removed in NCCL 2.4", "set NCCL_NET_GDR_LEVEL, or unset it"),
     "NCCL_IB_GDR_LEVEL": ("was renamed in NCCL 2.4", "set NCCL_NET_GDR_LEVEL"),
-    "NCCL_CHECKS_DISABLE": ("has no effect: NCCL checks arguments only if asked", "leave it out"),
-    "NCCL_TIMEOUT": ("has no effect: nothing reads it", "leave it out; the recipes' key is timeout_s"),
-    "NCCL_DETERMINISTIC": ("has no effect: nothing reads it", "leave it out"),
+    "NCCL_CHECKS_DISABLE": ("has no effect: NCCL checks arguments only if asked", "unset it"),
+    "NCCL_TIMEOUT": ("has no effect: nothing reads it", "unset it; the recipes' key is timeout_s"),
+    "NCCL_DETERMINISTIC": ("has no effect: nothing reads it", "unset it"),
 }
 
 # Smallest and largest value. The IBTA Architecture Specification gives the widths of NCCL_IB_*: timeout 5 bits, retries 3, service

@@ -183,9 +183,9 @@ def _element_values(name: str, value: str, elements: list[str]) -> Iterator[Prob
     """NCCL_ALGO and NCCL_PROTO: `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)."""
     lists = [part.rpartition(":")[2] for part in value.split(";") if part]
     names = [item for part in lists for item in part.removeprefix("^").split(",") if item]
-    wrong = [item for item in names if item.lower() not in map(str.lower, elements)]
-    if wrong:
-        what = f"{_quoted(wrong[0])} must be one of {', '.join(elements)}"
+    invalid = [item for item in names if item.lower() not in map(str.lower, elements)]
+    if invalid:
+        what = f"{_quoted(invalid[0])} must be one of {', '.join(elements)}"
         yield Problem(name, what, "correct or unset it: NCCL refuses to start", bad=True)
     elif any(not part.startswith("^") for part in lists):
         fix = "unset it, or exclude only what is faulty, as in ^LL128"
@@ -217,17 +217,17 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Problem]:
     ):
         # misc/utils.cc: a leading ^ and = apply to the whole list; only commas separate names, and a blank is part of a name.
         body = value.removeprefix("^").removeprefix("=")
-        wrong = [item for item in body.split(",") if item and not syntax.fullmatch(item)]
+        invalid = [item for item in body.split(",") if item and not syntax.fullmatch(item)]
         if any(character.isspace() for character in value):
             yield Problem(name, f"{_quoted(value)} has blanks, which NCCL takes as part of a name", "remove them")
-        elif wrong:
+        elif invalid:
             fix = "write ^ or = once, before the whole list, as in =a,b or ^=a,b"
-            yield Problem(name, f"{_quoted(wrong[0])} matches nothing", fix)
+            yield Problem(name, f"{_quoted(invalid[0])} matches nothing", fix)
     if gloo:
         # ProcessGroupGloo: split at commas, then the exact name of an interface.
-        wrong = [item for item in gloo.removesuffix(",").split(",") if not _INTERFACE.fullmatch(item)]
-        if wrong:
-            what = f"{_quoted(wrong[0])} is not an interface name: gloo accepts no =, ^ or prefix"
+        invalid = [item for item in gloo.removesuffix(",").split(",") if not _INTERFACE.fullmatch(item)]
+        if invalid:
+            what = f"{_quoted(invalid[0])} is not an interface name: gloo accepts no =, ^ or prefix"
             yield Problem("GLOO_SOCKET_IFNAME", what, "write the exact name, as in eth0", bad=True)
             return
     one = nccl.removeprefix("=")

@@ -247,7 +247,7 @@ def test_the_node_that_is_behind_in_an_all_reduce_that_hangs_is_accused() -> Non
         report["bandwidth"] = {"at": "pairs, 1 apart", "pairs": []}
     reports[2]["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
     found = judged(reports, 4)
-    assert bad(found)["node2"].startswith("an all_reduce and pairs over all nodes came no further than meeting the")
+    assert bad(found)["node2"].startswith("the bandwidth test of all nodes stopped at meeting the")
     assert found.exclude == ["node2"]
 
 
