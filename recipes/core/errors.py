@@ -105,7 +105,7 @@ def show(text: str) -> None:
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
     """``value`` as it can stand in a one-line message: escaped, and cut when longer than ``limit``."""
-    text = str(value.name if isinstance(value, Enum) else value)
+    text = str(value.name if isinstance(value, Enum) else value)[: limit + 1]
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

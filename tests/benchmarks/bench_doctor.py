@@ -19,10 +19,11 @@ from pathlib import Path
 from unittest import mock
 
 from recipes import doctor
-from recipes.conf.doctor import Config
+from recipes.core.doctor import examine
+from recipes.core.doctor.meeting import Meeting
 from recipes.core.place.ranks import RankInfo
 from tests.benchmarks.measure import Figure, Size, interleaved
-from tests.unit.test_verdict import healthy, hosts
+from tests.unit.doctor.test_verdict import healthy, hosts
 
 SIZES = (16, 256, 4096)
 AT_LEAST = 512  # nodes examined for a value, in several examinations of a small job
@@ -44,7 +45,7 @@ def microseconds(nodes: int) -> float:
     """CPU time of the first rank for one node."""
     texts = [json.dumps(report) for report in healthy(nodes)]
     turns = max(1, AT_LEAST // nodes)
-    doctor.keep_all()
+    doctor.disable_gc()
     try:
         return 1e6 * sum(examination(nodes, texts) for _ in range(turns)) / turns / nodes
     finally:
@@ -53,10 +54,11 @@ def microseconds(nodes: int) -> float:
 
 
 def examination(nodes: int, texts: list[str]) -> float:
-    """CPU seconds of what `doctor.examine_all` does on the first rank after its own checks, without the bandwidth test."""
+    """CPU seconds of what `examine.run` does on the first rank after its own checks, without the bandwidth test."""
     info = RankInfo(0, 0, 0, nodes, 1, nodes, "node0", 29400, "env", hosts(nodes), False, "1", 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
-        meeting = doctor.Meeting(Path(run_dir, "reports"), True)
+        plan = examine.Plan(Path(run_dir))
+        meeting = Meeting(Path(run_dir, "reports"), True)
         slept, arriving = 0.0, arrivals(meeting, texts)
 
         def sleep(_: float) -> None:
@@ -65,27 +67,27 @@ def examination(nodes: int, texts: list[str]) -> float:
             next(arriving)
             slept += time.process_time() - begin
 
-        with mock.patch.object(doctor.time, "sleep", sleep):
+        with mock.patch.object(time, "sleep", sleep):
             end = time.monotonic() + 600
             begin = time.process_time()
-            meeting.tell("report-0", json.loads(texts[0]))
-            go = doctor._members(meeting, info, Config(), 0, end)
-            meeting.tell("go", go)
-            meeting.tell("final-0", json.loads(texts[0]))
-            status = doctor._judge(meeting, info, Config(), Path(run_dir), end)
+            meeting.post("report-0", json.loads(texts[0]))
+            go = examine._members(meeting, info, plan, 0, end)
+            meeting.post("go", go)
+            meeting.post("final-0", json.loads(texts[0]))
+            status = examine._give_verdict(meeting, info, plan, end)
             seconds = time.process_time() - begin - slept
     assert (status, len(go["ranks"])) == (0, nodes), out.getvalue()
     assert out.getvalue().splitlines()[-1] == f"healthy: {nodes} nodes"
     return seconds
 
 
-def arrivals(meeting: doctor.Meeting, texts: list[str]) -> Iterator[None]:
+def arrivals(meeting: Meeting, texts: list[str]) -> Iterator[None]:
     """Each ``next`` lets some of the nodes write: their reports, when all have, their final ones, and that they leave."""
     for kind in ("report", "final", "gone"):
         for part in range(POLLS):
             for node in range(1 + part, len(texts), POLLS):
-                says = f'{{"rank": {node}}}' if kind == "gone" else texts[node]
-                word = f'{{"of": "{meeting.name}", "by": "{node}", "says": {says}}}'
+                content = f'{{"rank": {node}}}' if kind == "gone" else texts[node]
+                word = f'{{"examination": "{meeting.name}", "sender": "{node}", "content": {content}}}'
                 (meeting.folder / f"{kind}-{node}.json").write_text(word)
             yield
     raise AssertionError("the first rank waits for a node that has left")

@@ -274,7 +274,7 @@ def test_the_doctors_bandwidth_test_gives_the_bus_bandwidth_and_each_pairs(tmp_p
         ]  # fmt: skip
         figure = next(word for word in one if "busbw" in word)
         assert figure["busbw"] == pytest.approx((1 << 20) / 0.25 * 2 * 3 / 4 / 1e9)
-        assert figure["right"] is True
+        assert figure["correct"] is True
     speed = pytest.approx((1 << 20) / 0.25 / 1e9)
     pairs = [[word["pair"] for word in one if "pair" in word] for one in found]
     assert pairs == [[[0, 3, speed], [0, 5, speed]], [], [], []]
@@ -421,10 +421,10 @@ def test_a_gpus_speed_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
     assert gpucheck.speed(torch.device("cpu")) == pytest.approx(2 * 100**3 / 0.005 / 1e12)
     monkeypatch.setattr(gpucheck, "speed", lambda _: 123.44)
-    one = {"uuid": "GPU-abc", "name": "H200", "free": 3, "total": 9, "right": True, "tflops": 123.4}
+    one = {"uuid": "GPU-abc", "name": "H200", "free": 3, "total": 9, "correct": True, "tflops": 123.4}
     assert gpucheck.one(torch.device("cpu")) == one
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor + (torch.arange(len(tensor)) == 7))
-    assert gpucheck.one(torch.device("cpu"))["right"] is False
+    assert gpucheck.one(torch.device("cpu"))["correct"] is False
 
     def broken(device: torch.device) -> dict[str, Any]:
         if device.index:

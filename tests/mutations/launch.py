@@ -508,7 +508,7 @@ MUTATIONS = [
         "return (self.waiting or self.state == COMPLETING) and",
         "return False and",
         "a job that is held looks like one that starts by itself",
-        "tests/unit/test_explain.py::test_a_stopped_run_says_what_comes_next",
+        "tests/unit/doctor/test_explain.py::test_a_stopped_run_says_what_comes_next",
     ),
     Mutation(
         "recipes/core/launch/batch.py",

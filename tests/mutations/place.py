@@ -5,7 +5,7 @@ from tests.mutations import Mutation
 RANKS = "tests/unit/test_ranks.py"
 HOSTS = "tests/unit/test_hostlist.py"
 NETWORK = "tests/unit/test_network.py"
-GPUS = "tests/unit/test_gpus.py"
+GPUS = "tests/unit/doctor/test_probe_gpus.py"
 ENVFILE = "tests/unit/test_envfile.py"
 DEVICE = "tests/distributed/test_device.py"
 
@@ -261,14 +261,14 @@ MUTATIONS = [
         f"{GPUS}",
     ),
     Mutation(
-        "recipes/core/place/gpus.py",
+        "recipes/core/doctor/probe_gpus.py",
         'if gpu.get("free", 0) < FREE_SHARE * gpu.get("total", 0):',
         'if gpu.get("free", 0) < (1 - FREE_SHARE) * gpu.get("total", 0):',
         "a GPU that somebody else fills to the half passes",
         GPUS,
     ),
     Mutation(
-        "recipes/core/place/gpus.py",
+        "recipes/core/doctor/probe_gpus.py",
         "if info.local_world_size > 1 and near and allowed and not near & allowed:",
         "if info.local_world_size > 1 and near and allowed and not near <= allowed:",
         "every rank with fewer CPUs than a socket is reported as far from its GPU",

@@ -53,7 +53,7 @@ def test_a_job_is_submitted_again_without_the_bad_node(slurm: Cluster, repo: Pat
     job, log = launched(slurm, repo)
     assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
     assert "BAD   node1: /dev/shm has 32 MB free" in log.read_text()
-    assert "1 of 1 nodes bad: sbatch --exclude=node1 keeps off them" in log.read_text()
+    assert "1 of 1 nodes bad: sbatch --exclude=node1 leaves them out" in log.read_text()
     second = again(log)
     second_log = log.with_name(log.name.replace(job, second))
     assert jobs.ended(slurm, second, second_log) == ("COMPLETED", "0:0"), jobs.tail(second_log)

@@ -144,7 +144,7 @@ def test_a_right_network_with_a_decoy_is_healthy_and_trains(
     assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
     assert "its own name is 127.0.1.1 there" in ended.out
     assert (
-        "note  all 2 nodes: docker0 has one and the same address there, 172.17.0.1: never for NCCL_SOCKET_IFNAME"
+        "note  all 2 nodes: docker0 has the same address there, 172.17.0.1: do not use it as NCCL_SOCKET_IFNAME"
         in ended.out
     )
     assert [row["network"].endswith(" IPv6") for row in verdict["table"]] == [addresses is V6] * 2  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) 
     assert "note  node1: GLOO_SOCKET_IFNAME=docker0, and the route to node2 goes by fast0" in ended.out
     assert "note  node2: GLOO_SOCKET_IFNAME=docker0, and the route to node1 goes by fast0" in ended.out
     # Whichever rank connects finds nobody at its own address; the other one waits.
-    hangs = r"\[\] an all_reduce and pairs over all nodes came no further than its start \((Gloo connectFullMesh failed|python did not answer in) .*\)"
+    hangs = r"\[\] the bandwidth test of all nodes stopped at its start \((Gloo connectFullMesh failed|python did not answer in) .*\)"
     assert re.fullmatch(hangs, bad(verdict)), bad(verdict)
     assert verdict["exclude"] == []  # both have it alike
     ended = fabric.train(tmp_path, "timeout_s=8", **forced)
@@ -238,7 +238,7 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
         "[1] node1 reaches node2 with small packets, and large ones are lost: the MTU on the way is smaller than the "
-        "interface's (timed out; ways that fail: node1 to node2, node2 to node1; which of the two it is, no other node can tell)"
+        "interface's (timed out; links that fail: node1 to node2, node2 to node1; no other node can tell which of the two is at fault)"
     )
     assert verdict["exclude"] == ["node2"]
     assert "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500" in ended.out

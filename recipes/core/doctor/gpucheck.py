@@ -1,4 +1,4 @@
-"""What torch says of itself and of this machine's GPUs, as JSON: ``python -m recipes.core.doctor.gpucheck versions|gpus``."""
+"""Prints torch's versions, or tests of the GPUs that it sees, as JSON: ``python -m recipes.core.doctor.gpucheck versions|gpus``."""
 
 import json
 import sys
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-SIDE = 1024  # of the product that is compared with the CPU's
+SIDE = 1024  # of the matrices whose product is compared with the CPU's
 TIMED_SIDE, TIMED, TIMED_S = 8192, 20, 0.2
 
 
 def versions() -> dict[str, Any]:
-    """Of torch and what it was built with; how many GPUs it sees."""
+    """Versions of torch, CUDA and NCCL, and the number of GPUs that torch sees."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     return {
         "torch": str(torch.__version__),
@@ -23,7 +23,7 @@ def versions() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees: whether a product is right, its speed, its memory; or ``error``."""
+    """For each GPU that torch sees: whether a matrix product is correct, its speed and its memory; or ``error``."""
     found = []
     for index in range(torch.cuda.device_count()):
         try:
@@ -34,20 +34,20 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def one(device: torch.device) -> dict[str, Any]:
-    """One GPU. Small whole numbers are multiplied, so that any order of sums, and TF32, gives the CPU's very result."""
+    """Tests one GPU. The matrices hold small integers, so that the result is exact in any order of summation, and with TF32."""
     known = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-3, 4, (SIDE, SIDE), generator=generator).float() for _ in range(2))
-    right = torch.equal((a.to(device) @ b.to(device)).cpu(), a @ b)
+    is_correct = torch.equal((a.to(device) @ b.to(device)).cpu(), a @ b)
     return {
-        "uuid": f"GPU-{known.uuid}", "name": known.name, "free": free, "total": total, "right": right,
+        "uuid": f"GPU-{known.uuid}", "name": known.name, "free": free, "total": total, "correct": is_correct,
         "tflops": round(speed(device), 1),
     }  # fmt: skip
 
 
 def speed(device: torch.device) -> float:
-    """1e12 operations a second, of bfloat16 products, or of float16 where there is no such arithmetic."""
+    """TFLOP/s of products in bfloat16, or in float16 on GPUs without bfloat16."""
     with torch.cuda.device(device):
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     a = torch.ones(TIMED_SIDE, TIMED_SIDE, dtype=dtype, device=device)

@@ -1,6 +1,9 @@
-"""One rank of the doctor's bandwidth test: an all_reduce over all, and each node with a few others. ``python -m recipes.core.doctor.linkcheck``.
+"""One rank of the doctor's bandwidth test: an all_reduce over all ranks, and exchanges between pairs of nodes.
 
-Its place is in its environment, as torchrun would put it; what it finds it prints, a line of JSON as it comes.
+``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them.
+LISTENER: rank 0's listening socket, -1 on others. It prints a line of JSON after each step, so that the doctor knows where it hangs.
+Why it does not use `bandwidth`: that needs the World of a training run and agrees on the number of repetitions by collectives, while
+this test sends as little as possible over a network that may be broken.
 """
 
 import datetime
@@ -14,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIZE = 16 << 20  # bytes, of each way of a pair, and of the all_reduce
-PARTNERS = 4  # that a node is paired with; so many in a job of any size
+SIZE = 16 << 20  # bytes in each direction of a pair, and of the all_reduce
+PARTNERS = 4  # of each node at most, in a job of any size
 TRIES = 5
 
 
@@ -44,23 +47,23 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
         device_id=device if backend == "nccl" else None,
     )
     say(at="meeting the others")
-    seconds, right = all_reduce(device, rank, size)
-    say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, right=right)
+    seconds, is_correct = all_reduce(device, rank, size)
+    say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
     firsts = [nodes.index(node) for node in sorted(set(nodes))]
     for mask in masks(len(firsts)):
         if rank in firsts:
             pair(firsts, nodes, rank, mask, device)
         say(at=f"pairs, {mask} apart")
         dist.barrier()
-    say(at="the end")
+    say(at="the end", ended=True)
     dist.barrier()
     if rank == 0:
-        time.sleep(0.5)  # the store goes with this rank
-    os._exit(0)  # a group that has lost a rank may never come back from its teardown
+        time.sleep(0.5)  # the store ends with this rank
+    os._exit(0)  # destroying a group that has lost a rank may never return
 
 
 def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]:
-    """The best of a few, in seconds, and whether the sum was right."""
+    """The shortest time of several, in seconds, and whether the sum is correct. A collective."""
     data, taken = torch.zeros(SIZE // 4, device=device), []
     for _ in range(TRIES):
         dist.barrier()
@@ -74,25 +77,25 @@ def all_reduce(device: torch.device, rank: int, size: int) -> tuple[float, bool]
 
 
 def masks(count: int) -> list[int]:
-    """Which bit parts the partners in each round: i meets i ^ mask. At most `PARTNERS`, so that nobody's work grows with ``count``.
+    """The masks of the rounds: in each, i and i ^ mask are partners. At most `PARTNERS`, whatever ``count`` is.
 
-    The highest is always there: with it everybody has a partner in some round.
+    The highest bit is always included, so that each node has a partner in some round.
     """
     bits = max(0, count - 1).bit_length()
     return sorted({1 << bit for bit in (0, 1, bits // 2, bits - 1) if 0 <= bit < bits})
 
 
 def pair(firsts: list[int], nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
-    """With the one partner of this round, both ways at once. The lower one tells the figure."""
+    """Exchanges data with the partner of this round, in both directions at once. The lower rank prints the bandwidth."""
     mine = firsts.index(rank)
     if mine ^ mask >= len(firsts):
         return
     peer = firsts[mine ^ mask]
-    data, came = (torch.zeros(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
+    data, received = (torch.zeros(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
     taken = []
     for _ in range(TRIES):
         begin = time.perf_counter()
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, came, peer)])
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, received, peer)])
         for work in works:
             work.wait()
         synchronize(device)

@@ -1,6 +1,6 @@
-"""Does this node reach the others, over TCP, as the ranks will? A small server on each, and who asks it. Standard library only.
+"""Checks whether this node reaches others over TCP, as the ranks will: a small server on each node, and probes of it.
 
-What a node does costs the same in a job of any size: it asks a fixed number of others (`peers`), the first node among them.
+Standard library only. A node probes a fixed number of others (`peers`), so its cost is the same in a job of any size.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from statistics import median
 from typing import Any
 
 LENGTH = struct.Struct("!I")
-LARGEST = 1 << 20  # of a message; what comes with more is nobody's who speaks this
-SMALL, LARGE = 64, 256 << 10  # bytes: one packet of any network; many full ones
+LARGEST = 1 << 20  # bytes of a message; a longer one comes from another program
+SMALL, LARGE = 64, 256 << 10  # bytes: one packet of any network, and many full packets
 ECHOES = 8
-STEPS = 4  # of a step's time, that asking one node takes at most
-QUIET_S = 20.0  # after which a connection on which nothing comes is closed
+STEPS = 4  # timeouts that probing one node takes at most
+QUIET_S = 20.0  # after which the server closes a silent connection
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one node found on the way to another. seconds are wall time; None where it did not come so far.
+    """What one node found on the way to another. Times are None where the probe ended earlier.
 
-    fault: "" or what is wrong: name, connect, small, large (small messages pass and large ones do not), foreign (somebody else
-    answers), master (the node answers, but its master port does not), silent (it never said where it listens).
+    fault: "" for none; name (it does not resolve), connect, small (no answer), large (small messages pass and large ones do not),
+    foreign (another program or node answers), master (only its master port does not answer), silent (its port is not known).
     """
 
     peer: int  # node_rank
@@ -40,20 +40,23 @@ class Link:
     why: str = ""
     name_s: float | None = None
     round_trip_s: float | None = None
-    clock_s: float | None = None  # the peer's clock less this node's
+    clock_s: float | None = None  # the peer's clock minus this node's
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
-    """The nodes that a node asks: the first, the next, and one half-way round; at most three, and each node is asked by some."""
+    """The nodes that a node probes: the first, the next, and the one half of all nodes further. Each node is probed by some."""
     chosen = (0, (node_rank + 1) % num_nodes, (node_rank + num_nodes // 2) % num_nodes)
     return sorted(set(chosen) - {node_rank})
 
 
 class Server:
-    """Answers on a port until it is closed: tells who it is, and sends back what comes. ``nonce`` tells this run from others."""
+    """Answers on its ports until it is closed: to b"who" with its identity, to other messages with the same bytes.
+
+    nonce: distinguishes this examination from others.
+    """
 
     def __init__(self, node_rank: int, nonce: str) -> None:
         self._hello = {"node_rank": node_rank, "nonce": nonce, "host": socket.gethostname()}
@@ -63,9 +66,9 @@ class Server:
         self._thread.start()
 
     def listen(self, port: int = 0, descriptor: int = -1) -> int:
-        """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any that is free), which is given. Raises OSError.
+        """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any free one). Returns the port. Raises OSError.
 
-        descriptor: of a socket that listens already, in place of a port.
+        descriptor: of a listening socket, in place of a port.
         """
         listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
 
@@ -97,21 +100,23 @@ class Server:
                 writer.write(LENGTH.pack(len(data)) + data)
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            pass  # who asked has gone, or never spoke this
+            pass  # the other side is gone, or is another program
         finally:
             writer.close()
 
 
 def listener(port: int) -> socket.socket:
-    """A listening socket of both families where the machine has both, as TCPStore's is. Raises OSError."""
+    """A listening socket for IPv6 and IPv4 where the machine has both, as TCPStore's is. Raises OSError."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
 
 
 def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> Link:
-    """Asks the server of node ``peer`` on ``host``. timeout_s: of each step; all together take `STEPS` times that at most,
-    whoever answers there, and however slowly. master_port: tried too, where it is given."""
+    """Probes the server of node ``peer`` on ``host``.
+
+    timeout_s: of each step; all steps together take at most `STEPS` times as long. master_port: probed as well, unless it is 0.
+    """
     begin = time.monotonic()
     end = begin + STEPS * timeout_s
 
@@ -144,7 +149,7 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
 
 
 def resolve(host: str, timeout_s: float) -> list[str]:
-    """The addresses of a name, in the resolver's order. Raises OSError, also when the resolver does not answer in time."""
+    """The addresses of a name, in the resolver's order. Raises OSError, also if the resolver does not answer in time."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -153,7 +158,7 @@ def resolve(host: str, timeout_s: float) -> list[str]:
         except (OSError, UnicodeError) as error:
             answers.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)  # the resolver cannot be given a time limit
+    asking = threading.Thread(target=ask, daemon=True)  # the resolver has no time limit
     asking.start()
     asking.join(timeout_s)
     if not answers:
@@ -166,12 +171,12 @@ def resolve(host: str, timeout_s: float) -> list[str]:
 
 
 def _talk(connection: socket.socket, left: Callable[[], float], link: Link, nonce: str) -> Link:
-    """Round trips, the clock, and whether large messages pass."""
+    """Measures round trips and the clock, and whether large messages pass."""
     try:
-        begin, asked = time.monotonic(), time.time()
+        begin, sent = time.monotonic(), time.time()
         known = json.loads(_echo(connection, left, b"who"))
         took = time.monotonic() - begin
-        clock_s = float(known["time"]) - asked - took / 2
+        clock_s = float(known["time"]) - sent - took / 2
         if (known["nonce"], known["node_rank"]) != (nonce, link.peer):
             return _with(
                 link, fault="foreign", why=f"node {known['node_rank']}, {str(known.get('host'))[:64]}, answers there"
@@ -179,7 +184,7 @@ def _talk(connection: socket.socket, left: Callable[[], float], link: Link, nonc
     except OSError as error:
         return _with(link, fault="small", why=words(error))
     except (ValueError, KeyError, TypeError):
-        return _with(link, fault="foreign", why="something else answers there")
+        return _with(link, fault="foreign", why="another program answers there")
     try:
         trips = []
         for _ in range(ECHOES):
@@ -198,12 +203,12 @@ def _with(link: Link, **changes: Any) -> Link:
 
 
 def _echo(connection: socket.socket, left: Callable[[], float], data: bytes) -> bytes:
-    """Sends ``data`` and gives what comes back. left: seconds that a step may still take. Raises OSError."""
+    """Sends ``data`` and returns the answer. left: seconds that the step may still take. Raises OSError."""
     connection.settimeout(left())
     connection.sendall(LENGTH.pack(len(data)) + data)
     (length,) = LENGTH.unpack(_exactly(connection, left, LENGTH.size))
     if length > LARGEST:
-        raise OSError(errno.EPROTO, "something else answers there")
+        raise OSError(errno.EPROTO, "another program answers there")
     return _exactly(connection, left, length)
 
 
@@ -219,12 +224,12 @@ def _exactly(connection: socket.socket, left: Callable[[], float], count: int) -
 
 
 def words(error: OSError) -> str:
-    """Why, in words: a time-out's own text is empty in places."""
+    """The reason as text. The text of a timeout is empty in some Python versions."""
     return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error) or type(error).__name__)
 
 
 def who_listens(port: int) -> str:
-    """The process of this machine that listens on a port, "" where it is not to be seen (another user's)."""
+    """The process of this machine that listens on a port; "" if it cannot be seen (another user's)."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
@@ -235,7 +240,7 @@ def who_listens(port: int) -> str:
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(FileNotFoundError):  # closed since, as the listing's own is
+                with contextlib.suppress(FileNotFoundError):  # closed since, like the descriptor of the listing itself
                     if os.readlink(f"/proc/{pid}/fd/{name}") in inodes:
                         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
                             return f"process {pid} ({file.read().strip()})"

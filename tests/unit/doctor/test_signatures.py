@@ -10,33 +10,34 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.doctor import patterns
-from recipes.core.doctor.patterns import CONSEQUENCE, HARMLESS, KINDS, SIGNATURES, Explanation, Own, explain
+from recipes.core.doctor import log_events
+from recipes.core.doctor.diagnosis import Explanation, RunRecord
+from recipes.core.doctor.diagnosis import of_logs as explain
+from recipes.core.doctor.signatures import SIGNATURES, Level
 from recipes.core.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BY_NAME = {signature.name: signature for signature in SIGNATURES}
 
 # fmt: off
 REAL = {
     "a rank lost its peers": ["rank 3 on node2 lost its peers at step 12: Connection closed by peer [10.0.0.2]:41234"],
-    "a rank that stood still": ["rank 1 on node1 got no further than step 9 (backward), and the others waited in vain",
+    "a rank that hung": ["rank 1 on node1 got no further than step 9 (backward), and the others waited in vain",
                                 "mnist: rank 1 on node1 made no progress for 75 s at step 12 (backward): it is ended"],
-    "a rank that left no error record": ["rank 2 on node2 exited without an error record (killed, out of memory, or its node is gone)",
-        "rank 2 on node2 ended without a word (killed, out of memory, or its node is gone)"],
-    "ranks that never came": [
+    "a rank without an error record": ["rank 2 on node2 exited without an error record (killed, out of memory, or its node is gone)"],
+    "ranks that did not arrive": [
         "mnist: node1: rank 3 of 4 did not come in time (timeout_s)",
         "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
         "torch.distributed.DistStoreError: Timed out after 6 seconds waiting for workers. 1/2 workers joined."],
-    "client's host name": ["[W104 20:59:35.610101829 socket.cpp:209] [c10d] The hostname of the client socket cannot be retrieved. err=-3"],
+    "no host name of a client": ["[W104 20:59:35.610101829 socket.cpp:209] [c10d] The hostname of the client socket cannot be retrieved. err=-3"],
     "IPv6 tried first": ["[W304 19:44:40.795037897 socket.cpp:767] [c10d] The client socket cannot be initialized to connect to "
                          "[localhost]:29500 (errno: 97 - Address family not supported by protocol)."],
-    "rank 0 was not yet there": [
+    "rank 0 was not yet listening": [
         "[W socket.cpp:601] [c10d] The client socket has failed to connect to [node1]:29500 (errno: 111 - Connection refused).",
         "node3:941227:943077 [0] NCCL INFO Call to connect returned Connection refused, retrying"],
     "no NCCL plugin": ["node0:13571:13571 [0] NCCL INFO NET/Plugin : Plugin load (libnccl-net.so) returned 2 : libnccl-net.so: "
                        "cannot open shared object file: No such file or directory"],
-    "group not taken down": ["[rank0]:[W322 13:52:48.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: destroy_process_group() was not "
+    "process group not destroyed": ["[rank0]:[W322 13:52:48.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: destroy_process_group() was not "
                              "called before program exit, which can leak resources."],
     "NCCL finds no interface": ["node1:21:21 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found",
                                 "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)"],
@@ -45,11 +46,11 @@ REAL = {
     "InfiniBand cannot connect": ["misc/ibvwrap.cc:284 NCCL WARN Call to ibv_modify_qp failed with error Invalid argument",
                                   "Call to ibv_modify_qp failed with 110 Connection timed out, on dev rocep1s0f1:1"],
     "InfiniBand call failed": ["node1:7:8 [0] misc/ibvwrap.cc:190 NCCL WARN Call to ibv_create_ah failed with error No such device"],
-    "InfiniBand lost a packet's peer": [
+    "no answer over InfiniBand": [
         "worker-0:3468:3905 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 10.0.0.9<54862> with status=12 opcode=0 "
         "len=0 vendor err 129 (Recv)",
         "NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0, len 0, vendor err 129"],
-    "other versions of NCCL": ["RuntimeError: Mismatched NCCL version detected : rank 1 version 22705 rank 0 version 22602"],
+    "different versions of NCCL": ["RuntimeError: Mismatched NCCL version detected : rank 1 version 22705 rank 0 version 22602"],
     "two ranks on one GPU": ["Duplicate GPU detected : rank 0 and rank 4 both on CUDA device 7000"],
     "shared memory is full": [
         "node1:202016:202235 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: "
@@ -66,15 +67,15 @@ REAL = {
         "socketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host"],
     "gloo finds no interface": ["RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:83] ifa != nullptr. "
                                 "Unable to find address for: ib0"],
-    "own name not resolved": ["[rank8] Warning: Unable to resolve hostname to a (local) address. Using the loopback address as fallback."],
-    "name not resolved": ["socket.gaierror: [Errno -2] Name or service not known"],
+    "own host name not resolved": ["[rank8] Warning: Unable to resolve hostname to a (local) address. Using the loopback address as fallback."],
+    "host name not resolved": ["socket.gaierror: [Errno -2] Name or service not known"],
     "port is taken": [
         "RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to "
         "[::]:29500 (errno: 98 - Address already in use).",
         "mnist: node1: port 23456 is in use; set MASTER_PORT to another for all ranks"],
     "GPU call in NCCL failed": ["RuntimeError: NCCL error in: ../torch/lib/c10d/ProcessGroupNCCL.cpp:784, unhandled cuda error, NCCL version 2.7.8"],
     "system call in NCCL failed": ["ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "],
-    "NCCL used wrongly": ["torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1287, invalid usage, NCCL version 2.17.1 ncclInvalidUsage: This "
+    "invalid use of NCCL": ["torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1287, invalid usage, NCCL version 2.17.1 ncclInvalidUsage: This "
                           "usually reflects invalid usage of NCCL library."],
     "NCCL lost a rank": ["ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
                          "node0:1:2 [0] NCCL WARN socketProgress: Connection closed by remote peer node2<42830>",
@@ -91,11 +92,11 @@ REAL = {
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:589] Read error [10.0.0.9]:25266: Connection reset by peer",
         "RuntimeError: Application timeout caused pair closure"],
     "gloo cannot connect": ["RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"],
-    "rank 0's store is gone": [
+    "connection to rank 0 lost": [
         "[rank30]:[W111 00:54:10.905768298 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=99, addr=[::ffff:10.0.0.2]:38760, "
         "remote=[::ffff:10.0.0.1]:42643): Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
         "DistStoreError: wait timeout after 100ms, keys: /the_key", "torch.distributed.DistStoreError: Socket Timeout"],
-    "rank 0 is not reached": ["[E728 15:01:59.561275187 socket.cpp:1028] [c10d] The client socket has timed out after 600000ms while trying "
+    "rank 0 cannot be reached": ["[E728 15:01:59.561275187 socket.cpp:1028] [c10d] The client socket has timed out after 600000ms while trying "
                               "to connect to (127.0.0.1, 48315)."],
     "connection refused": ["node3:941227:943077 [0] include/socket.h:390 NCCL WARN Connect to 10.0.0.2<21724> failed : Connection refused",
                            "node3:18553:18611 [0] include/socket.h:360 WARN Call to connect failed : Connection timed out"],
@@ -105,12 +106,12 @@ REAL = {
                        "allocate 17179869184 bytes. Error code 12 (Cannot allocate memory)",
                        "OSError: [Errno 12] Cannot allocate memory"],
     "assertion on the GPU": ["RuntimeError: CUDA error: device-side assert triggered"],
-    "GPU's memory is damaged": ["RuntimeError: CUDA error: uncorrectable ECC error encountered"],
-    "GPU is gone": ["NVRM: Xid (PCI:0000:06:00): 79, pid=1234, GPU has fallen off the bus."],
-    "GPU went astray": ["RuntimeError: CUDA error: an illegal memory access was encountered"],
-    "torch without this GPU": ["RuntimeError: CUDA error: no kernel image is available for execution on the device"],
+    "GPU memory error": ["RuntimeError: CUDA error: uncorrectable ECC error encountered"],
+    "GPU is lost": ["NVRM: Xid (PCI:0000:06:00): 79, pid=1234, GPU has fallen off the bus."],
+    "illegal memory access on the GPU": ["RuntimeError: CUDA error: an illegal memory access was encountered"],
+    "GPU not supported by torch": ["RuntimeError: CUDA error: no kernel image is available for execution on the device"],
     "driver is too old": ["RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"],
-    "GPU is taken": ["RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "GPU is busy": ["RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
                      "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable"],
     "no GPU": ["RuntimeError: No CUDA GPUs are available", "RuntimeError: CUDA error: no CUDA-capable device is detected",
                "mnist: node2: Slurm granted 8 GPUs and torch sees 7: compare nvidia-smi -L there; sbatch --exclude=node2 keeps off that node"],
@@ -126,31 +127,31 @@ REAL = {
         "slurmstepd: error: Job 8430179 exceeded memory limit (10442128 > 10240000), being killed"],
     "step was not started": ["srun: error: Task launch for 1443722.0 failed on node node-0-1: Job credential expired",
                              "slurmstepd: error: execve(): python: No such file or directory"],
-    "requests of two allocations": [
+    "variables of two allocations": [
         "srun: fatal: cpus-per-task set by two different environment variables SLURM_CPUS_PER_TASK=4 != SLURM_TRES_PER_TASK=cpu=2",
         "srun: fatal: gpus-per-task set by two different environment variables SLURM_GPUS_PER_TASK=9 != SLURM_TRES_PER_TASK=cpu=1",
         "srun: fatal: SLURM_TRES_PER_TASK is mutually exclusive with --ntasks-per-gpu and SLURM_NTASKS_PER_GPU"],
-    "step does not fit": ["srun: error: Unable to create step for job 10: Error generating job credential"],
+    "step exceeds the job": ["srun: error: Unable to create step for job 10: Error generating job credential"],
     "job was refused": ["sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"],
     "crash in native code": ["srun: error: node76: task 0: Segmentation fault (core dumped)", "traceback : Signal 11 (SIGSEGV) received by PID 6421"],
-    "killed from outside": ["srun: error: node1: task 5: Killed", "/var/spool/slurmd/job00938/slurm_script: line 15: 24509 Killed memgrab"],
-    "ended with the others": [
+    "killed": ["srun: error: node1: task 5: Killed", "/var/spool/slurmd/job00938/slurm_script: line 15: 24509 Killed memgrab"],
+    "ended by the launcher": [
         "srun: error: node34: tasks 2,4-5,7: Terminated", "srun: error: node-10-95: task 0: Exited with exit code 1",
         "W0726 10:59:50.786825 140538811684672 torch/distributed/elastic/multiprocessing/api.py:858] Sending process 147865 closing signal SIGTERM",
         "slurmstepd: error: *** STEP 14366338.0 ON node14 CANCELLED AT 2015-07-03T13:20:09 ***",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "],
     "disk is full": ["OSError: [Errno 28] No space left on device"],
     "quota is used up": ["OSError: [Errno 122] Disk quota exceeded"],
-    "file changed below it": ["OSError: [Errno 116] Stale file handle"],
-    "file server is gone": ["OSError: [Errno 107] Transport endpoint is not connected: '/data'"],
+    "stale file handle": ["OSError: [Errno 116] Stale file handle"],
+    "file server is lost": ["OSError: [Errno 107] Transport endpoint is not connected: '/data'"],
     "disk cannot be read": ["OSError: [Errno 5] Input/output error"],
     "disk is read-only": ["OSError: [Errno 30] Read-only file system: '/data/out'"],
     "too many open files": ["OSError: [Errno 24] Too many open files", "RuntimeError: received 0 items of ancdata"],
     "permission denied": ["PermissionError: [Errno 13] Permission denied: '/scratch/data'"],
-    "loader process is gone": ["RuntimeError: DataLoader worker (pid(s) 3216) exited unexpectedly"],
+    "loader process ended": ["RuntimeError: DataLoader worker (pid(s) 3216) exited unexpectedly"],
     "module is missing": ["ModuleNotFoundError: No module named 'torchvision'"],
     "C or C++ library is too old": ["ImportError: /lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found (required by x.so)"],
-    "libraries do not fit": ["ImportError: undefined symbol: cutlass_moe_mm_sm100"],
+    "incompatible libraries": ["ImportError: undefined symbol: cutlass_moe_mm_sm100"],
     "library is missing": ["ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"],
     "file is missing": ["FileNotFoundError: [Errno 2] No such file or directory: '/data/train'"],
     "checkpoint does not fit": ["RuntimeError: Error(s) in loading state_dict for ResNet:",
@@ -180,8 +181,7 @@ def test_each_signature_is_shown_on_a_line_and_says_what_to_do() -> None:
     assert set(REAL) == set(BY_NAME)
     assert len(SIGNATURES) == len(BY_NAME) >= 25
     for signature in SIGNATURES:
-        assert signature.kind in KINDS
-        for text in (signature.name, signature.means, signature.mend):
+        for text in (signature.name, signature.means, signature.fix):
             assert 0 < len(text) < 160
             assert "\n" not in text
         assert all(part for wording in signature.pattern.split(" | ") for part in wording.split("…")), signature.pattern
@@ -194,15 +194,27 @@ def test_a_line_from_the_world_has_its_signature(tmp_path: Path, name: str, line
     assert found.causes[0].where == "job.out:2"
     assert found.causes[0].line.startswith(line[:60].strip())
     text = "\n".join(found.lines())
-    assert BY_NAME[name].kind == HARMLESS or BY_NAME[name].mend in text
+    assert BY_NAME[name].level is Level.harmless or BY_NAME[name].fix in text
     assert len(found.lines()) <= 20
+
+
+@pytest.mark.parametrize(
+    "wording",
+    ["lost its peers", "got no further than", "got no further with", "made no progress for", "exited without an error record",
+     "did not come in time (timeout_s)", "is in use; set MASTER_PORT", "cannot reach rank 0 at", ": a lower lr", "and torch sees"],
+)  # fmt: skip
+def test_a_wording_of_this_project_is_one_that_it_prints(wording: str) -> None:
+    """These lines are in the logs of these recipes: whoever changes such a message changes the table."""
+    assert any(wording in signature.pattern for signature in SIGNATURES)
+    files = [path for path in (ROOT / "recipes").rglob("*.py") if path.name != "signatures.py"]
+    assert any(wording in path.read_text() for path in files)
 
 
 @pytest.mark.parametrize("wording", sorted({w for s in SIGNATURES for w in s.pattern.split(" | ")}))
 def test_no_wording_is_hidden_by_one_above_it(tmp_path: Path, wording: str) -> None:
     owner = next(s for s in SIGNATURES if wording in s.pattern.split(" | "))
     found = said(tmp_path, a__log=wording.replace("…", " 1 ") + "\n")
-    assert KINDS.index(found.causes[0].signature.kind) <= KINDS.index(owner.kind), names(found)
+    assert found.causes[0].signature.level <= owner.level, names(found)
 
 
 ORDINARY = """\
@@ -230,7 +242,7 @@ def test_ordinary_logs_have_no_cause(tmp_path: Path) -> None:
     found = said(tmp_path, job__out=ORDINARY)
     assert (found.causes, found.rank, found.host) == ((), None, None)
     assert found.lines() == [
-        "no known cause in 1 file; the last words, in job.out: srun: job 14774 has been allocated resources"
+        "no known cause in 1 file; the last line, in job.out: srun: job 14774 has been allocated resources"
     ]
 
 
@@ -258,13 +270,13 @@ def test_a_cause_beats_what_the_others_say_of_it(tmp_path: Path) -> None:
         rank2__log="step 4\nnode7:11:12 [0] NCCL INFO x\nrank 2 on node7: saves\ntorch.OutOfMemoryError: CUDA out of memory.\n",
     )
     assert (found.rank, found.where) == (2, "rank2.log:4")
-    assert names(found) == ["CUDA out of memory", "collective timed out", "gloo lost a rank"]
+    assert names(found) == ["CUDA out of memory", "gloo lost a rank", "collective timed out"]
     assert found.lines() == [
         "rank 2 failed first: CUDA out of memory",
         "  rank2.log:4: torch.OutOfMemoryError: CUDA out of memory.",
-        "cause: CUDA out of memory (1 rank): the GPU's memory does not hold it",
-        f"  do: {BY_NAME['CUDA out of memory'].mend}",
-        "followed: collective timed out (1 rank), gloo lost a rank (1 rank)",
+        f"cause: CUDA out of memory (1 rank): {BY_NAME['CUDA out of memory'].means}",
+        f"  do: {BY_NAME['CUDA out of memory'].fix}",
+        "followed: gloo lost a rank (1 rank), collective timed out (1 rank)",
     ]
 
 
@@ -273,7 +285,7 @@ def test_a_traceback_that_was_survived_is_told_with_the_one_that_was_not(tmp_pat
     fatal = "Traceback (most recent call last):\n  x\nValueError: b\n"
     steps = "".join(f"step {i}  loss 0.5\n" for i in range(900))
     found = said(tmp_path, rank3__log=caught + steps + fatal)
-    assert found.lines()[-1] == "rank3.log goes on after that, until, 903 lines below: ValueError: b"
+    assert found.lines()[-1] == "rank3.log continues after that; 903 lines below: ValueError: b"
     assert said(tmp_path, rank3__log=caught + fatal).notes == ()  # one comes of the other
 
 
@@ -292,12 +304,12 @@ def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_
 
 def test_a_signals_name_among_the_arguments_is_none_that_came(tmp_path: Path) -> None:
     found = said(tmp_path, rank0__log="--signals-to-handle=SIGTERM,SIGINT\nlast word\n")
-    assert found.verdict == "no known cause in 1 file; the last words, in rank0.log: last word"
+    assert found.verdict == "no known cause in 1 file; the last line, in rank0.log: last word"
     for words in (
         "Signal 15 (SIGTERM) received by PID 7", "Received SIGTERM", "closing signal SIGTERM", "Bypassing SIGTERM: 15",
         "subprocess.CalledProcessError: Command 'x' died with <Signals.SIGTERM: 15>.", "Received signal: SIGTERM",
     ):  # fmt: skip
-        assert names(said(tmp_path, rank0__log=f"{words}\n")) == ["ended with the others"]
+        assert names(said(tmp_path, rank0__log=f"{words}\n")) == ["ended by the launcher"]
 
 
 def test_srun_names_the_host_and_the_first_of_those_that_ended(tmp_path: Path) -> None:
@@ -312,28 +324,19 @@ def test_srun_names_the_host_and_the_first_of_those_that_ended(tmp_path: Path) -
     found = said(tmp_path, slurm_7__out=text)
     assert (found.rank, found.host) == (5, "node2")
     assert found.lines()[0] == "rank 5 on node2 failed first: job's memory is used up"
-    assert found.lines()[-2:] == ["besides: killed from outside (2 ranks)", "followed: ended with the others (1 file)"]
+    assert found.lines()[-2:] == ["also: killed (2 ranks)", "followed: ended by the launcher (1 file)"]
 
 
-def test_of_two_causes_the_earlier_stamp_is_first_whichever_file_it_is_in(tmp_path: Path) -> None:
-    line = "2024-03-18 17:38:{},208 ERROR trainer: OSError: [Errno 5] Input/output error\n"
-    found = said(tmp_path, rank0__log=line.format(50), rank1__log=line.format(41), rank2__log=line.format(59))
-    assert (found.rank, found.causes[0].count, found.causes[0].of) == (1, 3, "rank")
+def test_of_two_causes_the_one_of_the_lower_rank_is_first_in_numerical_order(tmp_path: Path) -> None:
+    line = "OSError: [Errno 5] Input/output error\n"
+    found = said(tmp_path, rank10__log=line, rank9__log=line, rank11__log=line)
+    assert (found.rank, found.causes[0].count, found.causes[0].of) == (9, 3, "rank")
 
 
-def test_stamps_of_torch_and_of_python_are_compared(tmp_path: Path) -> None:
-    glog = "[rank0]:[E321 02:07:08.4 x.cpp:607] CUDA error: uncorrectable ECC error encountered\n"
-    found = said(
-        tmp_path, a__log=glog, rank1__log="2026-03-21T02:07:07 [rank1] OSError: [Errno 116] Stale file handle\n"
-    )
-    assert found.rank == 1
-
-
-def test_what_comes_a_minute_after_the_first_consequence_did_not_begin_it(tmp_path: Path) -> None:
-    late = "[rank3]:[E321 02:17:30.4 x.cpp:1] CUDA error: an illegal memory access was encountered\n"
-    found = said(tmp_path, a__log="".join(WATCHDOG.format(n, 8 + n, 7) for n in range(3)) + late)
-    assert (found.rank, found.causes[0].signature.kind) == (0, CONSEQUENCE)
-    assert "what began it left no line here" in found.verdict
+def test_a_consequence_alone_is_said_to_be_one(tmp_path: Path) -> None:
+    found = said(tmp_path, a__log="".join(WATCHDOG.format(n, 8 + n, 7) for n in range(3)))
+    assert (found.rank, found.causes[0].signature.level) == (0, Level.consequence)
+    assert "the logs do not show its cause" in found.verdict
 
 
 def test_the_rank_with_the_lowest_collective_was_behind(tmp_path: Path) -> None:
@@ -347,7 +350,7 @@ def test_the_only_rank_that_says_nothing_is_looked_at_first(tmp_path: Path) -> N
     lost = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
     logs = {f"rank{rank}__log": "step 1\n" if rank == 2 else lost for rank in range(4)}
     found = said(tmp_path, **logs)
-    assert (found.rank, found.verdict[:19]) == (2, "rank 2 said nothing")
+    assert (found.rank, found.verdict[:19]) == (2, "rank 2 reported not")
 
 
 def test_a_time_limit_blames_no_rank(tmp_path: Path) -> None:
@@ -424,9 +427,9 @@ def test_folders_of_two_torchruns_name_no_rank(tmp_path: Path) -> None:
 
 
 def test_what_is_only_harmless_is_no_failure(tmp_path: Path) -> None:
-    found = said(tmp_path, job__out=REAL["client's host name"][0] + "\nlast words\n")
-    assert (found.rank, found.verdict) == (None, "no known cause in 1 file; the last words, in job.out: last words")
-    assert found.lines()[-1] == "harmless: client's host name (1 file)"
+    found = said(tmp_path, job__out=REAL["no host name of a client"][0] + "\nlast words\n")
+    assert (found.rank, found.verdict) == (None, "no known cause in 1 file; the last line, in job.out: last words")
+    assert found.lines()[-1] == "harmless: no host name of a client (1 file)"
 
 
 def test_a_progress_bar_does_not_hide_what_stands_behind_it(tmp_path: Path) -> None:
@@ -443,12 +446,12 @@ def test_a_real_run_of_which_a_rank_was_killed(tmp_path: Path) -> None:
     text = (
         "epoch 35  step 8160  loss 2.3043  lr 0.0039  2,251 samples/s\n"
         "rank 0 on node1 lost its peers at step 8160: Read error [127.0.0.1]:61143: Connection reset by peer\n"
-        "mnist: failed: rank 1 on node1 ended without a word (killed, out of memory, or its node is gone); logs in /r/logs\n"
+        "mnist: failed: rank 1 on node1 exited without an error record (killed, out of memory, or its node is gone); logs in /r/logs\n"
         "failed: rank 1 on node1 was killed by SIGKILL; logs in /r/logs\n"
     )
     found = said(tmp_path, job__out=text)
     assert (found.rank, found.host, found.verdict) == (1, "node1", "rank 1 on node1 was killed by SIGKILL")
-    assert names(found) == ["a rank that left no error record", "killed from outside", "a rank lost its peers"]
+    assert names(found) == ["a rank without an error record", "killed", "a rank lost its peers"]
 
 
 def test_a_jobs_own_file_names_the_rank_in_its_last_line(tmp_path: Path) -> None:
@@ -462,7 +465,7 @@ def test_a_jobs_own_file_names_the_rank_in_its_last_line(tmp_path: Path) -> None
     found = explain(tmp_path / "mnist-7.out")
     assert (found.rank, found.host) == (3, "node2")
     assert found.verdict.startswith("rank 3 on node2 got no further than step 5 (data)")
-    assert names(found) == ["a rank that stood still", "a rank lost its peers"], "of an earlier attempt"
+    assert names(found) == ["a rank that hung", "a rank lost its peers"], "of an earlier attempt"
 
 
 def test_another_programs_word_of_its_run_directory_hides_nothing(tmp_path: Path) -> None:
@@ -483,7 +486,7 @@ def test_a_path_without_logs_is_one_line(tmp_path: Path, make: object) -> None:
 
 
 def test_a_device_is_not_read() -> None:
-    with pytest.raises(InputError, match="not an ordinary file"):
+    with pytest.raises(InputError, match="not a regular file"):
         explain(Path("/dev/zero"))
     with pytest.raises(InputError):
         explain(Path("a\0b"))
@@ -521,7 +524,7 @@ def test_binary_content_is_read_over(tmp_path: Path) -> None:
 
 def test_names_of_files_and_hosts_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "a\x1b[2J\n.log").write_text("CUDA out of memory\n")
-    own = Own("rank 1 on \x1b[2Jx failed first: \r\nx", 1, "\x1b[2Jx")
+    own = RunRecord("rank 1 on \x1b[2Jx failed first: \r\nx", 1, "\x1b[2Jx")
     assert all(line.isprintable() for line in explain(tmp_path, own).lines())
 
 
@@ -554,13 +557,13 @@ def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str
 
 
 def test_of_a_large_file_both_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "HEAD_BYTES", 1000)
-    monkeypatch.setattr(patterns, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(log_events, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(log_events, "TAIL_BYTES", 2000)
     filler = "step\n" * 1000
     text = "Stale file handle\n" + filler + "Disk quota exceeded\n" + filler + "Read-only file system\nend\n"
     found = said(tmp_path, a__log=text)
     assert [(c.signature.name, c.where) for c in found.causes] == [
-        ("file changed below it", "a.log:1"),
+        ("stale file handle", "a.log:1"),
         ("disk is read-only", "a.log, line 2 from its end"),
     ]
 
@@ -572,16 +575,16 @@ def test_of_several_jobs_the_newest_is_explained(tmp_path: Path, name: str) -> N
         path.write_text("Stale file handle\n" if job == 10 else "CUDA out of memory\n")
         os.utime(path, (at, at))
     found = explain(tmp_path)
-    assert names(found) == ["file changed below it"]
+    assert names(found) == ["stale file handle"]
     assert found.lines()[-1].startswith("read: the logs of job 10")
 
 
 def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MOST_FILES", 5)
+    monkeypatch.setattr(log_events, "MOST_FILES", 5)
     found = said(tmp_path, **{f"rank{n}__log": "Stale file handle\n" for n in range(9)})
     assert found.causes[0].count == 5
     assert "more than 5 logs" in found.lines()[-1]
-    monkeypatch.setattr(patterns, "MOST_NAMES", 3)
+    monkeypatch.setattr(log_events, "MOST_NAMES", 3)
     assert "or 3 files; not all were read" in explain(tmp_path).lines()[-1]
 
 
@@ -589,7 +592,7 @@ def test_whatever_the_logs_hold_twenty_lines_are_said(tmp_path: Path) -> None:
     everything = "\n".join(line for lines in REAL.values() for line in lines)
     found = said(tmp_path, **{f"rank{n}__log": everything for n in range(3)})
     assert len(found.lines()) <= 20
-    assert all(len(line) <= patterns.LONGEST_LINE for line in found.lines())
+    assert all(len(line) <= log_events.LONGEST_LINE for line in found.lines())
     assert found.lines()[-1].startswith("harmless: ")
 
 

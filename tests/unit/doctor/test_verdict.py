@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes.core.doctor import reach, verdict
-from recipes.core.doctor.verdict import Expected
+from recipes.core.doctor import judge, reach, verdict
+from recipes.core.doctor.judge import Expected
 
 Report = dict[str, Any]
 
@@ -32,7 +32,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
                 "system": {"kernel": "6.1", "python": "3.11.7", "driver": "580.1", "project": "abc", "time": 1.0},
                 "torch": {"torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
                 "gpus": {"granted": gpus, "gpus": [
-                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "right": True, "tflops": 700.0 + i, "free": 9, "total": 9}
+                    {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "correct": True, "tflops": 700.0 + i, "free": 9, "total": 9}
                     for i in range(gpus)
                 ]},
                 "cpus": {"allowed": 64},
@@ -41,14 +41,14 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
             "links": [
                 {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "round_trip_s": 5e-5, "clock_s": 0.001} for peer in others
             ],
-            "bandwidth": {"at": "the end", "right": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
+            "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
         }  # fmt: skip
 
     return [of(node) for node in range(count)]
 
 
 def judged(reports: list[Any], count: int) -> verdict.Verdict:
-    return verdict.judge(Expected(hosts(count), count), json.loads(json.dumps(reports)))
+    return judge.verdict_of(Expected(hosts(count), count), json.loads(json.dumps(reports)))
 
 
 def bad(found: verdict.Verdict) -> dict[str, str]:
@@ -83,7 +83,7 @@ def test_a_node_that_answers_at_first_and_then_no_more_is_accused() -> None:
     for report in reports[:3]:
         report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
     found = judged(reports, 4)
-    assert "answered at first, and then no more" in bad(found)["node3"]
+    assert "answered at first, but not after" in bad(found)["node3"]
     assert found.exclude == ["node3"]
 
 
@@ -92,7 +92,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_it_is_said_that_either_may_be
     for report in reports:
         report["links"][0].update(fault="connect", why="timed out")
     found = judged(reports, 2)
-    assert bad(found)["node1"].endswith("; which of the two it is, no other node can tell)")
+    assert bad(found)["node1"].endswith("; no other node can tell which of the two is at fault)")
     reports = healthy(4)
     for report in reports:
         for link in report["links"]:
@@ -110,9 +110,9 @@ def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
     reports[12]["facts"]["torch"]["nccl"] = "2.18.3"
     reports[20]["facts"]["gpus"]["gpus"][3]["tflops"] = 90.0
     reports[21]["facts"]["gpus"]["gpus"].pop()
-    reports[22]["findings"].append({"what": "GPU 2 computes a matrix product wrongly", "mend": "drain it", "bad": True})
+    reports[22]["findings"].append({"what": "GPU 2 computes a matrix product wrongly", "fix": "drain it", "bad": True})
     reports[23]["findings"].append(
-        {"what": "open files (ulimit -n) are limited to 1024", "mend": "raise it", "bad": False}
+        {"what": "open files (ulimit -n) are limited to 1024", "fix": "raise it", "bad": False}
     )
     for link in reports[30]["links"]:
         link.update(clock_s=7.5)  # its clock is 7.5 s late
@@ -120,7 +120,7 @@ def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
         for link in report["links"]:
             if 33 in (link["peer"], report["node_rank"]):
                 link.update(fault="connect", why="timed out", round_trip_s=None)
-    reports[40]["bandwidth"]["right"] = False
+    reports[40]["bandwidth"]["correct"] = False
     reports[50] = {
         "node_rank": 50,
         "local_rank": 0,
@@ -163,7 +163,7 @@ def test_a_pair_that_fails_is_one_of_the_two_and_never_the_first_node() -> None:
 
 def test_of_a_pair_the_one_that_has_a_fault_of_its_own_is_accused() -> None:
     reports = healthy(2)
-    reports[0]["findings"].append({"what": "no route to node1", "mend": "ip route", "bad": True})
+    reports[0]["findings"].append({"what": "no route to node1", "fix": "ip route", "bad": True})
     for report in reports:
         report["links"][0].update(fault="connect", why="timed out")
     assert judged(reports, 2).exclude == ["node0"]
@@ -206,7 +206,7 @@ def test_another_mtu_or_kind_of_gpu_is_named() -> None:
 def test_a_gpu_that_is_missing_excludes_its_node_and_no_other() -> None:
     reports = healthy(4)
     reports[1]["facts"]["gpus"]["gpus"].pop(2)
-    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "mend": "nvidia-smi -L", "bad": True}]
+    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "fix": "nvidia-smi -L", "bad": True}]
     found = judged(reports, 4)
     assert [(entry.nodes, entry.what) for entry in found.entries] == [
         ([1], "Slurm granted 8 GPUs and torch sees 7"), ([1], "the number of GPUs is 7, 8 on 3 others"),
@@ -229,13 +229,13 @@ def test_the_first_nodes_clock_may_be_the_wrong_one() -> None:
 def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     reports = healthy(3)
     for report in reports:
-        report["findings"] = [{"what": "data_dir=/data cannot be used", "mend": "mount it", "bad": True}]
+        report["findings"] = [{"what": "data_dir=/data cannot be used", "fix": "mount it", "bad": True}]
     found = judged(reports, 3)
     assert (found.healthy, found.exclude) == (False, [])
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
-        report["findings"] = [{"what": "NCCL_NET: is empty", "mend": "unset it", "bad": True, "leave_out": False}]
+        report["findings"] = [{"what": "NCCL_NET: is empty", "fix": "unset it", "bad": True, "leave_out": False}]
     reports[1]["findings"] = []
     found = judged(reports, 3)
     assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
@@ -247,7 +247,7 @@ def test_the_node_that_is_behind_in_an_all_reduce_that_hangs_is_accused() -> Non
         report["bandwidth"] = {"at": "pairs, 1 apart", "pairs": []}
     reports[2]["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
     found = judged(reports, 4)
-    assert bad(found)["node2"].startswith("an all_reduce and pairs over all nodes came no further than meeting the")
+    assert bad(found)["node2"].startswith("the bandwidth test of all nodes stopped at meeting the")
     assert found.exclude == ["node2"]
 
 
@@ -264,7 +264,7 @@ def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
     found = judged(reports, 6)
     (entry,) = found.entries
     assert (entry.nodes, entry.bad, found.exclude) == ([1, 4], False, [])
-    assert entry.what == "the way between them is slow: 20 GB/s, where the median is 45"
+    assert entry.what == "the link between them is slow: 20 GB/s, where the median is 45"
     reports = all_pairs(6)
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
@@ -277,7 +277,7 @@ def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
 def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
     reports = healthy(2)
     for number, report in enumerate(reports):
-        report["findings"] = [{"what": f"/dev/shm has {30 + number} MB free", "mend": "clear it", "bad": True}]
+        report["findings"] = [{"what": f"/dev/shm has {30 + number} MB free", "fix": "clear it", "bad": True}]
     assert verdict.lines(judged(reports, 2))[-1] == (
         "all 2 nodes are bad: fix them as the lines above say; sbatch --exclude=node0,node1 selects other nodes, if the cluster has enough"
     )
@@ -285,9 +285,9 @@ def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
 
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
-    reports[1]["facts"]["gpus"]["gpus"][3]["right"] = False
-    reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
-    reports[0]["findings"] = [{"what": "a note", "mend": "nothing", "bad": False}]
+    reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
+    reports[1]["findings"] = [{"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
+    reports[0]["findings"] = [{"what": "a note", "fix": "nothing", "bad": False}]
     found = judged(reports, 2)
     row = {
         "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "cpus": "64", "driver": "580.1", "torch": "2.15.0",
@@ -300,7 +300,7 @@ def test_the_table_shows_what_each_node_has() -> None:
         "BAD   node1: GPU 3 computes a matrix product wrongly: drain it",
         "note  node0: a note: nothing",
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
-        "1 of 2 nodes bad: sbatch --exclude=node1 keeps off them",
+        "1 of 2 nodes bad: sbatch --exclude=node1 leaves them out",
     ]
     as_json = verdict.as_json(found)
     assert (as_json["healthy"], as_json["exclude"], as_json["hosts"]) == (False, ["node1"], ["node0", "node1"])
@@ -309,7 +309,7 @@ def test_the_table_shows_what_each_node_has() -> None:
 
 def test_of_many_nodes_the_table_shows_the_bad_ones() -> None:
     reports = healthy(20)
-    reports[13]["findings"] = [{"what": "broken", "mend": "drain it", "bad": True}]
+    reports[13]["findings"] = [{"what": "broken", "fix": "drain it", "bad": True}]
     lines = verdict.lines(judged(reports, 20))
     assert [line.split()[0] for line in lines[:3]] == ["node", "node13", "BAD"]
 
@@ -336,7 +336,7 @@ def test_an_address_that_several_nodes_have_is_a_note() -> None:
     found = judged(reports, 3)
     assert found.healthy
     (entry,) = found.entries
-    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has one and the same address there, 172.17.0.1")
+    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has the same address there, 172.17.0.1")
 
 
 def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
@@ -347,16 +347,16 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
                 "index": 0,
                 "uuid": f"GPU-{node}-{local_rank}",
                 "name": "H200",
-                "right": True,
+                "correct": True,
                 "tflops": 90.0 if (node, local_rank) == (1, 2) else 700.0,
             }
             reports.append({"rank": 2 + 3 * node + local_rank, "node_rank": node, "local_rank": local_rank, "host": f"node{node}",
                             "facts": {"gpus": {"gpus": [card]}}})  # fmt: skip
-    found = verdict.judge(Expected(hosts(2), 8), reports)
+    found = judge.verdict_of(Expected(hosts(2), 8), reports)
     assert [row["gpus"] for row in found.table] == ["4/4", "4/4"]
     assert bad(found) == {"node1": "GPU 0 (GPU-1-2) is slow: 90 TFLOP/s, where the median is 700"}
-    reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "mend": "drain it", "bad": True}]
-    assert any("wrongly" in entry.what for entry in verdict.judge(Expected(hosts(2), 8), reports).entries)
+    reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
+    assert any("wrongly" in entry.what for entry in judge.verdict_of(Expected(hosts(2), 8), reports).entries)
 
 
 def test_where_only_one_node_is_seen_the_folder_is_not_shared_and_nobody_is_left_out() -> None:
@@ -380,7 +380,7 @@ def test_where_nobody_is_to_blame_no_node_is_counted() -> None:
 def test_two_machines_of_one_name_are_told() -> None:
     reports = healthy(3)
     reports[2]["host"] = "node1"
-    assert any("both say that they are node1" in line for line in verdict.lines(judged(reports, 3)))
+    assert any("both report the host name node1" in line for line in verdict.lines(judged(reports, 3)))
 
 
 def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
@@ -389,7 +389,7 @@ def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
         report["facts"]["torch"]["torch"] = "2.10.0"
     found = judged(reports, 4)
     assert found.exclude == []
-    assert "torch is 2.10.0, and others have others" in "\n".join(verdict.lines(found))
+    assert "torch is 2.10.0, and the nodes have no majority" in "\n".join(verdict.lines(found))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 16, 255, 4096])
@@ -424,7 +424,7 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
                 target.append(data.draw(JUNK))
             elif isinstance(target, dict):
                 target[data.draw(st.text(max_size=5))] = data.draw(JUNK)
-    found = verdict.judge(Expected(hosts(3), 3), copy.deepcopy(reports))
+    found = judge.verdict_of(Expected(hosts(3), 3), copy.deepcopy(reports))
     for line in verdict.lines(found):
         assert line.isprintable()
     json.dumps(verdict.as_json(found))
@@ -433,7 +433,7 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
 
 def test_what_each_rank_of_one_node_says_is_that_nodes() -> None:
     reports = healthy(2)
-    broken = {"what": "nvidia-smi fails (no answer)", "mend": "tell the site", "bad": True}
+    broken = {"what": "nvidia-smi fails (no answer)", "fix": "tell the site", "bad": True}
     reports += [{**reports[1], "rank": 2 + i, "local_rank": i + 1, "findings": [broken]} for i in range(3)]
     assert judged(reports, 2).exclude == ["node1"]
 
@@ -453,22 +453,22 @@ def test_nodes_may_have_another_number_of_ranks_each() -> None:
         for one, size in zip(healthy(2), (8, 2), strict=True)
         for i in range(size)
     ]
-    assert verdict.judge(Expected(hosts(2), 10), reports).entries == []
+    assert judge.verdict_of(Expected(hosts(2), 10), reports).entries == []
     del reports[3]
-    found = verdict.judge(Expected(hosts(2), 10), reports)
+    found = judge.verdict_of(Expected(hosts(2), 10), reports)
     assert bad(found) == {"node0": "not all of its ranks answered: they hang, or have ended"}
 
 
 def test_a_rank_beside_the_first_that_does_not_answer_or_has_a_wrong_sum() -> None:
     reports = ranks_of_each(3, 4)
-    assert verdict.judge(Expected(hosts(3), 12), reports).entries == []
-    reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "right": False}}
-    assert bad(verdict.judge(Expected(hosts(3), 12), reports)) == {"node1": "an all_reduce has a wrong sum there"}
+    assert judge.verdict_of(Expected(hosts(3), 12), reports).entries == []
+    reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "correct": False}}
+    assert bad(judge.verdict_of(Expected(hosts(3), 12), reports)) == {"node1": "an all_reduce has a wrong sum there"}
     del reports[10], reports[6]
-    found = verdict.judge(Expected(hosts(3), 12), reports)
+    found = judge.verdict_of(Expected(hosts(3), 12), reports)
     assert set(bad(found)) == {"node1", "node2"}
     assert "not all of its ranks answered" in bad(found)["node2"]
-    assert not verdict.judge(Expected(hosts(3), 13), ranks_of_each(3, 4)).healthy
+    assert not judge.verdict_of(Expected(hosts(3), 13), ranks_of_each(3, 4)).healthy
 
 
 def test_numbers_without_an_end_and_words_where_lists_should_be() -> None:

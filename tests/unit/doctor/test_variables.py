@@ -1,4 +1,4 @@
-"""Environment variables: each wrong one is named with its mend, and no right one is."""
+"""Environment variables: each wrong one is named with its fix, and no right one is."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recipes.core.config import envfile
-from recipes.core.doctor import variables
-from recipes.core.doctor.variables import KNOWN, Problem, check_file, problems, suggestion
+from recipes.core.doctor.variable_tables import KNOWN
+from recipes.core.doctor.variables import Problem, check_file, problems, suggestion
 
-ENV_DIR = Path(__file__).parents[2] / "env"
+ENV_DIR = Path(__file__).parents[3] / "env"
 FILES = sorted(ENV_DIR.rglob("*.env"))
 
 TORCH = [name for name in KNOWN if name.startswith("TORCH_")]  # may not be set to nothing
@@ -45,8 +45,8 @@ def pairs(text: str) -> dict[str, str]:
 RULES = """
 NCCL_SOCKET_IFNAM=eth0 | NCCL_SOCKET_IFNAM | did you mean NCCL_SOCKET_IFNAME? | NCCL_SOCKET_IFNAME=eth0
 NCCL_DEBUG_SUBSYSTEM=ENV | NCCL_DEBUG_SUBSYSTEM | did you mean NCCL_DEBUG_SUBSYS? | NCCL_DEBUG_TIMESTAMP_FORMAT=x
-NCCL_MAKE_IT_FAST=1 | NCCL_MAKE_IT_FAST | read by neither NCCL | NCCL_FASTRAK_ANYTHING=1
 TORCH_NCCL_ASYNC_ERROR_HANDLIN=1 | TORCH_NCCL_ASYNC_ERROR_HANDLIN | TORCH_NCCL_ASYNC_ERROR_HANDLING? | TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+TORCH_NCCL_ASYNC_ERROR_HANDLING=x | TORCH_NCCL_ASYNC_ERROR_HANDLING! | refuses x | TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 TORCH_FR_BUFFERSIZE=5 | TORCH_FR_BUFFERSIZE | did you mean TORCH_FR_BUFFER_SIZE? | TORCH_FR_BUFFER_SIZE=5
 TORCH_DISTRIBUTED_DEBUGS=INFO | TORCH_DISTRIBUTED_DEBUGS | did you mean TORCH_DISTRIBUTED_DEBUG? | TORCH_DISTRIBUTED_DEBUG=INFO
 GLOO_SOCKET_IFNAMES=eth0 | GLOO_SOCKET_IFNAMES | did you mean GLOO_SOCKET_IFNAME? | GLOO_SOCKET_IFNAME=eth0
@@ -57,7 +57,7 @@ NCCL_ASYNC_ERROR_HANDLING=1 | NCCL_ASYNC_ERROR_HANDLING | set TORCH_NCCL_ASYNC_E
 NCCL_BLOCKING_WAIT=1 | NCCL_BLOCKING_WAIT | set TORCH_NCCL_BLOCKING_WAIT | TORCH_NCCL_BLOCKING_WAIT=1
 NCCL_DESYNC_DEBUG=1 | NCCL_DESYNC_DEBUG | set TORCH_NCCL_DESYNC_DEBUG | TORCH_NCCL_DESYNC_DEBUG=1
 TORCH_NCCL_TRACE_BUFFER_SIZE=5 | TORCH_NCCL_TRACE_BUFFER_SIZE | set TORCH_FR_BUFFER_SIZE | TORCH_FR_BUFFER_SIZE=0
-TORCH_NCCL_AVOID_RECORD_STREAMS=1 | TORCH_NCCL_AVOID_RECORD_STREAMS | leave it out | TORCH_NCCL_NAN_CHECK=1
+TORCH_NCCL_AVOID_RECORD_STREAMS=1 | TORCH_NCCL_AVOID_RECORD_STREAMS | unset it | TORCH_NCCL_NAN_CHECK=1
 NCCL_LL_THRESHOLD=0 | NCCL_LL_THRESHOLD | NCCL_PROTO=^LL | NCCL_P2P_LL_THRESHOLD=0
 NCCL_TREE_THRESHOLD=0 | NCCL_TREE_THRESHOLD | NCCL_ALGO=^Tree | NCCL_ALGO=^Tree
 NCCL_IB_CUDA_SUPPORT=1 | NCCL_IB_CUDA_SUPPORT | NCCL_NET_GDR_LEVEL | NCCL_NET_GDR_LEVEL=PHB
@@ -65,33 +65,33 @@ NCCL_CHECKS_DISABLE=1 | NCCL_CHECKS_DISABLE | no effect | NCCL_CHECK_POINTERS=1
 NCCL_TIMEOUT=1800 | NCCL_TIMEOUT | timeout_s | NCCL_IB_TIMEOUT=22
 FI_PROVIDER=efa;RDMAV_FORK_SAFE=1 | RDMAV_FORK_SAFE | unset it | RDMAV_FORK_SAFE=1
 FI_EFA_USE_DEVICE_RDMA=1;RDMAV_HUGEPAGES_SAFE=1 | RDMAV_HUGEPAGES_SAFE | breaks EFA | FI_EFA_USE_DEVICE_RDMA=1
-NCCL_IB_GID_INDEX=3 | NCCL_IB_GID_INDEX | by itself | NCCL_IB_GID_INDEX=-1
+NCCL_IB_GID_INDEX=3 | NCCL_IB_GID_INDEX | from version 2.21 on | NCCL_IB_GID_INDEX=-1
 NCCL_DEBUG=3 | NCCL_DEBUG | write WARN or INFO | NCCL_DEBUG=warn
-NCCL_DEBUG_SUBSYS=NETS;NCCL_DEBUG=INFO | NCCL_DEBUG_SUBSYS | NETS is no subsystem | NCCL_DEBUG_SUBSYS=^NET,coll;NCCL_DEBUG=INFO
+NCCL_DEBUG_SUBSYS=NETS;NCCL_DEBUG=INFO | NCCL_DEBUG_SUBSYS | NETS is not a subsystem | NCCL_DEBUG_SUBSYS=^NET,coll;NCCL_DEBUG=INFO
 NCCL_DEBUG_SUBSYS=NET | NCCL_DEBUG_SUBSYS | without NCCL_DEBUG=INFO | NCCL_DEBUG_SUBSYS=NET;NCCL_DEBUG=trace
 NCCL_SOCKET_FAMILY=ipv4 | NCCL_SOCKET_FAMILY | AF_INET, AF_INET6 | NCCL_SOCKET_FAMILY=AF_INET
 NCCL_IB_DISABLE=true | NCCL_IB_DISABLE | NCCL reads 0 | NCCL_IB_DISABLE=1
 NCCL_BUFFSIZE=4M | NCCL_BUFFSIZE | NCCL reads 4 | NCCL_BUFFSIZE=0x400000
-NCCL_BUFFSIZE=-4 | NCCL_BUFFSIZE | not within | NCCL_BUFFSIZE=4194304
-NCCL_IB_TIMEOUT=32 | NCCL_IB_TIMEOUT | not within 0 and 31 | NCCL_IB_TIMEOUT=
-NCCL_IB_RETRY_CNT=8 | NCCL_IB_RETRY_CNT | not within 0 and 7 | NCCL_IB_RETRY_CNT=7
-NCCL_SOCKET_NTHREADS=17 | NCCL_SOCKET_NTHREADS | not within 0 and 16 | NCCL_SOCKET_NTHREADS=16;NCCL_NSOCKS_PERTHREAD=4
+NCCL_BUFFSIZE=-4 | NCCL_BUFFSIZE | must be between | NCCL_BUFFSIZE=4194304
+NCCL_IB_TIMEOUT=32 | NCCL_IB_TIMEOUT | between 0 and 31 | NCCL_IB_TIMEOUT=
+NCCL_IB_RETRY_CNT=8 | NCCL_IB_RETRY_CNT | between 0 and 7 | NCCL_IB_RETRY_CNT=7
+NCCL_SOCKET_NTHREADS=17 | NCCL_SOCKET_NTHREADS | between 0 and 16 | NCCL_SOCKET_NTHREADS=16;NCCL_NSOCKS_PERTHREAD=4
 NCCL_SOCKET_NTHREADS=16;NCCL_NSOCKS_PERTHREAD=5 | NCCL_NSOCKS_PERTHREAD | write 4 at most | NCCL_SOCKET_NTHREADS=8;NCCL_NSOCKS_PERTHREAD=8
 NCCL_NET_GDR_LEVEL=phb | NCCL_NET_GDR_LEVEL | SYS | NCCL_NET_GDR_LEVEL=PHB
 NCCL_P2P_LEVEL=NVLINK | NCCL_P2P_LEVEL | NVL | NCCL_P2P_LEVEL=NVL
 NCCL_NET= | NCCL_NET! | unset it | NCCL_NET=AWS Libfabric
 NCCL_ALGO=Rings | NCCL_ALGO! | refuses to start | NCCL_ALGO=^ring,tree
-NCCL_ALGO=allreduce:tree;NCCL_DEBUG=WARN | NCCL_ALGO | forces a choice | NCCL_ALGO=
-NCCL_PROTO=simple | NCCL_PROTO | forces a choice | NCCL_PROTO=^LL128
+NCCL_ALGO=allreduce:tree;NCCL_DEBUG=WARN | NCCL_ALGO | fixes a choice | NCCL_ALGO=
+NCCL_PROTO=simple | NCCL_PROTO | fixes a choice | NCCL_PROTO=^LL128
 TORCH_NCCL_ASYNC_ERROR_HANDLING= | TORCH_NCCL_ASYNC_ERROR_HANDLING! | refuses "" | TORCH_NCCL_ASYNC_ERROR_HANDLING=0
-TORCH_NCCL_ASYNC_ERROR_HANDLING=4 | TORCH_NCCL_ASYNC_ERROR_HANDLING | not within 0 and 3 | TORCH_NCCL_ASYNC_ERROR_HANDLING=2
+TORCH_NCCL_ASYNC_ERROR_HANDLING=4 | TORCH_NCCL_ASYNC_ERROR_HANDLING | between 0 and 3 | TORCH_NCCL_ASYNC_ERROR_HANDLING=2
 TORCH_NCCL_DUMP_ON_TIMEOUT=on | TORCH_NCCL_DUMP_ON_TIMEOUT! | refuses on | TORCH_NCCL_DUMP_ON_TIMEOUT=True
 TORCH_DISTRIBUTED_DEBUG=1 | TORCH_DISTRIBUTED_DEBUG! | write OFF, INFO or DETAIL | TORCH_DISTRIBUTED_DEBUG=info
 NCCL_SOCKET_IFNAME=eth0, eth1 | NCCL_SOCKET_IFNAME | has blanks | NCCL_SOCKET_IFNAME=eth0,eth1
 NCCL_SOCKET_IFNAME==eth0,=eth1 | NCCL_SOCKET_IFNAME | matches nothing | NCCL_SOCKET_IFNAME=^=docker0,lo
 NCCL_IB_HCA=mlx5_0,^mlx5_1 | NCCL_IB_HCA | matches nothing | NCCL_IB_HCA==mlx5_0:1,mlx5_bond_0
 NCCL_IB_HCA=mlx5_0 mlx5_1 | NCCL_IB_HCA | has blanks | NCCL_IB_HCA=^mlx5_2
-GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | knows no =, ^ or prefix | GLOO_SOCKET_IFNAME=eth0,eth1
+GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | accepts no =, ^ or prefix | GLOO_SOCKET_IFNAME=eth0,eth1
 GLOO_SOCKET_IFNAME=^docker | GLOO_SOCKET_IFNAME! | exact name | GLOO_SOCKET_IFNAME=ib0
 NCCL_SOCKET_IFNAME==ib0;GLOO_SOCKET_IFNAME=eth0 | GLOO_SOCKET_IFNAME | same interface | NCCL_SOCKET_IFNAME==eth0;GLOO_SOCKET_IFNAME=eth0
 NCCL_SOCKET_IFNAME=ib;GLOO_SOCKET_IFNAME=eth0 | GLOO_SOCKET_IFNAME | NCCL_SOCKET_IFNAME names ib | NCCL_SOCKET_IFNAME=eth;GLOO_SOCKET_IFNAME=eth0
@@ -109,12 +109,12 @@ SLURM;LOCAL_RANK=3 | LOCAL_RANK | not SLURM_LOCALID=1 | SLURM;LOCAL_RANK=0;CUDA_
 BATCH | SLURM_CPU_BIND | before srun | BATCH;SLURM_CPU_BIND=cores;RANK=3
 BATCH;SLURM_STEP_ID=-5 | SLURM_CPU_BIND | before srun | BATCH;SLURM_STEP_ID=-5;SLURM_CPU_BIND=cores;RANK=3
 SLURM;MASTER_ADDR=127.0.0.1 | MASTER_ADDR! | there are 2 nodes | SLURM;MASTER_ADDR=127.0.0.1;SLURM_STEP_NODELIST=gpu01
-SLURM;MASTER_ADDR=localhost | MASTER_ADDR! | each node's own | SLURM;MASTER_ADDR=localhost;WORLD_SIZE=8;LOCAL_WORLD_SIZE=8
-SLURM;MASTER_ADDR=login1 | MASTER_ADDR | not named like | SLURM;MASTER_ADDR=gpu01i.cluster.example
-SLURM;MASTER_ADDR=gpu03 | MASTER_ADDR | not named like | SLURM;MASTER_ADDR=10.0.0.7
+SLURM;MASTER_ADDR=localhost | MASTER_ADDR! | local to each node | SLURM;MASTER_ADDR=localhost;WORLD_SIZE=8;LOCAL_WORLD_SIZE=8
+SLURM;MASTER_ADDR=login1 | MASTER_ADDR | not the name of any | SLURM;MASTER_ADDR=gpu01i.cluster.example
+SLURM;MASTER_ADDR=gpu03 | MASTER_ADDR | not the name of any | SLURM;MASTER_ADDR=10.0.0.7
 SLURM_GPUS_ON_NODE=4;CUDA_VISIBLE_DEVICES= | CUDA_VISIBLE_DEVICES | hides the 4 GPUs | CUDA_VISIBLE_DEVICES=
 CUDA_VISIBLE_DEVICES=0,1,1 | CUDA_VISIBLE_DEVICES! | twice | CUDA_VISIBLE_DEVICES=0,1
-CUDA_VISIBLE_DEVICES=0,-1,1 | CUDA_VISIBLE_DEVICES | hidden | CUDA_VISIBLE_DEVICES=-1
+CUDA_VISIBLE_DEVICES=0,-1,1 | CUDA_VISIBLE_DEVICES | hides the GPUs after | CUDA_VISIBLE_DEVICES=-1
 """
 TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.strip().splitlines()]
 
@@ -123,7 +123,7 @@ TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.str
 def test_a_wrong_variable_is_named_and_the_right_one_is_not(wrong: str, name: str, said: str, right: str) -> None:
     found = problems(pairs(wrong))
     assert [problem.name for problem in found] == [name.removesuffix("!")]
-    assert said in f"{found[0].what}; {found[0].mend}"
+    assert said in f"{found[0].what}; {found[0].fix}"
     assert found[0].bad == name.endswith("!")
     assert problems(pairs(right)) == []
 
@@ -289,7 +289,7 @@ VALUES = st.one_of(
 
 
 def is_one_line(problem: Problem) -> bool:
-    texts = (problem.name, problem.what, problem.mend)
+    texts = (problem.name, problem.what, problem.fix)
     return all(text and text.isprintable() and len(text) < 600 for text in texts)
 
 
@@ -326,11 +326,8 @@ def test_the_time_is_bounded() -> None:
 
 
 def test_the_value_of_a_secret_is_never_shown() -> None:
-    secret = "hunter2 is it"
+    value = "hunter2 is it"
     names = [*RULED, "NCCL_SOCKET_TOKEN", "NCCL_IB_SECRET", "FI_CXI_KEY", "RDMAV_PASSWORD", "http_proxy", "HF_TOKEN"]
-    shown = [f"{problem.what} {problem.mend}" for name in names for problem in problems({name: secret})]
-    assert any("hunter2" in text for text in shown), "no value is shown at all"
-    hidden = [problem for name in names if envfile.is_secret(name) for problem in problems({name: secret})]
-    assert hidden
-    assert not any("hunter2" in f"{problem.what} {problem.mend}" for problem in hidden)
-    assert variables._shown("NCCL_SOCKET_TOKEN", secret) == "(not shown)"
+    showing = {name for name in names if any("hunter2" in f"{one.what} {one.fix}" for one in problems({name: value}))}
+    assert showing, "no value is shown at all"
+    assert not any(map(envfile.is_secret, showing))

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core.place import gpus, ranks
-from recipes.core.place.findings import Finding
+from recipes.core.doctor import probe_gpus
+from recipes.core.doctor.node import Finding
+from recipes.core.place import ranks
 from recipes.core.place.ranks import RankInfo
 from tests import helpers
 
@@ -57,7 +58,7 @@ def card(index: int, **changes: Any) -> dict[str, Any]:
         "name": "H200",
         "free": 139 * GIB,
         "total": 140 * GIB,
-        "right": True,
+        "correct": True,
         "tflops": 700.0,
     }
     return {**known, **changes}
@@ -82,7 +83,7 @@ def look(
             re.search("--query-gpu|--query-compute|topo", text)[0]
         ], ""  # type: ignore[index]
 
-    _, found = gpus.look({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
+    _, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
     return found
 
 
@@ -95,7 +96,7 @@ def test_eight_granted_and_seven_visible() -> None:
     assert found.what == "Slurm granted 8 GPUs and torch sees 7"
     assert found.bad
     assert found.leave_out
-    assert "nvidia-smi -L there; sbatch --exclude=" in found.mend
+    assert "nvidia-smi -L there; sbatch --exclude=" in found.fix
     (found,) = look([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
     assert found.what == "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7"
 
@@ -137,7 +138,7 @@ def test_a_gpu_of_ones_own_for_each_task() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected", "is_bad"),
     [
-        ({"right": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
+        ({"correct": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
         (
             {"error": "CUDA error: an illegal memory access"},
             "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",
@@ -162,19 +163,19 @@ def test_memory_errors_and_other_peoples_processes() -> None:
 
 def test_a_driver_that_does_not_answer() -> None:
     (found,) = look(None, smi(0), why="python did not answer in 60 s")
-    assert found.what == "its GPUs could not be tried (python did not answer in 60 s)"
+    assert found.what == "its GPUs could not be tested (python did not answer in 60 s)"
     assert found.bad
 
 
 def test_a_rank_on_far_cpus() -> None:
     near, far_ = set(range(0, 8)), set(range(40, 48))
-    assert gpus.far(TOPOLOGY, near, info(0, 4), "GPU0") == []
-    assert gpus.far(TOPOLOGY, far_, info(2, 4), "GPU2") == []
-    (found,) = gpus.far(TOPOLOGY, near, info(2, 4), "GPU2")
+    assert probe_gpus.far(TOPOLOGY, near, info(0, 4), "GPU0") == []
+    assert probe_gpus.far(TOPOLOGY, far_, info(2, 4), "GPU2") == []
+    (found,) = probe_gpus.far(TOPOLOGY, near, info(2, 4), "GPU2")
     assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
-    assert "--cpu-bind=none" in found.mend
-    assert gpus.far(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
-    assert gpus.far(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
+    assert "--cpu-bind=none" in found.fix
+    assert probe_gpus.far(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
+    assert probe_gpus.far(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
 
 
 def test_a_ranks_gpu_is_found_by_its_uuid_in_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +198,9 @@ def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: p
         return ("[]", "") if "recipes.core.doctor.gpucheck" in command else ("", "ended with status 9")
 
     place = info(0, 1, in_slurm=False)
-    assert gpus.look({}, place, False, ask, tmp_path)[1] == []
+    assert probe_gpus.look({}, place, False, ask, tmp_path)[1] == []
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    (found,) = gpus.look({}, place, False, ask, tmp_path)[1]
+    (found,) = probe_gpus.look({}, place, False, ask, tmp_path)[1]
     assert "nvidia-smi fails (ended with status 9)" in found.what
 
 
@@ -214,7 +215,7 @@ def test_a_nic_behind_the_other_socket() -> None:
             del parts[6]
         if not line.startswith("NIC1"):
             lost.append("\t".join(parts))
-    (found,) = gpus.far("\n".join(lost), set(range(128)), info(0, 4), "GPU0")
+    (found,) = probe_gpus.far("\n".join(lost), set(range(128)), info(0, 4), "GPU0")
     assert found.what == "GPU2, GPU3 reach every NIC across the sockets (SYS), others have one near"
     assert not found.bad
 
@@ -232,7 +233,7 @@ def test_a_nic_behind_the_other_socket() -> None:
     ],
 )
 def test_what_is_no_topology_is_no_finding(text: str) -> None:
-    assert gpus.far(text, {0}, info(0, 4), "GPU0") == []
+    assert probe_gpus.far(text, {0}, info(0, 4), "GPU0") == []
 
 
 def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> None:
@@ -242,9 +243,9 @@ def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> 
         asked.append(command[-1])
         return json.dumps([card(0)]) if command[-1] == "gpus" else "", ""
 
-    facts, found = gpus.look({"SLURM_GPUS_ON_NODE": "8"}, info(3), False, ask)
+    facts, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8"}, info(3), False, ask)
     assert (asked, found, facts) == ([], [], {"granted": 8, "ranks": 8})
-    facts, found = gpus.look({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, info(3), False, ask)
+    facts, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, info(3), False, ask)
     assert "gpus" in asked
     assert found == []
     assert facts["gpus"] == [card(0)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.core import files
+from recipes.core.doctor.diagnosis import Explanation
 from recipes.core.doctor.explain import explain, of_run
-from recipes.core.doctor.patterns import Explanation
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import liveness, rundir, table
 from recipes.core.run.scontrol import Job, Queue
@@ -130,7 +130,7 @@ def test_logs_of_several_attempts_are_said_to_be_such(tmp_path: Path) -> None:
     (run / "logs" / "rank1.log").write_text("CUDA out of memory\n")
     assert not of_run(run, NO_SLURM).notes
     rundir.open_attempt(run, ["node1"] * 4, "1.1")
-    assert of_run(run, NO_SLURM).lines()[-1] == "the ranks' logs hold 1 earlier attempt too: a cause may be an old one"
+    assert of_run(run, NO_SLURM).lines()[-1] == "the logs also hold 1 earlier attempt: a cause may be an old one"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert heads == ["runs/mnist/0:", "runs/mnist/1:", "other:"]
     first, second = found[: found.index(heads[1])], found[found.index(heads[1]) : found.index(heads[2])]
     assert "  rank 1 on a failed first: x" in first
-    assert any("file changed below it" in line for line in first)
+    assert any("stale file handle" in line for line in first)
     assert not any("CUDA" in line for line in first)
     assert "  rank 2 on b failed first: y" in second
     assert any("CUDA out of memory" in line for line in second)

@@ -15,10 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core.doctor import examine
-from recipes.core.doctor.examine import Surroundings
-from recipes.core.place import gpus, network, ranks
-from recipes.core.place.findings import Finding
+from recipes.core.doctor import commands, probe_gpus, probe_network, probes
+from recipes.core.doctor.node import Finding, Surroundings
+from recipes.core.place import network, ranks
 
 ALONE = ranks.detect({})
 TASK = {
@@ -36,18 +35,18 @@ def here(
 def only(found: tuple[dict[str, object], list[Finding]]) -> Finding:
     (finding,) = found[1]
     assert finding.what
-    assert finding.mend
+    assert finding.fix
     return finding
 
 
 def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = examine.ask
+    ask = commands.ask
 
     def quick(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
-    monkeypatch.setattr(examine, "ask", quick)
-    report = examine.everything(here(tmp_path), 60)
+    monkeypatch.setattr(commands, "ask", quick)
+    report = probes.run_all(here(tmp_path), 60)
     assert set(report.facts) == {
         "system", "torch", "cpus", "limits", "disks", "interfaces", "names", "variables", "gpus",
     }  # fmt: skip
@@ -70,14 +69,15 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise TimeoutError("the kernel does not answer")
 
-    monkeypatch.setattr(examine, "CHECKS", (hangs, breaks, gives_up, examine.cpus))
+    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "cpus": probes.cpus}
+    monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
-    report = examine.everything(here(tmp_path), 0.5)
+    report = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
     assert [(found.what, found.bad) for found in report.findings] == [
-        ("its hangs could not be looked at in 0.5 s", True),
-        ("its breaks could not be looked at (RuntimeError: no such thing)", False),
-        ("its gives_up could not be looked at (TimeoutError: the kernel does not answer)", False),
+        ("the check of its hangs did not end in 0.5 s", True),
+        ("the check of its breaks failed (RuntimeError: no such thing)", False),
+        ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
     assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
 
@@ -89,62 +89,62 @@ def test_a_slow_nvidia_smi_leaves_time_to_try_the_gpus_and_one_that_hangs_is_nam
     smi = tmp_path / "nvidia-smi"
     smi.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(examine, "CHECKS", (examine.gpus,))
-    monkeypatch.setattr(gpus, "SMI_S", 4.0)
+    monkeypatch.setattr(probes, "CHECKS", {"gpus": probes.gpus})
+    monkeypatch.setattr(probe_gpus, "SMI_S", 4.0)
     (tmp_path / "python").write_text("#!/bin/sh\necho '[]'\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # that importing torch takes no part of the time
     node = replace(here(tmp_path, SLURM_GPUS_ON_NODE="8"), on_cpu=False)
     few = "Slurm granted 8 GPUs and torch sees 0"
     smi.write_text("#!/bin/sh\nexec sleep 3\n")  # three times one after the other is too long
-    assert [found.what for found in examine.everything(node, 8.5).findings] == [few]
+    assert [found.what for found in probes.run_all(node, 8.5).findings] == [few]
     smi.write_text("#!/bin/sh\nexec sleep 600\n")
     fails = "nvidia-smi fails (nvidia-smi did not answer in 4 s)"
-    assert [found.what for found in examine.everything(node, 11.5).findings] == [fails, few]
+    assert [found.what for found in probes.run_all(node, 11.5).findings] == [fails, few]
 
 
 def test_fewer_cpus_than_were_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = len(os.sched_getaffinity(0))
-    assert examine.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed)))[1] == []
-    found = only(examine.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed + 6))))
+    assert probes.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed)))[1] == []
+    found = only(probes.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed + 6))))
     assert found.what == f"a rank may use {allowed} of the {allowed + 6} CPUs that it was granted"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert only(examine.cpus(here(tmp_path, ranks.detect(TASK)))).what == "a rank may use one CPU"
-    assert examine.cpus(here(tmp_path))[1] == []  # outside of Slurm nobody has asked for more
-    assert examine.cpus(here(tmp_path, ranks.detect(TASK), SLURM_CPUS_PER_TASK="1"))[1] == []
+    assert only(probes.cpus(here(tmp_path, ranks.detect(TASK)))).what == "a rank may use one CPU"
+    assert probes.cpus(here(tmp_path))[1] == []  # outside of Slurm nobody has asked for more
+    assert probes.cpus(here(tmp_path, ranks.detect(TASK), SLURM_CPUS_PER_TASK="1"))[1] == []
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    assert examine.limits(here(tmp_path))[1] == []
+    assert probes.limits(here(tmp_path))[1] == []
     limits[resource.RLIMIT_NOFILE] = (1024, 4096)
-    assert only(examine.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
+    assert only(probes.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
     limits[resource.RLIMIT_NOFILE] = (65536, 65536)
     limits[resource.RLIMIT_AS] = (8 * 10**9, 8 * 10**9)
-    assert only(examine.limits(here(tmp_path))).what == "address space is limited to 8 GB"
+    assert only(probes.limits(here(tmp_path))).what == "address space is limited to 8 GB"
     limits[resource.RLIMIT_AS] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
-    assert examine.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
+    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
     (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert examine.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # gloo takes none
+    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # gloo takes none
     alone, two = (replace(here(tmp_path, one, root=str(tmp_path)), on_cpu=False) for one in (ALONE, ranks.detect(TASK)))
-    assert only(examine.limits(two)).what == "locked memory is limited to 64 KB, and RDMA locks what it sends"
-    assert (only(examine.limits(two)).bad, only(examine.limits(alone)).bad) == (True, False)
-    assert examine.limits(replace(two, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
+    assert only(probes.limits(two)).what == "locked memory is limited to 64 KB, and RDMA locks what it sends"
+    assert (only(probes.limits(two)).bad, only(probes.limits(alone)).bad) == (True, False)
+    assert probes.limits(replace(two, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    found = only(examine.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
+    found = only(probes.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
     assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
     assert found.bad
     # It may be the node's fault, and it may be a slip of the pen: alone there is no telling, and no other node is wasted on it.
     assert not found.leave_out
-    assert only(examine.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
-    found = only(examine.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
+    assert only(probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
+    found = only(probes.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
-    assert "tmp" in examine.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
-    facts = examine.disks(here(tmp_path, TMPDIR="/dev/shm"))[0]
+    assert "tmp" in probes.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
+    facts = probes.disks(here(tmp_path, TMPDIR="/dev/shm"))[0]
     assert {name: one["folder"] for name, one in facts.items()} == {
         "shm": "/dev/shm", "tmp": "/dev/shm", "run": str(tmp_path),
     }  # fmt: skip
@@ -173,8 +173,8 @@ def test_a_disk_that_is_nearly_full(
         asked[folder] = use
         return f"[{free.get('run' if folder == str(tmp_path) else folder, 10 << 30)}, {20 << 30}]", ""
 
-    monkeypatch.setattr(examine, "ask", ask)
-    found = examine.disks(here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
+    monkeypatch.setattr(commands, "ask", ask)
+    found = probes.disks(here(tmp_path, data_dir="/data", TMPDIR="/scratch"))[1]
     assert [(one.what, one.bad) for one in found] == [(what.format(tmp_path), bad) for what, bad in expected]
     assert asked == {"/dev/shm": "write", str(tmp_path): "write", "/scratch": "write", "/data": "read"}
 
@@ -187,13 +187,13 @@ def test_torch_that_is_slow_to_import_or_cannot_be(tmp_path: Path, monkeypatch: 
         (answers[1], 1.0, [("torch cannot be imported there (No module named torch)", True, True)]),
     ):
         readings = iter((0.0, took))
-        monkeypatch.setattr(examine, "ask", lambda command, timeout_s, answer=answer: answer)
-        monkeypatch.setattr(examine, "time", SimpleNamespace(monotonic=readings.__next__))
-        facts, found = examine.torch(here(tmp_path, ranks.detect(TASK)))
+        monkeypatch.setattr(commands, "ask", lambda command, timeout_s, answer=answer: answer)
+        monkeypatch.setattr(probes, "time", SimpleNamespace(monotonic=readings.__next__))
+        facts, found = probes.torch_import(here(tmp_path, ranks.detect(TASK)))
         assert [(one.what, one.bad, one.leave_out) for one in found] == expected
         assert answer[1] or facts == {"torch": "2.15.0", "cuda": "13.2", "import_s": took}
-    monkeypatch.setattr(examine, "time", time)
-    assert not only(examine.torch(here(tmp_path))).leave_out  # alone it may be the wrong environment
+    monkeypatch.setattr(probes, "time", time)
+    assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
 
 
 def test_the_drivers_version(tmp_path: Path) -> None:
@@ -204,27 +204,22 @@ def test_the_drivers_version(tmp_path: Path) -> None:
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder@U16)\n",
     ):
         file.write_text(line)
-        facts, found = examine.system(here(tmp_path, root=str(tmp_path)))
+        facts, found = probes.system(here(tmp_path, root=str(tmp_path)))
         assert (facts["driver"], found) == ("550.54.15", [])
     assert facts["python"] == platform.python_version()
-    assert "driver" not in examine.system(here(tmp_path, root=str(tmp_path / "none")))[0]
+    assert "driver" not in probes.system(here(tmp_path, root=str(tmp_path / "none")))[0]
 
 
 def test_each_nodes_first_rank_looks_at_all_and_the_others_at_their_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(name: str) -> examine.Check:
-        def found(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
-            return {}, []
+    def check(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
+        return {}, []
 
-        found.__name__ = name
-        return found
-
-    monkeypatch.setattr(examine, "CHECKS", (check("disks"), check("gpus")))
-    monkeypatch.setattr(examine, "gpus", check("gpus"))
+    monkeypatch.setattr(probes, "CHECKS", {"disks": check, "gpus": check})
     for rank, local_rank, expected in ((0, 0, {"disks", "gpus"}), (2, 0, {"disks", "gpus"}), (3, 1, {"gpus"})):
         info = replace(ALONE, rank=rank, world_size=4, local_rank=local_rank, local_world_size=2, node_rank=rank // 2)
-        report = examine.everything(here(tmp_path, info), 20)
+        report = probes.run_all(here(tmp_path, info), 20)
         assert report.facts.keys() == expected
         assert (report.rank, report.node_rank, report.local_rank, report.local_world_size) == (
             rank,
@@ -236,11 +231,11 @@ def test_each_nodes_first_rank_looks_at_all_and_the_others_at_their_gpus(
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begin = time.monotonic()
-    out, wrong = examine.ask(["sh", "-c", "echo so far; sleep 30"], 2)
+    out, wrong = commands.ask(["sh", "-c", "echo so far; sleep 30"], 2)
     assert time.monotonic() - begin < 5
     assert (out, wrong) == ("so far\n", "sh did not answer in 2 s")
-    assert examine.ask(["/none/such"], 1) == ("", "/none/such: No such file or directory")
-    assert examine.ask(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
+    assert commands.ask(["/none/such"], 1) == ("", "/none/such: No such file or directory")
+    assert commands.ask(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
 
 
 def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
@@ -253,16 +248,16 @@ def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
 def test_infiniband_ports(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", "4: ACTIVE")
     port(tmp_path, "mlx5_1", "1: DOWN")
-    facts, (found,) = examine.interfaces(here(tmp_path, root=str(tmp_path)))
+    facts, (found,) = probe_network.interfaces(here(tmp_path, root=str(tmp_path)))
     assert facts["infiniband"]["mlx5_0:1"] == {"state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "InfiniBand"}
     assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
 
 
 def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Path) -> None:
     two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
-    _, (found,) = examine.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    _, (found,) = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
-    assert found.mend.startswith("add the name to DNS, or to /etc/hosts on each node")
+    assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
 
 def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,36 +271,36 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         network, "own_addresses", lambda: [("eth1", "10.0.0.1"), ("lo", "127.0.0.1"), ("eth1", "fd00::1")]
     )
-    facts, found = examine.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))
+    facts, found = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))
     assert facts["interfaces"] == {
         "eth1": {"state": "up", "mbit": 400_000, "mtu": 9000, "addresses": ["10.0.0.1", "fd00::1"]}
     }
     assert facts["chosen"] == {"interface": "eth1", "address": "10.0.0.1", "reason": "route to two"}
     assert [one.bad for one in found] == [True]  # no interface has that name
     folder.with_name("eth9").mkdir()
-    assert not only(examine.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))).bad
+    assert not only(probe_network.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))).bad
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "^=eth10", "eth0,eth1"):
-        assert examine.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
+        assert probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for value in ("eth0", "=eth", "^eth", "^=eth1"):
-        found = only(examine.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value)))
+        found = only(probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value)))
         assert found.what == f"NCCL_SOCKET_IFNAME={value}, and the route to two goes by eth1"
-    assert examine.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth1"))[1] == []
-    found = only(examine.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth")))
+    assert probe_network.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth1"))[1] == []
+    found = only(probe_network.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth")))
     assert found.bad  # there is none of that name
-    assert examine.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it talks to nobody
+    assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it talks to nobody
 
 
 def test_variables_that_are_another_allocations(tmp_path: Path) -> None:
     info = ranks.detect(TASK)
-    found = examine.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
+    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
     assert not [one for one in found if "SLURM_JOB_NODELIST" in one.what]
-    found = examine.variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
+    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
     assert any(one.what == "SLURM_JOB_NODELIST=one,two (job 7) does not have three" for one in found)
 
 
 def test_a_misspelt_variable_is_the_jobs_fault_not_the_nodes(tmp_path: Path) -> None:
-    found = only(examine.variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
-    assert "NCCL_SOCKET_IFNAME" in found.what + found.mend
+    found = only(probes.environment_variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
+    assert "NCCL_SOCKET_IFNAME" in found.what + found.fix
     assert not found.leave_out
 
 
@@ -322,8 +317,8 @@ def test_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: l
         return lambda *arguments: (text, "")
 
     info = ranks.detect(TASK)
-    monkeypatch.setattr(examine, "ask", ask(f"[{str(answer).replace(chr(39), chr(34))}, 0.0]"))
-    found = [one.what for one in examine.names(here(tmp_path, info))[1]]
+    monkeypatch.setattr(commands, "ask", ask(f"[{str(answer).replace(chr(39), chr(34))}, 0.0]"))
+    found = [one.what for one in probe_network.names(here(tmp_path, info))[1]]
     assert found == ([expected] if expected else [])
-    monkeypatch.setattr(examine, "ask", ask('[["10.0.0.1"], 5.0]'))
-    assert only(examine.names(here(tmp_path, info))).what == "a reverse look-up takes 5.0 s"
+    monkeypatch.setattr(commands, "ask", ask('[["10.0.0.1"], 5.0]'))
+    assert only(probe_network.names(here(tmp_path, info))).what == "a reverse look-up takes 5.0 s"

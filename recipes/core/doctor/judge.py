@@ -1,0 +1,242 @@
+"""Judges the reports of all nodes: which nodes are bad, and why. Pure functions.
+
+A report comes from a node that may be broken, so each value in it is checked before use (`untrusted`). The time taken is in
+proportion to the number of reports.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from recipes.core import outliers
+from recipes.core.doctor import judge_network, untrusted
+from recipes.core.doctor.untrusted import dict_at, text_at, value_at
+from recipes.core.doctor.verdict import Verdict
+from recipes.core.errors import shown
+
+SHORT = 40  # characters of a value in a line
+# Facts that all nodes must have alike: where a fact is in a report, its name, and whether a node that differs is bad.
+ALIKE = (
+    (("torch", "torch"), "torch", True),
+    (("torch", "cuda"), "CUDA", True),
+    (("torch", "nccl"), "NCCL", True),
+    (("system", "python"), "Python", True),
+    (("system", "project"), "these recipes' commit", True),
+    (("system", "driver"), "the NVIDIA driver", False),
+    (("system", "kernel"), "the kernel", False),
+    (("gpus", "count"), "the number of GPUs", True),
+    (("gpus", "name"), "the kind of GPU", True),
+    (("interfaces", "mtu"), "the MTU of the interface", False),
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was started. hosts: of each node by node_rank, "" where unknown. ranks: their number."""
+
+    hosts: tuple[str, ...]
+    ranks: int
+
+
+@dataclass
+class NodeReport:
+    """What a node reported. first: the report of its first rank, {} where that is missing. others: those of its other ranks."""
+
+    first: dict[str, Any] = field(default_factory=dict)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[dict[str, Any]]:
+        return [self.first, *self.others] if self.first else self.others
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """Its GPUs, each once. With --gpus-per-task, each rank reports its own."""
+        seen = [gpu for report in self.all for gpu in untrusted.dicts_at(report, "facts", "gpus", "gpus")]
+        unique: dict[str, dict[str, Any]] = {}
+        for number, gpu in enumerate(seen):
+            unique.setdefault(text_at(gpu, "uuid") or str(number), gpu)
+        return list(unique.values())
+
+
+def verdict_of(expected: Expected, reports: Iterable[object]) -> Verdict:
+    """The verdict on ``reports``, each of which is any JSON value."""
+    verdict = Verdict(hosts=list(expected.hosts))
+    nodes = _by_node(expected, reports, verdict)
+    for node, report in nodes.items():
+        verdict.hosts[node] = verdict.hosts[node] or next(filter(None, (text_at(r, "host") for r in report.all)), "")
+    _missing(expected, nodes, verdict)
+    _ended_early(nodes, verdict)
+    _own_findings(nodes, verdict)
+    gpus = {node: report.gpus() for node, report in nodes.items()}
+    _compare(nodes, gpus, verdict)
+    _slow_gpus(gpus, verdict)
+    first = {node: report.first for node, report in nodes.items() if report.first}
+    judge_network.shared_addresses(first, verdict)
+    judge_network.links(first, verdict)
+    judge_network.clocks(first, verdict)
+    judge_network.speeds(first, verdict)
+    judge_network.collectives({node: report.all for node, report in nodes.items()}, verdict)
+    verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
+    out = {node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes}
+    verdict.exclude = [verdict.hosts[node] for node in sorted(out) if verdict.hosts[node]]
+    bad = verdict.bad_nodes
+    for node in range(len(verdict.hosts)):
+        verdict.table.append(_row(node, verdict, first.get(node, {}), gpus.get(node, []), node in bad))
+    return verdict
+
+
+def _by_node(expected: Expected, reports: Iterable[object], verdict: Verdict) -> dict[int, NodeReport]:
+    nodes: dict[int, NodeReport] = {}
+    by_host: dict[str, int] = {}
+    for report in reports:
+        node = value_at(report, "node_rank")
+        if not isinstance(report, dict) or not isinstance(node, int) or not 0 <= node < len(expected.hosts):
+            verdict.add([], "a report is invalid and is not counted", "look into the folder of reports", False)
+            continue
+        host, started = text_at(report, "host"), expected.hosts[node]
+        if started and host and host.split(".")[0] != started.split(".")[0]:
+            fix = "two machines have one name, or its name was never set: hostname there"
+            verdict.add([node], f"reports the host name {host}", fix, False)
+        if by_host.setdefault(host, node) != node:
+            fix = "give each machine its own host name"
+            verdict.add([by_host[host], node], f"both report the host name {host}", fix, False)
+        one = nodes.setdefault(node, NodeReport())
+        if report.get("local_rank") != 0:
+            one.others.append(report)
+        elif not one.first:
+            one.first = report
+    return nodes
+
+
+def _missing(expected: Expected, nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
+    silent = [node for node in range(len(expected.hosts)) if node not in nodes or not nodes[node].first]
+    # If only one of several nodes is seen, the others probably wrote to a folder of their own.
+    not_shared = len(silent) == len(expected.hosts) - 1 > 1
+    for node in silent:
+        fix = "log in there, or leave it out; without a shared file system, run the doctor on each node alone"
+        if not_shared:
+            fix = "is run_dir on a file system that all nodes share? if not, give one that is"
+        what = "did not answer: it hangs, was never started, or does not see run_dir"
+        verdict.add([node], what, fix, True, leave_out=not not_shared)
+    count = {node: len(report.all) for node, report in nodes.items() if report.first}
+    few = []
+    for node in count:
+        wanted = value_at(nodes[node].first, "local_world_size")
+        if untrusted.is_positive(wanted) and count[node] < wanted:
+            few.append(node)
+    if few or (len(count) == len(expected.hosts) and sum(count.values()) < expected.ranks):
+        what = "not all of its ranks answered: they hang, or have ended" if few else "not all ranks answered"
+        verdict.add(few, what, "the lines above may say why; otherwise log in there, or leave it out", True)
+
+
+def _ended_early(nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
+    """Nodes of which a rank sent its first report and not its last."""
+    gone = [node for node, report in nodes.items() if any(one.get("early") is True for one in report.all)]
+    if gone:
+        what = "answered at first, but not after the bandwidth test: it hangs, or has died"
+        all_gone = len(gone) == len(verdict.hosts) > 1
+        verdict.add(gone, what, "log in there, or leave it out", True, leave_out=not all_gone)
+
+
+def _own_findings(nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
+    """What the nodes found themselves, the same finding of several nodes as one entry."""
+    found: dict[tuple[str, str, bool, bool], set[int]] = {}
+    for node, report in nodes.items():
+        for finding in _findings(report):
+            found.setdefault(finding, set()).add(node)
+    for (what, fix, bad, leave_out), where in found.items():
+        # A fault that all nodes have is not fixed by leaving all of them out.
+        is_shared = len(where) == len(nodes) > 1
+        verdict.add(sorted(where), what, fix, bad, leave_out and not is_shared)
+
+
+def _findings(report: NodeReport) -> Iterator[tuple[str, str, bool, bool]]:
+    for one in report.all:
+        for found in untrusted.dicts_at(one, "findings"):
+            if found.get("what"):
+                is_bad, leave_out = found.get("bad") is True, found.get("leave_out") is not False
+                yield text_at(found, "what"), text_at(found, "fix"), is_bad, leave_out
+
+
+def _compare(nodes: Mapping[int, NodeReport], gpus: Mapping[int, list[dict[str, Any]]], verdict: Verdict) -> None:
+    """Nodes that differ from most others; without a majority, all nodes."""
+    values: list[dict[int, Any]] = [{} for _ in ALIKE]
+    for node, report in nodes.items():  # one report after another, since all facts of thousands do not fit into a cache
+        for of_fact, ((part, name), _, _) in zip(values, ALIKE, strict=True):
+            if (value := _fact(report.first, gpus[node], part, name)) is not None:
+                of_fact[node] = value
+    for of_fact, ((_, name), title, bad) in zip(values, ALIKE, strict=True):
+        counted = Counter(of_fact.values()).most_common()
+        if len(counted) < 2:
+            continue
+        usual, often = counted[0]
+        is_majority = often > counted[1][1]
+        odd: dict[Any, list[int]] = {}
+        for node, value in of_fact.items():
+            if (value != usual or not is_majority) and not (
+                name == "count" and _as_granted(nodes[node].first, gpus[node])
+            ):
+                odd.setdefault(value, []).append(node)
+        for value, where in odd.items():
+            others = f"{shown(usual, SHORT)} on {often} others" if is_majority else "and the nodes have no majority"
+            fix = "use the same on all nodes: NCCL requires it, and nothing else is tested"
+            verdict.add(where, f"{title} is {shown(value, SHORT)}, {others}", fix, bad and is_majority)
+
+
+def _as_granted(report: Mapping[str, Any], gpus: list[dict[str, Any]]) -> bool:
+    """Whether a node has the GPUs that it was granted, or one for each of its ranks. Nodes may differ in that."""
+    facts = dict_at(report, "facts", "gpus")
+    return bool(gpus) and len(gpus) in (facts.get("granted"), facts.get("ranks"))
+
+
+def _fact(report: Mapping[str, Any], gpus: list[dict[str, Any]], part: str, name: str) -> str | int | None:
+    """A value of a report to compare; None where it is missing."""
+    facts = dict_at(report, "facts", part)
+    if part == "gpus":
+        value: Any = len(gpus) if name == "count" and "gpus" in facts else None
+        if name == "name" and gpus:
+            value = gpus[0].get("name")
+    elif name == "mtu":
+        value = value_at(facts, "interfaces", text_at(facts, "chosen", "interface"), "mtu")
+    else:
+        value = facts.get(name)
+    return value if isinstance(value, (str, int)) and value != "" else None
+
+
+def _slow_gpus(gpus: Mapping[int, list[dict[str, Any]]], verdict: Verdict) -> None:
+    fast = [
+        (node, gpu) for node, of_node in gpus.items() for gpu in of_node if untrusted.is_positive(gpu.get("tflops"))
+    ]
+    middle = median(gpu["tflops"] for _, gpu in fast) if fast else 0.0
+    for node, gpu in fast:
+        if gpu["tflops"] < outliers.SLOW * middle:
+            name = f"{text_at(gpu, 'index', limit=SHORT)} ({text_at(gpu, 'uuid', limit=SHORT)})"
+            what = f"GPU {name} is slow: {gpu['tflops']:.0f} TFLOP/s, where the median is {middle:.0f}"
+            fix = "nvidia-smi -q -d PERFORMANCE there: heat, a power cap, or another process"
+            verdict.add([node], what, fix, True)
+
+
+def _row(
+    node: int, verdict: Verdict, report: Mapping[str, Any], gpus: list[dict[str, Any]], is_bad: bool
+) -> dict[str, str]:
+    facts = dict_at(report, "facts")
+    interface = text_at(facts, "interfaces", "chosen", "interface")
+    mbit = value_at(facts, "interfaces", "interfaces", interface, "mbit")
+    speed = f" {mbit // 1000}G" if isinstance(mbit, int) and mbit >= 1000 else ""
+    family = " IPv6" if ":" in text_at(facts, "interfaces", "chosen", "address") else ""
+    trips = [value_at(link, "round_trip_s") for link in untrusted.list_at(report, "links")]
+    trips = [trip for trip in trips if untrusted.is_positive(trip)]
+    tflops = [gpu["tflops"] for gpu in gpus if untrusted.is_positive(gpu.get("tflops"))]
+    return {
+        "node": verdict.hosts[node] or str(node),
+        "verdict": "BAD" if is_bad else "ok",
+        "gpus": f"{sum(gpu.get('correct') is True for gpu in gpus)}/{len(gpus)}" if gpus else "-",
+        "tflops": f"{median(tflops):.0f}" if tflops else "-",
+        "cpus": text_at(facts, "cpus", "allowed", limit=SHORT) or "-",
+        "driver": text_at(facts, "system", "driver", limit=SHORT) or "-",
+        "torch": text_at(facts, "torch", "torch", limit=SHORT) or "-",
+        "network": f"{interface}{speed}{family}" or "-",
+        "trip": f"{1e6 * median(trips):.0f} us" if trips else "-",
+    }
