@@ -258,7 +258,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
             small = [size for size in sizes if not bandwidth.used_bytes(operation, size, world.size)]
             if small:
                 least = 4 if operation in bandwidth.WHOLE else 16 * world.size
-                run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: the least is {least}")
+                run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: must be at least {least}")
             for size in (size for size in sizes if size not in small):
                 made, why = attempt(
                     run, f"{operation}/{size}", partial(bandwidth.measure, operation, size, world, cfg.seconds)

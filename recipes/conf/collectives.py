@@ -81,7 +81,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
             size *= step
         sizes = tuple(found)
         if end > LARGEST:
-            raise ValueError("the most is 64G")
+            raise ValueError("must be at most 64G")
     if not all(1 <= size <= LARGEST for size in sizes):
         raise ValueError("a size is 1 to 64G")
     return sizes

@@ -83,7 +83,7 @@ def test_gloo_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["slurm", "local", "print"])
 def test_nccl_on_cpus_is_refused_by_the_keys(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["recipe=mnist", "device=cpu", "backend=nccl", f"launcher={launcher}"]) == 2
-    line = "launch.py: backend=nccl: is for GPUs, beside device=cpu: leave backend= out, or give backend=gloo\n"
+    line = "launch.py: backend=nccl: needs GPUs, but device=cpu: leave backend= out, or give backend=gloo\n"
     assert capsys.readouterr() == ("", line)
 
 

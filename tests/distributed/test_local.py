@@ -257,7 +257,7 @@ def test_a_folder_of_data_in_a_variable_is_the_one_where_it_was_typed(tmp_path: 
     [
         (["gpus=2,1", "node_rank=2", "master=10.0.0.1:29400"], 2, ["node_rank=2", "machines 0 to 1"]),
         (["gpus=2,1"], 2, ["gpus=2,1", "master=HOST:PORT"]),
-        (["gpus=2,0", "master=10.0.0.1:29400"], 2, ["gpus=2,0", "without a rank"]),
+        (["gpus=2,0", "master=10.0.0.1:29400"], 2, ["gpus=2,0", "at least one rank"]),
         (["node_rank=1"], 2, ["gpus=8,2"]),
         (["nodes=2"], 2, ["nodes=2", "launcher=local"]),
         (["gpus=2,1", "master=10.0.0.1:70000"], 2, ["master=10.0.0.1:70000", "1 to 65535"]),
@@ -279,7 +279,7 @@ def test_four_of_eight_gpus_are_four_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert ranks() == (4,)
     assert ranks("gpus_per_node=2") == (2,)
-    with pytest.raises(errors.MachineError, match="5 ranks want a GPU each and 4 are visible"):
+    with pytest.raises(errors.MachineError, match="5 ranks need one GPU each, and 4 are visible"):
         ranks("gpus_per_node=5")
 
 

@@ -162,7 +162,7 @@ def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
 def test_launch_starts_the_ranks_itself(launcher: str, tmp_path: Path) -> None:
     ended = helpers.run([*LAUNCHED, f"launcher={launcher}", "spawn=2", f"run_dir={tmp_path}/run"])
     assert (ended.status, len(ended.lines)) == (2, 1), ended.out
-    assert ended.lines[0].startswith("launch.py: spawn=2: is for plain python")
+    assert ended.lines[0].startswith("launch.py: spawn=2: launch.py starts the ranks itself")
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_dead_run_is_explained(tmp_path: Path) -> None:
         (("look",), "doctor: 'look' is not key=value"),
         (("second=3",), "did you mean 'seconds'?"),
         (("seconds=1",), "seconds=1.0: must be at least 20"),
-        (("network", "nodes=3"), "nodes=3: the job's size and place"),
+        (("network", "nodes=3"), "nodes=3: is a job key"),
         (("run_dir=/proc/none",), "give another run_dir="),
     ],
 )  # fmt: skip

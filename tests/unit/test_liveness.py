@@ -23,7 +23,7 @@ def other() -> Iterator[dict[str, Any]]:
     code = "import json, os, sys; from recipes.core.run import liveness; print(json.dumps(liveness.about({})), flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=Path(liveness.__file__).parents[2],
+        cwd=files.ROOT,
     )  # fmt: skip
     assert process.stdout
     about: dict[str, Any] = json.loads(process.stdout.readline())
