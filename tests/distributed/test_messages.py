@@ -164,7 +164,7 @@ def test_every_operation_is_timed_and_its_answer_checked(tmp_path: Path, size: i
     assert len([line for line in lines if line.endswith("  right")]) == len(rows)
     assert "all_reduce     3 bytes left out: must be at least 4" in lines
     left_out = ", ".join(str(one) for one in (3, 5, 40) if one < cut)
-    assert f"all_gather     {left_out} bytes left out: the least is {cut}" in lines
+    assert f"all_gather     {left_out} bytes left out: must be at least {cut}" in lines
 
 
 def test_a_wrong_answer_is_found_with_its_rank(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ session.run(main, START)
 """
 FIT = """
     def evaluate():
-        with train.evaluated(run) as best:
+        with loop.evaluated(run) as best:
             assert not best.training
             tell(calls=calls, mean=[float(v) for b in best.buffers() if b.is_floating_point() for v in b],
                  weights=[float(v) for p in best.parameters() for v in p.flatten()])
         assert net.training
         return {"val_top1": 0.0}
-    run.resume(State(net, optimizer, scheduler, ema=train.averaged(run, net, EMA, 0, batches)), train.sampler_state(batches))
-    return train.fit(run, cfg, model, batches, loss_sum, evaluate)
+    run.resume(State(net, optimizer, scheduler, ema=loop.averaged(run, net, EMA, 0, batches)), loop.sampler_state(batches))
+    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
 """
 # The ranks meet with as much patience as their imports may take; what follows waits no longer than this.
 IMPATIENT = """
