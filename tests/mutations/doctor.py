@@ -871,7 +871,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/log_events.py",
-        "return max(level, Level.sign + 0.5) if event.is_warning else level, event.order",
+        "return max(level, Level.hint + 0.5) if event.is_warning else level, event.order",
         "return level, event.order",
         "a logger's warning is taken for the cause",
         f"{SIGNATURES}::test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause",

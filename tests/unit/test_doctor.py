@@ -1,4 +1,4 @@
-"""The doctor's commands on one machine: alone, env files, lines for one's own, and what is wrong with what was typed."""
+"""The doctor's commands on one machine: the examination, env files, proposed lines, and invalid arguments."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from recipes.core.doctor.signatures import Level, Signature
 from recipes.core.errors import InputError, Kind, shown
 
 CAUSES = (Level.cause, Level.error)
-HINTS = (Level.sign,)
+HINTS = (Level.hint,)
 CONSEQUENCES = (Level.consequence,)
 
 

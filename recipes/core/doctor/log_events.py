@@ -131,7 +131,7 @@ class LogReader:
             level = float(event.signature.level)
             if event.signature.whole_job:
                 level += 0.5  # a job that hangs after a rank's failure ends at its time limit, too
-            return max(level, Level.sign + 0.5) if event.is_warning else level, event.order
+            return max(level, Level.hint + 0.5) if event.is_warning else level, event.order
 
         return sorted(self.events, key=key)
 

@@ -13,7 +13,7 @@ class Level(IntEnum):
 
     cause = 0
     error = 1  # an exception that is not in the table
-    sign = 2  # something is wrong, and the line does not say what
+    hint = 2  # something is wrong, and the line does not say what
     consequence = 3  # another rank is gone
     harmless = 4  # looks like an error and is none
 
@@ -33,19 +33,19 @@ class Signature:
     whole_job: bool = False
 
 
-S, SIGN, CONSEQUENCE, HARMLESS = Signature, Level.sign, Level.consequence, Level.harmless
+S, HINT, CONSEQUENCE, HARMLESS = Signature, Level.hint, Level.consequence, Level.harmless
 SIGNATURES = (
     # Last lines of these recipes
     S("a rank lost its peers", "lost its peers",
       "another rank ended before this one", "look at the rank that failed first", CONSEQUENCE),
     S("a rank that hung", "got no further than | got no further with | made no progress for",
       "it hung, was stopped, or its node was disconnected, and the others timed out waiting for it",
-      "its stack is in logs/ of that rank; if nothing hangs, raise timeout_s=", SIGN),
+      "its stack is in logs/ of that rank; if nothing hangs, raise timeout_s=", HINT),
     S("a rank without an error record", "exited without an error record",
-      "another process killed it, or its node died", "see srun's lines and dmesg on its host; often memory: more --mem", SIGN),
+      "another process killed it, or its node died", "see srun's lines and dmesg on its host; often memory: more --mem", HINT),
     S("ranks that did not arrive", "did not come in time (timeout_s) | seconds waiting for clients | seconds waiting for workers",
       "some ranks did not connect to the others", "see the logs of the missing ranks, and the number of tasks",
-      SIGN),
+      HINT),
     # Harmless lines that look like errors
     S("no host name of a client", "hostname of the client socket cannot be retrieved",
       "no reverse DNS here", "nothing; it only delays the start by some seconds", HARMLESS),
@@ -70,7 +70,7 @@ SIGNATURES = (
       "the adapter or its driver refused", "ibstat and dmesg on that host; --exclude= it, or test with NCCL_IB_DISABLE=1"),
     S("no answer over InfiniBand", "Got completion from peer | Got completion with error",
       "a link, a switch or the other node failed",
-      "the node at the other end may have died; otherwise ibdiagnet, --exclude= the host, a higher NCCL_IB_TIMEOUT", SIGN),
+      "the node at the other end may have died; otherwise ibdiagnet, --exclude= the host, a higher NCCL_IB_TIMEOUT", HINT),
     S("different versions of NCCL", "Mismatched NCCL version",
       "the nodes loaded different versions of NCCL", "use the same environment on all nodes; look at LD_LIBRARY_PATH and LD_PRELOAD"),
     S("two ranks on one GPU", "Duplicate GPU detected | have the same GPU",
@@ -88,17 +88,17 @@ SIGNATURES = (
     S("gloo finds no interface", "Unable to find address for",
       "GLOO_SOCKET_IFNAME names no interface of this node, or the host name is not in DNS", "unset it, or give one name (no ^, no list)"),
     S("own host name not resolved", "Unable to resolve hostname to a (local) address",
-      "gloo uses loopback, which other nodes do not reach", "set GLOO_SOCKET_IFNAME to the fabric's interface", SIGN),
+      "gloo uses loopback, which other nodes do not reach", "set GLOO_SOCKET_IFNAME to the fabric's interface", HINT),
     S("host name not resolved", "Name or service not known | nodename nor servname provided | Temporary failure in name resolution",
       "this node does not know a host name", "set MASTER_ADDR to a name or address that `getent hosts` finds on every node"),
     S("port is taken", "EADDRINUSE | Address already in use | failed to listen on any local network address | : port…is in use; set MASTER_PORT",
       "another process, often of an earlier run, listens on rank 0's port", "set another MASTER_PORT for all ranks; `ss -ltnp` on rank 0's node"),
     S("GPU call in NCCL failed", "unhandled cuda error | ncclUnhandledCudaError",
-      "a CUDA call failed inside NCCL", "NCCL_DEBUG=WARN names it", SIGN),
+      "a CUDA call failed inside NCCL", "NCCL_DEBUG=WARN names it", HINT),
     S("system call in NCCL failed", "ncclSystemError | unhandled system error",
-      "the system refused a socket, a file or memory", "NCCL_DEBUG=WARN names it; see also the lines around this one", SIGN),
+      "the system refused a socket, a file or memory", "NCCL_DEBUG=WARN names it; see also the lines around this one", HINT),
     S("invalid use of NCCL", "ncclInvalidUsage | ncclInvalidArgument | ncclInternalError",
-      "ranks, GPUs or versions are incompatible", "NCCL_DEBUG=WARN names it", SIGN),
+      "ranks, GPUs or versions are incompatible", "NCCL_DEBUG=WARN names it", HINT),
     S("NCCL lost a rank", "ncclRemoteError | remote process exited | NCCL WARN…Connection closed by remote peer | NCCL WARN…Connection reset by peer"
       " | NCCL WARN…Broken pipe",
       "another rank ended", "look at the rank that failed first", CONSEQUENCE),
@@ -112,15 +112,15 @@ SIGNATURES = (
       " | Timed out waiting…for recv operation | Timed out waiting…for send operation | Broken pipe",
       "another rank ended, or did not arrive", "look at the rank that failed first", CONSEQUENCE),
     S("gloo cannot connect", "connectFullMesh failed",
-      "the ranks cannot reach each other", "set GLOO_SOCKET_IFNAME to the fabric's interface; no 127.0.1.1 for the host in /etc/hosts", SIGN),
+      "the ranks cannot reach each other", "set GLOO_SOCKET_IFNAME to the fabric's interface; no 127.0.1.1 for the host in /etc/hosts", HINT),
     S("connection to rank 0 lost", "Did the remote server shutdown or crash | failed to recv, got 0 bytes | Failed to recv, got 0 bytes"
       " | recvValue failed | sendBytes failed | wait timeout after…keys | DistStoreError: Socket Timeout | Socket Timeout",
       "rank 0 ended first, or a rank did not arrive", "look at rank 0's log, and at the rank that is named first", CONSEQUENCE),
     S("rank 0 cannot be reached", "client socket has timed out | cannot reach rank 0 at | failed to connect to any network address",
-      "rank 0 does not listen there, or a firewall blocks it", "is MASTER_ADDR the first node, the same on all ranks, and is rank 0 running?", SIGN),
+      "rank 0 does not listen there, or a firewall blocks it", "is MASTER_ADDR the first node, the same on all ranks, and is rank 0 running?", HINT),
     S("connection refused", "Connection refused | Connection timed out",
       "nothing listens there: the other rank ended or has not started, or the address is wrong",
-      "look for an earlier error on that host; otherwise check NCCL_SOCKET_IFNAME", SIGN),
+      "look for an earlier error on that host; otherwise check NCCL_SOCKET_IFNAME", HINT),
     # GPUs
     S("CUDA out of memory", "CUDA out of memory | OutOfMemoryError | CUDA error: out of memory | Cuda failure…out of memory",
       "the GPU has too little free memory", "a smaller global_batch_size=, or accumulate=2; nvidia-smi shows other processes on it"),
@@ -167,7 +167,7 @@ SIGNATURES = (
     S("crash in native code", "Segmentation fault | SIGSEGV | task…: Bus error | Illegal instruction | SIGBUS",
       "a library crashed: often incompatible libraries, or a full /dev/shm", "PYTHONFAULTHANDLER=1 shows where; use the same versions on all nodes"),
     S("killed", "srun: error:…task…: Killed | : line…Killed | SIGKILL | exitcode: -9",
-      "the memory was used up, or srun ended the other ranks", "sacct -j JOB -o state,maxrss,reqmem; dmesg on that host", SIGN),
+      "the memory was used up, or srun ended the other ranks", "sacct -j JOB -o state,maxrss,reqmem; dmesg on that host", HINT),
     S("ended by the launcher", "srun: error:…task…: Terminated | srun: error:…task…: Aborted | Exited with exit code | CANCELLED AT"
       " |  SIGTERM | .SIGTERM | (SIGTERM | SIGABRT | ChildFailedError | SignalException | KeyboardInterrupt",
       "the launcher, Slurm or scancel ended it", "look at the rank that failed first", CONSEQUENCE),
@@ -182,7 +182,7 @@ SIGNATURES = (
     S("too many open files", "Too many open files | received 0 items of ancdata",
       "the limit on open files is used up", "ulimit -n 65536 before srun; torch.multiprocessing.set_sharing_strategy(\"file_system\"); fewer loader processes"),
     S("permission denied", "Permission denied", "this user has no permission for that on this node", "`ls -ld` the path on that node, and the folders above it"),
-    S("loader process ended", "DataLoader worker (pid", "a loader process ended", "num_workers=0 shows its error; otherwise memory: more --mem", SIGN),
+    S("loader process ended", "DataLoader worker (pid", "a loader process ended", "num_workers=0 shows its error; otherwise memory: more --mem", HINT),
     # Python and libraries
     S("module is missing", "ModuleNotFoundError | ImportError: cannot import name", "another environment is active on this node, or a package is missing",
       "activate the environment in the script, before srun; `srun which python`"),

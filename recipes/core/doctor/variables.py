@@ -94,7 +94,7 @@ def suggestion(
     if infiniband and not active:
         return ["# No setting helps: no InfiniBand or RoCE port is ACTIVE, and NCCL uses TCP. Ask the site's support."]
     over = f"{len(active)} InfiniBand or RoCE ports" if active else "TCP, since there is no InfiniBand or RoCE device"
-    return [f"# Nothing is required: NCCL uses {over} without settings."]
+    return [f"# Nothing is required. Without settings, NCCL uses {over}."]
 
 
 def _in_order(found: list[Problem]) -> list[Problem]:

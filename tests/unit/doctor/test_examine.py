@@ -52,7 +52,7 @@ def test_only_a_step_of_srun_is_ended(monkeypatch: pytest.MonkeyPatch, step: str
     assert started == ended
 
 
-def test_a_word_on_who_measures_is_for_those_that_it_has_heard(tmp_path: Path) -> None:
+def test_go_counts_for_ranks_whose_reports_were_read(tmp_path: Path) -> None:
     """A rank that comes before the first one finds an older examination's, with a port at which nobody listens any more."""
     rank = ranks.detect(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

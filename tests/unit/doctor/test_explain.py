@@ -1,4 +1,4 @@
-"""recipes/core/doctor/explain.py: how runs stand and why they ended, by their own records, their jobs and their logs."""
+"""The state of runs and why they ended, by their records, their jobs and their logs."""
 
 import json
 import os

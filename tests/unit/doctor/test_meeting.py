@@ -10,7 +10,7 @@ import pytest
 from recipes.core.doctor.meeting import Meeting
 
 
-def test_words_are_found_where_this_nodes_clock_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_found_if_this_nodes_clock_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr("recipes.core.doctor.meeting.time.time", lambda: now + 3600)
     first, second = Meeting(tmp_path, True), Meeting(tmp_path, False)

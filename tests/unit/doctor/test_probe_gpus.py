@@ -1,4 +1,4 @@
-"""What the doctor says of a node's GPUs, from what Slurm, nvidia-smi and torch say of them."""
+"""Findings on a node's GPUs, by what Slurm, nvidia-smi and torch report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node finds out about itself: each check on surroundings that are wrong in one thing."""
+"""Each check of a node, on surroundings with one fault."""
 
 from __future__ import annotations
 

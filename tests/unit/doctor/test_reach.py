@@ -1,4 +1,4 @@
-"""TCP from node to node: who answers, who does not, and who is somebody else."""
+"""Probes of servers that answer, fail, or belong to another program."""
 
 from __future__ import annotations
 

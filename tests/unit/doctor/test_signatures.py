@@ -1,5 +1,4 @@
-"""Known causes on lines as they stand in public issue threads and pages (hosts and addresses changed), who failed first, and
-what logs may hold that is no log."""
+"""Known lines as they stand in public issues and pages (hosts and addresses changed), the first rank to fail, and files that are not logs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Environment variables: each wrong one is named with its fix, and no right one is."""
+"""Environment variables: each invalid one is reported with its fix, and no valid one is."""
 
 from __future__ import annotations
 

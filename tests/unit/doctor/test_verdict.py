@@ -1,4 +1,4 @@
-"""What nodes' reports come to, some of them missing, slow, or lying."""
+"""Verdicts on reports of nodes, some of them missing, slow or invalid."""
 
 from __future__ import annotations
 
