@@ -26,25 +26,23 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from recipes.core.data.packed import write
+from recipes.core.data.packed.workers import Progress
+from recipes.core.data.packed import format
+from recipes.core.data import pillow
+from recipes.core.data.pillow import Unreadable
+from recipes.core.data import datasets
 from recipes.core import files
 from recipes.core import errors
 from recipes.core.config import parser
 from recipes.core.data import classfolder, download
-from recipes.core.data.packed import packing
 from recipes.core.data.classfolder import Listing
 from recipes.core.config.parser import key
-from recipes.core.data.download import (
-    CIFAR10,
-    CIFAR10_CLASSES,
-    CIFAR10_IDX,
-    DataFile,
-    DataFileError,
-    Dataset,
-    FetchError,
-    megabytes,
-)
+from recipes.core.data.download import FetchError
+from recipes.core.files import size_text
+from recipes.core.data.datasets import CIFAR10, CIFAR10_CLASSES, CIFAR10_IDX, DataFile, DataFileError, Dataset
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.data.packed.packing import PackOptions
+from recipes.core.data.packed.format import PackOptions
 
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
@@ -148,7 +146,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
 
 def prepare_files(dataset: Dataset, keys: PrepareKeys) -> None:
     """Have all of the dataset's files below data_dir, unpacked and verified. Raises InputError, MachineError."""
-    data_dir = Path(keys.data_dir or download.default_dir()).expanduser().absolute()
+    data_dir = Path(keys.data_dir or datasets.default_dir()).expanduser().absolute()
     _check_source(keys.source)
     folder = data_dir / dataset.folder
     wanted = [file for file in dataset.files if not _is_there(folder / file.name, file)]
@@ -169,7 +167,7 @@ def prepare_files(dataset: Dataset, keys: PrepareKeys) -> None:
 
 
 def _is_there(path: Path, file: DataFile) -> bool:
-    fault = download.fault_of(path, file)
+    fault = datasets.fault_of(path, file)
     if fault is None:
         _say(f"{file.name}: already there, verified")
     elif os.path.lexists(path):
@@ -182,7 +180,7 @@ def _check_source(source: str) -> None:
         if fault := download.check_url(source):
             shown = repr(source) if "@" not in source and "?" not in source else "the URL"
             raise InputError(f"source={shown} {fault}")
-    elif source and download.kind(Path(source).expanduser(), "source") != "folder":
+    elif source and datasets.kind(Path(source).expanduser(), "source") != "folder":
         raise InputError(f"source={source!r} is no folder: give one that has the files, or a base URL https://…/")
 
 
@@ -191,14 +189,14 @@ def _places(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirro
     if "://" in source:
         return [f"{source.rstrip('/')}/{file.served_name}"]
     if source:
-        paths = download.local_copies(source, dataset, file, "source")
+        paths = datasets.local_copies(source, dataset, file, "source")
         if not paths:
-            folders = ", ".join(str(folder) for folder in download.search_folders(source, dataset))
+            folders = ", ".join(str(folder) for folder in datasets.search_folders(source, dataset))
             raise InputError(f"source={source!r} has no {file.name}, plain or .gz (looked in {folders})")
         return [str(path) for path in paths]
     # A good copy that somebody has carried here saves the download; what lies at the file's own place is known as bad.
     own = data_dir / dataset.folder / file.name
-    carried = [str(path) for path in download.local_copies(data_dir, dataset, file) if path != own]
+    carried = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
     return carried + [f"{mirror}{file.served_name}" for mirror in mirrors]
 
 
@@ -210,7 +208,7 @@ def _fetch(file: DataFile, places: list[str], folder: Path, source_given: bool) 
         try:
             _say(f"{file.name}: from {place}")
             download.install(place, file, folder, functools.partial(_show_progress, file))
-            _say(f"{file.name}: verified, {megabytes(file.size)}")
+            _say(f"{file.name}: verified, {size_text(file.size)}")
             return place
         except (DataFileError, FetchError) as err:
             reasons.append(f"{place}: {err}")
@@ -256,7 +254,7 @@ class _Counts:
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Have CIFAR-10 as IDX files, and index.json, in data_dir/cifar10. Raises InputError, MachineError."""
-    data_dir = Path(keys.data_dir or download.default_dir()).expanduser().absolute()
+    data_dir = Path(keys.data_dir or datasets.default_dir()).expanduser().absolute()
     folder = data_dir / CIFAR10.folder
     need = 6 * BATCH_IMAGES * (IMAGE_BYTES + 1)
     try:
@@ -264,8 +262,8 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
             sources = _cifar10_sources(keys.source, data_dir)
             need += CIFAR10.files[0].size if "://" in sources[-1] else 0
             folder.mkdir(parents=True, exist_ok=True)
-            with packing.exclusive(folder / "prepare.lock", _say):
-                packing.sweep(folder)
+            with write.exclusive(folder / "prepare.lock", _say):
+                write.sweep(folder)
                 download.remove_stale(folder, CIFAR10)
                 download.check_room(folder, need)
                 _make_cifar10(folder, sources, keys.source)
@@ -309,7 +307,7 @@ def _cifar10_is_there(folder: Path, source: str) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
-        while chunk := file.read(download.CHUNK_BYTES):
+        while chunk := file.read(datasets.CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -321,7 +319,7 @@ def _cifar10_sources(source: str, data_dir: Path) -> list[str]:
         _check_source(source)
         return [f"{source.rstrip('/')}/{packed.served_name}"]
     given = Path(source).expanduser().absolute() if source else None
-    kind = functools.partial(download.kind, key="source" if given else "data_dir")
+    kind = functools.partial(datasets.kind, key="source" if given else "data_dir")
     if given and kind(given) == "file":
         return [str(given)]
     found: list[str] = []
@@ -336,7 +334,7 @@ def _cifar10_sources(source: str, data_dir: Path) -> list[str]:
     return list(dict.fromkeys(found)) + ([] if given else [f"{m}{packed.served_name}" for m in CIFAR10.mirrors])
 
 
-def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = download.kind) -> bool:
+def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = datasets.kind) -> bool:
     return all(kind(folder / f"{name}{ending}") == "file" for name in (*TRAIN_BATCHES, "test_batch"))
 
 
@@ -422,7 +420,7 @@ def _from_batches(read: Callable[[str], tuple[bytes, bytes]]) -> dict[str, Chunk
 
 def _from_tar(path: Path, stack: contextlib.ExitStack) -> dict[str, Chunks]:
     """The batches of cifar-10-binary.tar.gz, by exact name and size; nothing is unpacked to the disk."""
-    if fault := download.fault_of(path, CIFAR10.files[0]):
+    if fault := datasets.fault_of(path, CIFAR10.files[0]):
         raise DataFileError(f"{path} {fault}")
     tar = tarfile.open(path, "r:gz")  # noqa: SIM115
     stack.enter_context(tar)
@@ -509,11 +507,11 @@ def _read_pickle(folder: Path, name: str) -> tuple[bytes, bytes]:
 def _from_listing(split: str, listing: Listing, counts: _Counts) -> Chunks:
     """The images of a class folder in its order, one at a time."""
     meter = Meter(f"cifar10 {split}", len(listing))
-    most, before = packing.allowed(len(listing), PackOptions()), len(counts.skipped)
+    most, before = write.allowed(len(listing), PackOptions()), len(counts.skipped)
     for i in range(len(listing)):
         try:
             pixels, resized = _decode_32(listing.path(i))
-        except packing.Unreadable as err:
+        except Unreadable as err:
             counts.skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(err)})
             if len(counts.skipped) - before > most:
                 meter.end()
@@ -533,7 +531,7 @@ def _decode_32(path: Path) -> tuple[bytes, bool]:
     """The planes of an image brought to 32 x 32 pixels, and whether that changed it. Raises packing.Unreadable."""
     from PIL import Image
 
-    image = packing.to_rgb(packing.open_image(packing.read(path)))
+    image = pillow.to_rgb(pillow.open_image(pillow.read(path)))
     resized = image.size != (32, 32)
     if resized:
         short = min(image.size)
@@ -556,24 +554,24 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
             "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (a flat val/ has to be sorted into classes first)"
         )
     source = Path(keys.source).expanduser().absolute()
-    there = packing.is_finished(target)
+    there = format.is_finished(target)
     options = PackOptions(
         keys.encoding.value, keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard
     )
     meter = Meter("imagenet", 0)
     try:
-        index = packing.pack(source, target, options, _say, meter.packing)
+        index = write.pack(source, target, options, _say, meter.packing)
     finally:
         meter.end()
     if there:
         _say("imagenet: already there, verified")
     for split, content in index["splits"].items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in content["converted"].items())
-        size = megabytes(sum(shard["bytes"] for shard in content["shards"]))
+        size = size_text(sum(shard["bytes"] for shard in content["shards"]))
         _say(f"{split}: {content['samples']} images, {size}{'; converted: ' if kinds else ''}{kinds}")
     _tell_skipped([skip for content in index["splits"].values() for skip in content["skipped"]])
     _say(f"imagenet is in {_plain(str(target))}, {len(index['classes'])} classes")
-    if set(packing.SPLITS) <= set(index["splits"]):  # of one alone nothing is trained
+    if set(format.SPLITS) <= set(index["splits"]):  # of one alone nothing is trained
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
@@ -589,7 +587,7 @@ def _say(text: str) -> None:
 
 def _show_progress(file: DataFile, done: int) -> None:
     if sys.stderr.isatty():
-        line = f"\r{file.name}  {megabytes(done)} of {megabytes(file.size)}  {100 * done // file.size:3d} %"
+        line = f"\r{file.name}  {size_text(done)} of {size_text(file.size)}  {100 * done // file.size:3d} %"
         print(line, end="", file=sys.stderr, flush=True)
 
 
@@ -614,7 +612,7 @@ class Meter:
         self._terminal = sys.stderr.isatty()
         self._start = self._last = 0.0
 
-    def packing(self, state: packing.Progress) -> None:
+    def packing(self, state: Progress) -> None:
         self._total = state.total - state.kept
         self.show(state.done, state.skipped, f", {state.kept} kept" if state.kept else "")
 
@@ -671,7 +669,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
 
 
 DATASETS: dict[str, Callable[[Any], None]] = {
-    "mnist": functools.partial(prepare_files, download.MNIST),
+    "mnist": functools.partial(prepare_files, datasets.MNIST),
     "cifar10": prepare_cifar10,
     "imagenet": prepare_imagenet,
     "weights": prepare_weights,

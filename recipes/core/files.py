@@ -103,3 +103,10 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(old)
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for a person: kB, MB or GB."""
+    if size >= 10_000_000_000:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"

@@ -34,9 +34,9 @@ from torch import nn
 import launch
 from recipes import prepare
 from recipes.core.config import parser
-from recipes.core.data import download
-from recipes.core.data.download import CIFAR10, DataFile, DataFileError
-from recipes.core.data.packed import packing
+from recipes.core.data import datasets, download
+from recipes.core.data.datasets import CIFAR10, DataFile, DataFileError
+from recipes.core.data.packed import write
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import private_folder, write_json
 from recipes.core.launch import batch, submit
@@ -292,7 +292,7 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
         folder = at_work.work / payload.replace("/", "_")
         if not str(folder).isprintable():
             continue
-        for find in (download.find_mnist, download.find_cifar10):
+        for find in (datasets.find_mnist, datasets.find_cifar10):
             with pytest.raises(DataFileError) as caught:
                 find(folder)
             command = str(caught.value).rpartition("run ")[2]
@@ -637,11 +637,11 @@ def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
         assert file.name in err
         assert err.count("\n") == 1
         with pytest.raises(DataFileError):
-            download.find_cifar10(trap.work / "data")
+            datasets.find_cifar10(trap.work / "data")
     else:
         assert (status, err) == (0, "")
         assert sorted(path.name for path in data.iterdir()) == sorted(
-            [*download.CIFAR10_IDX, "index.json", "prepare.lock"]
+            [*datasets.CIFAR10_IDX, "index.json", "prepare.lock"]
         )
     assert not trap.fired()
     assert {path for path in trap.folder.rglob("*") if data not in path.parents} - before <= {trap.work / "data", data}
@@ -706,7 +706,7 @@ def test_a_link_for_a_lock_makes_no_file_elsewhere(trap: Trap) -> None:
     (trap.work / "prepare.lock").symlink_to(trap.canary)
     with (
         pytest.raises(OSError, match="symbolic link"),
-        packing.exclusive(trap.work / "prepare.lock", lambda text: None),
+        write.exclusive(trap.work / "prepare.lock", lambda text: None),
     ):
         pass
     assert not trap.fired()

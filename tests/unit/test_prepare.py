@@ -27,9 +27,9 @@ from typing import Any
 import pytest
 
 from recipes import prepare
-from recipes.core.data import download
-from recipes.core.data.download import DataFile, Dataset
-from recipes.core.data.packed import staging
+from recipes.core.data import datasets, download, idx
+from recipes.core.data.datasets import DataFile, DataFileError, Dataset
+from recipes.core.data.packed import format
 from recipes.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -762,7 +762,7 @@ def test_where_one_may_not_look_is_said_of_its_key(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("find", [download.find_mnist, download.find_cifar10, staging.is_packed, staging.read_index])
+@pytest.mark.parametrize("find", [datasets.find_mnist, datasets.find_cifar10, format.is_packed, format.read_index])
 def test_where_one_may_not_look_for_data_is_one_line(find: Callable[[Path], Any], reachable: Path) -> None:
     (reachable / "locked").mkdir(mode=0)
     with not_root(), pytest.raises(InputError, match=r"'/.*/locked/.*' cannot be read \(Permission denied\)"):
@@ -834,14 +834,14 @@ def test_nothing_heavy_is_imported() -> None:
 def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
     try:
-        download.find_mnist(source)
-    except download.DataFileError as err:
+        datasets.find_mnist(source)
+    except DataFileError as err:
         pytest.skip(str(err))
     assert prepare.main(["mnist", f"data_dir={tmp_path}", f"source={source}"]) == 0
-    found = download.find_mnist(tmp_path)
-    shape, pixels = download.read_idx(found["test_images"])
+    found = datasets.find_mnist(tmp_path)
+    shape, pixels = idx.read_idx(found["test_images"])
     assert shape == (10000, 28, 28)
-    assert download.read_idx(found["train_images"])[0] == (60000, 28, 28)
+    assert idx.read_idx(found["train_images"])[0] == (60000, 28, 28)
     assert prepare.main(["mnist", f"data_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.count("already there, verified") == 4
 
@@ -849,5 +849,5 @@ def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, caps
     torchvision = pytest.importorskip("torchvision")
     theirs = torchvision.datasets.MNIST(str(tmp_path), train=False)
     assert torch.equal(torch.frombuffer(pixels, dtype=torch.uint8).view(shape), theirs.data)
-    labels = download.read_idx(found["test_labels"])[1]
+    labels = idx.read_idx(found["test_labels"])[1]
     assert list(labels[:5]) == theirs.targets[:5].tolist() == [7, 2, 1, 0, 4]

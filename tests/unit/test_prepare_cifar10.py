@@ -19,8 +19,9 @@ import pytest
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import download
-from recipes.core.data.download import CIFAR10, CIFAR10_CLASSES, DataFile, DataFileError, find_cifar10, read_idx
+from recipes.core.data import datasets, download
+from recipes.core.data.datasets import CIFAR10, CIFAR10_CLASSES, DataFile, DataFileError, find_cifar10
+from recipes.core.data.idx import read_idx
 
 BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 N = 12  # images of a batch here
@@ -96,7 +97,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def know(monkeypatch: pytest.MonkeyPatch, archive: bytes, *mirrors: str) -> None:
     """Has this archive be the right one."""
     file = DataFile("cifar-10-binary.tar.gz", len(archive), hashlib.sha256(archive).hexdigest(), keep_packed=True)
-    for module in (prepare, download):
+    for module in (prepare, datasets):
         monkeypatch.setattr(
             module, "CIFAR10", replace(CIFAR10, files=(file,), mirrors=mirrors or ("http://127.0.0.1:9/",))
         )
@@ -123,11 +124,11 @@ def assert_complete(data_dir: Path) -> dict[str, Any]:
     """The small set is there as it should be, with nothing beside it; gives index.json."""
     assert read(data_dir) == (TRAIN, TEST)
     folder = data_dir / "cifar10"
-    assert sorted(p.name for p in folder.iterdir()) == sorted([*download.CIFAR10_IDX, "index.json", "prepare.lock"])
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*datasets.CIFAR10_IDX, "index.json", "prepare.lock"])
     index: dict[str, Any] = json.loads((folder / "index.json").read_bytes())
     assert index["classes"] == list(CIFAR10_CLASSES)
     assert index["samples"] == {"train": 5 * N, "test": N}
-    assert index["sha256"] == {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in download.CIFAR10_IDX}
+    assert index["sha256"] == {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in datasets.CIFAR10_IDX}
     assert index["skipped"] == []
     return index
 
@@ -377,7 +378,7 @@ def test_what_is_there_is_not_taken_for_what_is_wanted(tmp_path: Path, capsys: p
         assert "secret" not in err
 
 
-@pytest.mark.parametrize("name", [*download.CIFAR10_IDX, "index.json"])
+@pytest.mark.parametrize("name", [*datasets.CIFAR10_IDX, "index.json"])
 def test_what_is_damaged_is_made_anew(name: str, tmp_path: Path) -> None:
     source = put(tmp_path / "source", BINARIES)
     assert run(tmp_path / "data", source) == 0
@@ -408,7 +409,7 @@ def test_nothing_there_names_all_files_and_the_command(tmp_path: Path) -> None:
     with pytest.raises(DataFileError) as caught:
         find_cifar10(tmp_path)
     message = str(caught.value)
-    assert all(name in message for name in download.CIFAR10_IDX)
+    assert all(name in message for name in datasets.CIFAR10_IDX)
     assert f"python -m recipes.prepare cifar10 data_dir={tmp_path}" in message
     assert "\n" not in message
 
@@ -528,7 +529,7 @@ def test_the_real_hashes_sizes_and_mirrors_are_the_published_ones() -> None:
         "t10k-images": 16 + 10_000 * 784,
         "t10k-labels": 8 + 10_000,
     }
-    mnist = download.MNIST
+    mnist = datasets.MNIST
     assert {file.name.partition("-idx")[0]: file.size for file in mnist.files} == sizes
     assert [f"{file.name}.gz" for file in mnist.files] == [name for name, _ in theirs.MNIST.resources]
     assert mnist.mirrors[0] in theirs.MNIST.mirrors

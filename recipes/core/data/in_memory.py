@@ -1,8 +1,7 @@
 """Which samples each rank takes at each step, and small sets held in memory."""
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,86 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes.core.data import download
+from recipes.core.data import datasets, idx, sampling
+from recipes.core.data.datasets import DataFileError
 from recipes.core.errors import InputError
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part of one global batch.
-
-    epoch, batch: which, from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
-    What a loader adds, it adds as tensors of one row a sample.
-    """
-
-    epoch: int
-    batch: int
-    indices: Tensor
-    global_size: int
-
-    def pieces(self, count: int) -> "list[Shard]":
-        """The shard cut into ``count`` parts, into fewer where it has fewer samples, for one forward pass after another."""
-        count = max(1, min(count, len(self.indices)))
-        if count == 1:
-            return [self]
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
-        return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
-
-
-def share(count: int, rank: int, world_size: int) -> slice:
-    """Rank's contiguous part of ``count`` items; the first ``count % world_size`` ranks take one more."""
-    each, more = divmod(count, world_size)
-    begin = rank * each + min(rank, more)
-    return slice(begin, begin + each + (rank < more))
-
-
-@dataclass(frozen=True)
-class GlobalBatches:
-    """The same batches of the same samples in the same order on any number of ranks: a permutation drawn from (seed, epoch).
-
-    Every sample is there exactly once an epoch. What does not fill a batch at its end is shared by the last two, so that none
-    is so small that a rank has no sample of it, or batch normalisation next to none. data: what tells the set from another of
-    as many samples, for a resumed run.
-    """
-
-    num_samples: int
-    global_batch_size: int
-    seed: int
-    rank: int
-    world_size: int
-    data: str = ""
-
-    @property
-    def per_epoch(self) -> int:
-        return -(-self.num_samples // self.global_batch_size)
-
-    def _size(self, batch: int) -> int:
-        from_end = self.per_epoch - batch
-        if from_end > 2 or self.per_epoch == 1:
-            return min(self.num_samples, self.global_batch_size)
-        both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
-        return (both + 1) // 2 if from_end == 2 else both // 2
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
-        order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
-        begin = 0
-        for batch in range(self.per_epoch):
-            size = self._size(batch)
-            if batch >= first_batch:
-                part = share(size, self.rank, self.world_size)
-                yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
-            begin += size
-
-
-def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """A generator of its own for each (seed, epoch, stream, batch), the same on every rank.
-
-    stream: 0 the order, 1 augmentation, 2 and on what a recipe draws besides.
-    """
-    mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
-    return torch.Generator().manual_seed(mixed % 2**63)
 
 
 @dataclass(frozen=True)
@@ -116,9 +38,9 @@ class ImageSet:
 def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
     """MNIST's training and test set from a folder, 28x28. Raises DataFileError naming the prepare command.
 
-    data_dir: empty for the default, `datafiles.default_dir`.
+    data_dir: empty for the default, `datasets.default_dir`.
     """
-    paths = download.find_mnist(data_dir or download.default_dir())
+    paths = datasets.find_mnist(data_dir or datasets.default_dir())
     return _image_set(paths, "train"), _image_set(paths, "test")
 
 
@@ -126,26 +48,24 @@ def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
     """From the IDX files ``PART_images``, (N, H, W) or (N, C, H, W), and ``PART_labels``."""
 
     def tensor(name: str) -> Tensor:
-        shape, payload = download.read_idx(paths[name])
+        shape, payload = idx.read_idx(paths[name])
         buffer = bytearray(payload) if isinstance(payload, bytes) else payload  # a mapped file is used where it lies
         return torch.frombuffer(buffer, dtype=torch.uint8).reshape(shape)
 
     images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
     if len(images) != len(labels):
-        raise download.DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
+        raise DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
     if len(labels) and int(labels.max()) > 9:
-        raise download.DataFileError(
-            f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)"
-        )
+        raise DataFileError(f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
     return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
 
 def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
     """CIFAR-10's training and test set as ``prepare cifar10`` has packed them. Raises DataFileError naming that command.
 
-    data_dir: empty for the default, `datafiles.default_dir`.
+    data_dir: empty for the default, `datasets.default_dir`.
     """
-    paths = download.find_cifar10(data_dir or download.default_dir())
+    paths = datasets.find_cifar10(data_dir or datasets.default_dir())
     return _image_set(paths, "train"), _image_set(paths, "test")
 
 
@@ -217,7 +137,7 @@ class AugmentedImages:
         if self._drawn == (seed, epoch):
             return
         self._drawn = (seed, epoch)
-        count, device, random = len(self._starts), self._starts.device, generator(seed, epoch, stream=1)
+        count, device, random = len(self._starts), self._starts.device, sampling.generator(seed, epoch, stream=1)
         y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
         base = torch.arange(count) * self._stride
         self._starts = (base + y * self._row + x * self._channels).to(device)

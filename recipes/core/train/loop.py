@@ -16,7 +16,7 @@ from torch.optim import swa_utils
 from recipes.core.run import watchdog
 from recipes.core.train import metrics
 from recipes.core.config.parser import Dtype, TrainKeys
-from recipes.core.data.in_memory import Shard
+from recipes.core.data.sampling import Shard
 from recipes.core.errors import InputError, RunError
 from recipes.core.train.session import Run
 from recipes.core.run.watchdog import Pulse, RunningClock

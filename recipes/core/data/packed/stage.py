@@ -1,32 +1,24 @@
-"""A packed copy of images: what its index.json says, and bringing it to a node's own disk. Standard library only.
+"""Copies a packed copy to a node's own disk. Standard library only.
 
-What may not happen: a half file under its final name, two processes of a node that copy the same, another user's folder used.
+Invariants: no partial file has its final name, one process of a node copies at a time, another user's folder is never used.
 """
 
 import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import re
-import shlex
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from recipes.core import files
-from recipes.core.data import download
-from recipes.core.data.packed import packing
+from recipes.core.data.packed import format
+from recipes.core.data.packed.format import PackedCopy, PackedFile
 from recipes.core.errors import InputError, MachineError
-from recipes.core.data.packed.packing import FORMAT, VERSION, PackOptions
 
-RECORD_BYTES = 24  # of a sample in SPLIT.index
 CHUNK_BYTES = 4 << 20
 COPIERS = 4  # files at once: one stream fills neither a parallel file system nor an NVMe disk
 BEAT_S = 0.5
@@ -34,103 +26,7 @@ LOCK, TEMPORARY = ".lock", ".copying-"
 Beat = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class PackedFile:
-    """A file as index.json has it: name, size in bytes, SHA-256 in hexadecimal."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Split:
-    """One of a packed copy's splits: its number of samples, its index, and its shards in the order of their numbers."""
-
-    samples: int
-    index: PackedFile
-    shards: tuple[PackedFile, ...]
-
-    @property
-    def files(self) -> tuple[PackedFile, ...]:
-        return (self.index, *self.shards)
-
-
-@dataclass(frozen=True)
-class PackedCopy:
-    """What index.json says. encoding: jpeg or raw. size: pixels of the shorter side. content: the file itself."""
-
-    encoding: str
-    size: int
-    classes: tuple[str, ...]
-    splits: Mapping[str, Split]
-    content: bytes = field(repr=False)
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
-
-    @property
-    def files(self) -> list[PackedFile]:
-        return [file for split in self.splits.values() for file in split.files]
-
-
-def prepare_command(folder: Path) -> str:
-    """The command that packs into ``folder``, with the options that were given when it was begun, where it was."""
-    begun, usual = files.read_json(folder / "packing.json") or {}, PackOptions()
-    given = [f"{name}={begun[name]}" for name in packing.SAME if begun.get(name) not in (None, getattr(usual, name))]
-    words = ["python -m recipes.prepare imagenet source=…", f"data_dir={shlex.quote(str(folder))}", *given]
-    return " ".join(words)
-
-
-def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` is a packed copy, or one whose packing was not finished. Raises InputError where one may not look."""
-    return bool(download.kind(folder / "index.json") or download.kind(folder / "packing.json"))
-
-
-def read_index(folder: Path) -> PackedCopy:
-    """``folder``'s index.json. Raises InputError (one line: file, fault, mend) where there is none or it is damaged."""
-    path, again = folder / "index.json", prepare_command(folder)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        if download.kind(folder / "packing.json"):
-            raise InputError(
-                f"{str(folder)!r}: packing was not finished: run the same prepare command again ({again})"
-            ) from None
-        raise InputError(f"{str(folder)!r} is no packed copy of images (no index.json): {again}") from None
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
-    try:
-        found: Any = json.loads(content)
-        if (found["format"], found["version"]) != (FORMAT, VERSION):
-            raise InputError(f"{str(path)!r} is not of the format {FORMAT!r}, version {VERSION}: {again}")
-        splits = {name: _split(name, value) for name, value in found["splits"].items()}
-        copy = PackedCopy(found["encoding"], int(found["size"]), tuple(found["classes"]), splits, content)
-        if copy.encoding not in ("jpeg", "raw") or not all(isinstance(name, str) for name in copy.classes):
-            raise ValueError
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise InputError(f"{str(path)!r} is damaged: {again}") from None
-    return copy
-
-
-def _split(name: str, found: Mapping[str, Any]) -> Split:
-    samples = int(found["samples"])
-    index = PackedFile(_plain(f"{name}.index"), samples * RECORD_BYTES, str(found["index_sha256"]))
-    shards = (PackedFile(_plain(shard["file"]), int(shard["bytes"]), str(shard["sha256"])) for shard in found["shards"])
-    return Split(samples, index, tuple(shards))
-
-
-def _plain(name: str) -> str:
-    """``name``, if it can only be a file of the folder itself; else ValueError."""
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
-        raise ValueError(name)
-    return name
-
-
-def stage(folder: Path, stage_dir: Path, beat: Beat) -> Path:
+def to_local_disk(folder: Path, stage_dir: Path, beat: Beat) -> Path:
     """A packed copy as a folder below ``stage_dir``: copied there by whichever process of the node comes first, once.
 
     Every rank of the node calls it; the others wait. A copy that was broken off goes on, whole files are kept; each file's
@@ -139,7 +35,7 @@ def stage(folder: Path, stage_dir: Path, beat: Beat) -> Path:
     writable; without locks; not this user's own).
     """
     try:
-        copy = read_index(folder)
+        copy = format.read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir=: wants a packed copy as data_dir: {error}") from None
     target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
@@ -277,7 +173,7 @@ class _Copying:
 
     def _fill(self, out: int, file: PackedFile) -> None:
         path, digest, size = self.folder / file.name, hashlib.sha256(), 0
-        again = prepare_command(self.folder)
+        again = format.prepare_command(self.folder)
         chunk = memoryview(bytearray(CHUNK_BYTES))
         with _reading(path):
             source = open(path, "rb", buffering=0)  # noqa: SIM115
