@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, datasets, decode, download, idx, image_sets, pillow
+from recipes.core.data import cifar10, crops, datasets, decode, download, idx, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.decode import Decoder
@@ -126,7 +126,7 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = tiny.dataset()
-    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_files(dataset, keys))
+    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_mnist(keys, dataset))
     monkeypatch.setitem(tiny.PACKED, tiny.LABELS, gzip.compress(tiny.PLAIN[tiny.LABELS], mtime=0))
     source, data = tmp_path / "source", tmp_path / "data"
     source.mkdir()
@@ -139,7 +139,7 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
             (source / f"{name}{end}").write_bytes(damaged(chance, content) if name == bad else content)
         status = prepare.main(["tiny", f"data_dir={data}", f"source={source}"])
         seen[status] += 1
-        found = {path.name: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+        found = tiny.there(data)
         err = capsys.readouterr().err
         if status == 0:  # the damage is where gzip keeps a time or a name
             assert found == tiny.PLAIN
@@ -158,9 +158,9 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CIFAR-10 of few images, whose hashes are known."""
     small.know(monkeypatch, small.ARCHIVE)
-    monkeypatch.setattr(prepare, "BATCH_IMAGES", small.N)
+    monkeypatch.setattr(cifar10, "BATCH_IMAGES", small.N)
     known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
-    monkeypatch.setattr(prepare, "PICKLE_MD5", known)
+    monkeypatch.setattr(cifar10, "PICKLE_MD5", known)
     monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
 
 
@@ -445,10 +445,10 @@ def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_pa
 
 
 def in_halves(go_on: threading.Event) -> tiny.Answer:
-    """Sends the first half, closes the connection when the event is set, and sends the rest to clients that resume."""
+    """Sends the first half, and closes the connection when the event is set; after that, whole files."""
 
     def answer(handler: tiny.Handler) -> None:
-        if handler.offset:
+        if go_on.is_set():
             tiny.whole(handler)
             return
         handler.head(200, Content_Length=len(handler.body))
@@ -459,44 +459,38 @@ def in_halves(go_on: threading.Event) -> tiny.Answer:
 
 
 def test_many_processes_at_once_from_a_server_that_drops(tmp_path: Path) -> None:
-    """Each resumes and ends with the same whole files; those that are killed on the way leave nothing under a file's name."""
+    """One fetches and the others wait; where it is killed, the next one starts, and nothing partial has a file's name."""
     go_on = threading.Event()
     with tiny.serving() as server, contextlib.ExitStack() as stack:
         stack.callback(go_on.set)
         server.answers = {f"{name}.gz": in_halves(go_on) for name in tiny.PLAIN}
-        children = [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(4)]
-        parts = lambda: [path for path in tiny.raw(tmp_path).glob("*") if path.suffix == ".part"]  # noqa: E731
-        wait_until(lambda: len(server.requests) == 4 and len(parts()) == 4, 60, "the first half for each process")
-        for child in children[:2]:
-            child.send_signal(signal.SIGKILL)
-        assert [child.wait(60) for child in children[:2]] == [-signal.SIGKILL] * 2
-        assert parts() == list(tiny.raw(tmp_path).iterdir())
+        children = [stack.enter_context(tiny.process(tmp_path, [server.url]))]
+        wait_until(lambda: len(server.requests) == 1, 60, "the first half for the first process")
+        children += [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(3)]
+        for child in children[1:]:
+            assert child.stdout
+            assert "waiting for another process" in child.stdout.readline()
+        children[0].send_signal(signal.SIGKILL)
+        assert children[0].wait(60) == -signal.SIGKILL
+        wait_until(lambda: len(server.requests) == 2, 60, "the first half for another process")
+        assert not tiny.there(tmp_path).keys() & tiny.PLAIN.keys()
         go_on.set()
-        said = [child.communicate(timeout=100) for child in children[2:]]
-        assert [(child.returncode, err) for child, (_, err) in zip(children[2:], said, strict=True)] == [(0, "")] * 2
-        asked = Counter((Path(path).name.removesuffix(".gz"), wanted) for path, wanted in server.requests)
-        resumed = {name: f"bytes={len(content) // 2}-" for name, content in tiny.PACKED.items() if name in tiny.PLAIN}
-        assert asked == {
-            (tiny.IMAGES, None): 4, (tiny.IMAGES, resumed[tiny.IMAGES]): 2, (tiny.LABELS, None): 2, (tiny.LABELS, resumed[tiny.LABELS]): 2,
-        }  # fmt: skip
-        assert {path.name: path.read_bytes() for path in tiny.raw(tmp_path).glob("[!.]*")} == tiny.PLAIN
-        server.answers.clear()
-        with tiny.process(tmp_path, [server.url]) as again:
-            assert again.wait(60) == 0
-        tiny.assert_complete(tmp_path)  # and what the killed ones left is gone
+        errors = [child.communicate(timeout=100)[1] for child in children[1:]]
+        assert [(child.returncode, err) for child, err in zip(children[1:], errors, strict=True)] == [(0, "")] * 3
+        assert Counter(Path(path).name for path in server.requests) == {f"{tiny.IMAGES}.gz": 3, f"{tiny.LABELS}.gz": 1}
+        tiny.assert_complete(tmp_path)  # what the killed one left is removed
 
 
 CIFAR_RUNNER = """
 import hashlib, sys
 from dataclasses import replace
 from recipes import prepare
-from recipes.core.data import datasets
+from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import CIFAR10, DataFile
 url, size, sha256, images, data_dir = sys.argv[1:]
-file = DataFile("cifar-10-binary.tar.gz", int(size), sha256, keep_packed=True)
-for module in (prepare, datasets):
-    module.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
-prepare.BATCH_IMAGES = int(images)
+file = DataFile("cifar-10-binary.tar.gz", int(size), sha256)
+datasets.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
+cifar10.BATCH_IMAGES = int(images)
 sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
 """
 
@@ -568,7 +562,7 @@ def test_weights_that_do_not_arrive_whole_leave_nothing(
 ) -> None:
     server, path = weights
     server.answers[path.name] = {
-        "drops": tiny.dropping(parts=2, ranges=False),
+        "drops": tiny.dropping(parts=9),
         "another file": tiny.content(WEIGHTS),
         "nothing there": tiny.status(404),
         "an endless error": tiny.status(500),

@@ -152,8 +152,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/read.py",
-        "offset + first * width * 3",
-        "offset",
+        "record.offset + first * record.width * 3",
+        "record.offset",
         "random crops of packed pixels are always of the upper rows",
         "tests/unit/test_images.py::test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop",
     ),
@@ -222,8 +222,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/workers.py",
-        'records.extend(format.RECORD.pack(offset, len(payload), task["number"], label, height, width))',
-        'records.extend(format.RECORD.pack(offset, len(payload), task["number"], label, width, height))',
+        "Record(offset, len(payload), number, label, height, width)",
+        "Record(offset, len(payload), number, label, width, height)",
         "packed pixels are read with height and width exchanged",
         "tests/unit/test_packing.py::test_raw_is_the_pixels_themselves",
     ),
@@ -242,7 +242,7 @@ MUTATIONS = [
         "tests/unit/test_packing.py::test_a_jpeg_that_is_not_larger_stays_byte_for_byte",
     ),
     Mutation(
-        "recipes/core/data/packed/write.py",
+        "recipes/core/data/classfolder.py",
         "max(10, samples // 100) if",
         "max(10, samples // 10) if",
         "a tenth of the images may be missing without an error",
@@ -299,8 +299,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        '(target / "index.json").read_bytes() == copy.content and not _missing(target, copy)',
-        '(target / "index.json").read_bytes() == copy.content',
+        "(target / format.INDEX).read_bytes() == copy.content and not _missing(target, copy)",
+        "(target / format.INDEX).read_bytes() == copy.content",
         "a staged copy that has lost a file is taken as whole",
         "tests/unit/test_staging.py::test_a_copy_that_has_lost_or_cut_a_file_gets_that_again",
     ),
@@ -312,7 +312,7 @@ MUTATIONS = [
         "tests/unit/test_staging.py::test_a_copy_is_whole_private_and_made_once",
     ),
     Mutation(
-        "recipes/core/data/packed/stage.py",
+        "recipes/core/files.py",
         "free is not None and free < need",
         "free is not None and free < 0",
         "too small a disk is noticed when it is full",
@@ -320,8 +320,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        "            with _locked(target, copy, beat):",
-        "            with contextlib.nullcontext():",
+        "            with files.locked(target / LOCK, waiting) as held:",
+        "            with contextlib.nullcontext(True) as held:",
         "all ranks of a node copy the same at once",
         "tests/unit/test_staging.py::test_processes_of_a_node_share_one_copy",
     ),

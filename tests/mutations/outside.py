@@ -124,8 +124,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/in_memory.py",
-        'find_cifar10(data_dir or datasets.default_dir())\n    return _image_set(paths, "train"), _image_set(paths, "test")',
-        'find_cifar10(data_dir or datasets.default_dir())\n    return _image_set(paths, "train"), _image_set(paths, "train")',
+        'find_cifar10(data_dir)\n    return _image_set(paths, "train"), _image_set(paths, "test")',
+        'find_cifar10(data_dir)\n    return _image_set(paths, "train"), _image_set(paths, "train")',
         "CIFAR-10 is evaluated on its training set",
         "tests/distributed/test_mnist.py::test_the_test_set_is_not_the_training_set",
     ),
@@ -579,8 +579,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/in_memory.py",
-        'find_mnist(data_dir or datasets.default_dir())\n    return _image_set(paths, "train"), _image_set(paths, "test")',
-        'find_mnist(data_dir or datasets.default_dir())\n    return _image_set(paths, "test"), _image_set(paths, "test")',
+        'find_mnist(data_dir)\n    return _image_set(paths, "train"), _image_set(paths, "test")',
+        'find_mnist(data_dir)\n    return _image_set(paths, "test"), _image_set(paths, "test")',
         "MNIST is trained on its test set",
         "tests/distributed/test_mnist.py::test_the_test_set_is_not_the_training_set",
     ),

@@ -28,11 +28,11 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core.data import crops, image_sets, loader
+from recipes.core.data import crops, datasets, image_sets, loader
 from recipes.core.data.decode import Pixels, make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
-from recipes.core.data.packed import write
+from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches
@@ -165,7 +165,7 @@ def test_packed_pixels_are_those_that_were_stored(packed: dict[str, Path]) -> No
         source = open_images(path, "val")
         ((batch, _),) = make_loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
         for i in range(len(source)):
-            offset, length, shard, _, height, width = source._record(i)  # type: ignore[attr-defined]
+            offset, length, shard, _, height, width = format.record((path / "val.index").read_bytes(), i)
             payload = (path / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
             if encoding == "raw":
                 whole = Image.frombytes("RGB", (width, height), payload)
@@ -578,16 +578,16 @@ def damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("shard short", r"train-00001.bin' has \d+ bytes, index.json says \d+"),
+        ("shard short", r"train-00001.bin' has \d+ bytes instead of \d+"),
         ("shard gone", r"train-00001.bin' is missing"),
-        ("index short", r"train.index' has \d+ bytes, index.json says \d+"),
+        ("index short", r"train.index' has \d+ bytes instead of \d+"),
         ("index flipped", r"train.index' is damaged"),
         ("index.json cut", r"index.json' is damaged"),
-        ("other format", r"is not of the format"),
+        ("other format", r"is not 'packed images'"),
         ("name outside", r"index.json' is damaged"),
         ("fewer classes", r"train.index' is damaged"),
-        ("not finished", r"packing was not finished: run the same prepare command again"),
-        ("no such split", r"has no train/ in it"),
+        ("not finished", r"packing is not finished: run the same command again"),
+        ("no such split", r"has no train/"),
     ],
 )
 def test_a_damaged_packed_copy_is_found_when_it_is_opened(
@@ -637,10 +637,10 @@ def test_folders_that_hold_no_images_say_what_is_wanted(tmp_path: Path, folder: 
     val = open_images(tmp_path / "copy", "val")
     assert val.classes == CLASSES
     assert {val.label(i) for i in range(len(val))} == {1}
-    assert image_sets.find_folder(str(tmp_path / "copy")) == tmp_path / "copy"
+    assert datasets.find_imagenet(tmp_path / "copy") == tmp_path / "copy"
     (tmp_path / "set").mkdir()
     (tmp_path / "copy").rename(tmp_path / "set" / "imagenet")
-    assert image_sets.find_folder(str(tmp_path / "set")) == tmp_path / "set" / "imagenet"
+    assert datasets.find_imagenet(tmp_path / "set") == tmp_path / "set" / "imagenet"
 
 
 @pytest.fixture
@@ -671,7 +671,7 @@ def test_what_may_not_be_read_is_one_line(packed: dict[str, Path], folder: Path,
     files = shutil.copytree(folder, reachable / "files")
     files.chmod(0)
     for place, find in itertools.product(
-        (copy, files), (lambda place: open_images(place, "val"), image_sets.find_folder)
+        (copy, files), (lambda place: open_images(place, "val"), datasets.find_imagenet)
     ):
         with not_root(), pytest.raises(InputError, match=r"^data_dir: '.*' cannot be read \(Permission denied\)"):
             find(str(place))
@@ -707,9 +707,9 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
     train, val = image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
-    assert told[0] == "the packed copy is brought to stage_dir=$NODE_DISK where it is not there yet"
+    assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
     assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
-    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: such a variable is not set"):
+    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
         image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
     with pytest.raises(InputError, match=r"^node1: stage_dir=: wants a packed copy"):
         image_sets.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
@@ -720,7 +720,7 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
 
 @pytest.mark.parametrize("kind", ["files", "raw"])
 def test_a_rank_that_finds_other_samples_says_so(folder: Path, packed: dict[str, Path], kind: str) -> None:
-    with pytest.raises(InputError, match=r"^node1: .* holds other samples here than on node0"):
+    with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
         image_sets.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
 
 

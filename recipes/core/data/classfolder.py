@@ -4,12 +4,28 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other usual endings of the same formats.
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
+
+
+@dataclass
+class Progress:
+    """How far the work on a folder's images is: their number, done now, kept from an earlier call, and skipped of both."""
+
+    total: int
+    done: int = 0
+    kept: int = 0
+    skipped: int = 0
+
+
+def allowed(samples: int, max_skipped: int | None = None) -> int:
+    """How many of a split's images may be unreadable: ``max_skipped``, by default 1 % and at least 10."""
+    return max(10, samples // 100) if max_skipped is None else max_skipped
 
 
 class Listing:

@@ -1,4 +1,4 @@
-"""Sets of images too large for memory: class folders, packed copies, and random pixels for tests of speed."""
+"""Sets of images too large for memory: class folders, packed copies, and random pixels for benchmarks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Images(Protocol):
-    """A set of images with labels. Files or packed JPEGs are read whole; of packed pixels, the rows that are wanted."""
+    """A set of images with labels. Files and packed JPEGs are read completely; of packed pixels, only the rows of a crop."""
 
-    kind: str  # for a line: files; packed jpeg, 256 px; packed raw, 256 px
-    place: str  # for an error: where it is
-    raw: bool
+    kind: str  # for the user: files; packed jpeg, 256 px; packed raw, 256 px
+    place: str  # the folder, for error messages
+    raw: bool  # pixels: `shape` and `rows` are available, otherwise `read`
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -30,7 +30,7 @@ class Images(Protocol):
     def label(self, i: int) -> int: ...
     def name(self, i: int) -> str: ...
     def digest(self) -> str:
-        """The same where the samples and their order are the same."""
+        """Equal for equal samples in the same order."""
         ...
 
     def read(self, i: int) -> bytes:
@@ -42,12 +42,12 @@ class Images(Protocol):
         ...
 
     def rows(self, i: int, first: int, count: int) -> Pixels:
-        """Rows of pixels (count, W, 3), where ``raw``; good until this thread asks for others. Raises OSError, Unreadable."""
+        """Rows of pixels (count, W, 3), where ``raw``; valid until this thread's next call. Raises OSError, Unreadable."""
         ...
 
 
 class Files:
-    """``FOLDER/<class>/*.JPEG``; labels are positions in ``classes``, the training set's."""
+    """``FOLDER/<class>/*.JPEG``; labels are positions in ``classes``, by default the folder's own."""
 
     kind, raw = "files", False
 
@@ -83,7 +83,7 @@ class Files:
 
 
 class Fake:
-    """dataset=fake: random pixels, a few of them over and over, that are read and cropped as packed ones are."""
+    """dataset=fake: a few images of random pixels, repeated, that are read and cropped like packed pixels."""
 
     kind, place, raw = "random pixels, 256 px", "dataset=fake", True
 
@@ -117,16 +117,17 @@ class Fake:
 def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None] = lambda done: None) -> Images:
     """``train`` or ``val`` of a folder: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
 
-    Opens and checks sizes, reads no image. A validation set's labels are positions in its training set's classes. tell: told
-    something new now and then, where there is much to list. Raises InputError (one line: file, fault, mend).
+    Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
+    classes. tell: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
     """
     folder = Path(data_dir).expanduser()
-    if format.is_packed(folder):
+    if datasets.is_packed(folder):
         return Packed(folder, format.read_index(folder), split)
     if datasets.kind(folder / split) != "folder":
-        wants = f"{split}/<class>/*.JPEG or a packed copy's index.json"
-        mend = "give the folder that holds them, or pack a copy: " + format.prepare_command(Path("…"))
-        raise InputError(f"data_dir={str(data_dir)!r} has no {wants}: {mend}")
+        raise InputError(
+            f"data_dir={str(data_dir)!r} has no {split}/<class>/*.JPEG or a packed copy's index.json: give the folder that has "
+            f"them, or pack a copy: {datasets.prepare_command('imagenet', '…')} source=FOLDER"
+        )
     classes = None
     if split != "train" and datasets.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")
@@ -134,19 +135,19 @@ def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None]
 
 
 def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
-    """The training and the validation set of dataset=, data_dir= and stage_dir=, on every rank the same. Says what they are.
+    """The training and the validation set of dataset=, data_dir= and stage_dir=; logs what they are.
 
-    Raises InputError and MachineError, on all ranks where one of them fails.
+    Collective. Raises InputError and MachineError on all ranks where one of them fails, or where they see different samples.
     """
     if cfg.dataset == "fake":
         return Fake(1_281_167), Fake(2000)
     world = run.world
 
     def staged(tell: Callable[[object], None]) -> Path:
-        folder = find_folder(cfg.data_dir)
+        folder = datasets.find_imagenet(cfg.data_dir)
         stage_dir = os.path.expanduser(os.path.expandvars(cfg.stage_dir))
         if "$" in stage_dir:
-            raise InputError(f"stage_dir={cfg.stage_dir}: such a variable is not set: give a folder")
+            raise InputError(f"stage_dir={cfg.stage_dir}: a variable in it is not set: give a folder")
 
         def beat(done: int, total: int) -> None:
             if run.stop:
@@ -157,8 +158,8 @@ def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
         return stage.to_local_disk(folder, Path(stage_dir), beat) if stage_dir else folder
 
     if cfg.stage_dir:
-        run.say(f"the packed copy is brought to stage_dir={cfg.stage_dir} where it is not there yet")
-    # Apart, because what takes long is told while it does, and what a rank finds is looked at when all are there.
+        run.say(f"copying the packed copy to stage_dir={cfg.stage_dir}, unless it is there")
+    # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
     folder = world.together("staging", staged)
     sets = world.together("images", lambda tell: tuple(open_images(folder, split, tell) for split in ("train", "val")))
     train, val = sets
@@ -168,7 +169,7 @@ def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
         for images, wanted in zip(sets, first, strict=True):
             if images.digest() != wanted:
                 raise InputError(
-                    f"{images.place!r} holds other samples here than on {world.hosts[0]}: give all ranks the same"
+                    f"{images.place!r} has other samples on this host than on {world.hosts[0]}: give all ranks the same data"
                 )
 
     world.together("alike", alike)
@@ -177,7 +178,7 @@ def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
 
 
 class SetKeys(Protocol):
-    """The keys of a recipe that `open_sets` goes by."""
+    """The keys of a recipe that `open_sets` uses."""
 
     @property
     def dataset(self) -> str: ...
@@ -185,14 +186,3 @@ class SetKeys(Protocol):
     def data_dir(self) -> str: ...
     @property
     def stage_dir(self) -> str: ...
-
-
-def find_folder(data_dir: str) -> Path:
-    """``data_dir``, or ``imagenet`` in it where that is what holds images; empty for the default, `datafiles.default_dir`."""
-    base = Path(data_dir or datasets.default_dir()).expanduser()
-    below = base / "imagenet"
-
-    def has_images(folder: Path) -> bool:
-        return format.is_packed(folder) or datasets.kind(folder / "train") == "folder"
-
-    return below if not has_images(base) and has_images(below) else base

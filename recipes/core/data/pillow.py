@@ -25,7 +25,7 @@ class Unreadable(Exception):
     """An image that is left out; the message goes behind its name."""
 
 
-def read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """The file's bytes. Raises Unreadable when it is this one's fault; InputError when the folder may be gone."""
     try:
         return path.read_bytes()

@@ -138,7 +138,7 @@ def look_for_data(settings: Settings, root: Path, base: Path) -> str:
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir} is known on the nodes alone: the data was not looked for"
     named = parser.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
-    folder = named or str(root / datasets.default_dir())
+    folder = str(root / datasets.folder_of(named))
     if (named or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if named else "RECIPES_DATA"
         return f"{key}={folder} does not exist on this machine: the data was not looked for, and the nodes must have it"

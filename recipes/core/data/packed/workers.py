@@ -1,6 +1,6 @@
 """The processes that pack shards: the parent's side and the worker's side.
 
-Tasks and answers are lines of JSON on a worker's pipes. No worker outlives its parent.
+Tasks and answers are lines of JSON on a worker's pipes. A worker packs one shard at a time and does not outlive its parent.
 """
 
 import collections
@@ -16,48 +16,45 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from recipes.core import files
 from recipes.core.data import datasets, pillow
-from recipes.core.data.classfolder import Listing
+from recipes.core.data.classfolder import Listing, Progress
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
-from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.packed.format import PackOptions, Record
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, MachineError
-from recipes.core.files import ROOT, read_json, write_json, write_whole
+from recipes.core.files import ROOT
 from recipes.core.place import processes
 
 TELL_S = 0.2
 
 
-@dataclass
-class Progress:
-    """Images: of how many, done now, kept from an earlier run, and how many of both were skipped."""
-
-    total: int
-    done: int = 0
-    kept: int = 0
-    skipped: int = 0
-
-
-def _shards(listing: Listing, options: PackOptions) -> int:
+def number_of_shards(listing: Listing, options: PackOptions) -> int:
     return -(-len(listing) // options.samples_per_shard)
 
 
-def _run(
+def cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def write_shards(
     source: Path,
     target: Path,
     listings: Mapping[str, Listing],
     options: PackOptions,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Has every shard written, or found whole."""
+    """Writes every shard that is not there yet. progress: called several times a second.
+
+    Raises InputError (an image's folder is gone), MachineError (a worker was killed or has no memory) and OSError (the disk).
+    """
     state = Progress(sum(len(listing) for listing in listings.values()))
     tasks = _tasks(listings, options)
-    shards = sum(_shards(listing, options) for listing in listings.values())
+    shards = sum(number_of_shards(listing, options) for listing in listings.values())
     setup = {
         "source": str(source),
         "target": str(target),
@@ -68,15 +65,17 @@ def _run(
     workers: list[_Worker] = []
     with selectors.DefaultSelector() as selector:
         try:
-            for _ in range(min(options.workers or _cpus(), shards)):
+            for _ in range(min(options.workers or cpus(), shards)):
                 workers.append(_Worker(setup))
-            for worker in workers:  # all are started by now: a task is more than a pipe holds, and waits for its reader
+            for (
+                worker
+            ) in workers:  # after all have started: a task fills the pipe, and the write blocks until it is read
                 worker.give(next(tasks))
                 selector.register(worker.answers, selectors.EVENT_READ, worker)
             while selector.get_map():
                 for chosen, _ in selector.select(TELL_S):
                     worker = chosen.data
-                    for answer in worker.hear():
+                    for answer in worker.receive():
                         state.done += answer["done"]
                         state.kept += answer["kept"]
                         state.skipped += answer["skipped"]
@@ -92,7 +91,7 @@ def _run(
 
 def _tasks(listings: Mapping[str, Listing], options: PackOptions) -> Iterator[dict[str, Any]]:
     for split, listing in listings.items():
-        for number in range(_shards(listing, options)):
+        for number in range(number_of_shards(listing, options)):
             start = number * options.samples_per_shard
             samples = range(start, min(start + options.samples_per_shard, len(listing)))
             yield {
@@ -108,7 +107,7 @@ class _Worker:
 
     def __init__(self, setup: Mapping[str, Any]):
         try:
-            # A session of its own: Ctrl-C is the parent's to handle.
+            # Its own session: Ctrl-C reaches the parent alone.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "recipes.core.data.packed.workers", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -117,7 +116,7 @@ class _Worker:
                 start_new_session=True,
             )
         except OSError as error:
-            raise MachineError(f"a worker cannot be started ({error.strerror}): give fewer, workers=N") from None
+            raise MachineError(f"a worker cannot be started ({error.strerror}): give a smaller workers=") from None
         assert self._process.stdin and self._process.stdout
         self._tasks, self.answers = self._process.stdin, self._process.stdout
         self._rest = b""
@@ -125,7 +124,7 @@ class _Worker:
         self._send(setup)
 
     def give(self, task: Mapping[str, Any]) -> None:
-        self._shard = f"{format._stem(task['split'], task['number'])}.bin"
+        self._shard = format.shard_name(task["split"], task["number"])
         self._send(task)
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -135,8 +134,8 @@ class _Worker:
         except BrokenPipeError:
             raise self._death() from None
 
-    def hear(self) -> Iterator[dict[str, Any]]:
-        """The answers that have come. Raises what the worker met."""
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The answers that have arrived. Raises the worker's error."""
         data = os.read(self.answers.fileno(), 1 << 16)
         if not data:
             raise self._death()
@@ -150,7 +149,7 @@ class _Worker:
                 case "disk":
                     raise OSError(answer["errno"], answer["text"])
                 case "memory":
-                    raise MachineError(f"a worker has no memory left for {self._shard}: give fewer, workers=N")
+                    raise MachineError(f"a worker has no memory left for {self._shard}: give a smaller workers=")
                 case _:
                     raise RuntimeError(f"a worker failed at {self._shard}:\n{answer['text']}")
 
@@ -158,12 +157,12 @@ class _Worker:
         status = self._process.wait()
         if status == -signal.SIGKILL:
             return MachineError(
-                f"a worker was killed (SIGKILL) at {self._shard}, most likely for want of memory: "
-                "give fewer, workers=N; the same command goes on"
+                f"a worker was killed (SIGKILL) at {self._shard}, most likely for lack of memory: "
+                "give a smaller workers=; the same command continues"
             )
         if status < 0:
             return MachineError(
-                f"a worker ended by {signal.Signals(-status).name} at {self._shard}; the same command goes on"
+                f"a worker ended by {signal.Signals(-status).name} at {self._shard}: run the same command to continue"
             )
         return RuntimeError(f"a worker ended with status {status} at {self._shard}")
 
@@ -175,15 +174,11 @@ class _Worker:
         self.answers.close()
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def work(parent: int) -> None:
-    """Packs the shards that come on stdin until it is closed, or the parent dies however that happens."""
+    """Packs the shards whose tasks arrive on stdin, until stdin is closed or the parent dies."""
     processes.die_with(parent)()
     answers = os.fdopen(os.dup(1), "wb")
-    for opened in (1, 2):  # what a library prints is no answer, nor about a user's setting
+    for opened in (1, 2):  # a library's prints are not answers
         os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
     warnings.simplefilter("ignore")
 
@@ -206,11 +201,12 @@ def work(parent: int) -> None:
 
 
 def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callable[..., None]) -> None:
-    """Writes a shard, and behind it the note that says it is whole; or finds that both are there."""
-    target, stem = Path(setup["target"]), format._stem(task["split"], task["number"])
+    """Writes a shard, then the note that says it is complete; nothing where both are there and valid."""
+    folder, split, number = Path(setup["target"]), task["split"], task["number"]
     count = len(task["names"])
-    note = read_json(target / f"{stem}.json")
-    if note and _is_whole(target / f"{stem}.bin", note, count):
+    shard, note_path = folder / format.shard_name(split, number), format.note_path(folder, split, number)
+    note = files.read_json(note_path)
+    if note and _is_complete(shard, note, count):
         tell(ended=True, done=0, kept=count, skipped=len(note["skipped"]))
         return
     records, digest, converted = bytearray(), hashlib.sha256(), collections.Counter[str]()
@@ -221,16 +217,16 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
         nonlocal offset, done, told, missed
         last = time.monotonic()
         for name, label in zip(task["names"], task["labels"], strict=True):
-            relative = f"{task['split']}/{name}"
+            relative = f"{split}/{name}"
             try:
-                data = pillow.read(Path(setup["source"], relative))
+                data = pillow.read_file(Path(setup["source"], relative))
                 payload, height, width, kinds = pillow.encode(data, setup["encoding"], setup["size"], setup["quality"])
             except Unreadable as error:
                 skipped.append({"file": relative, "why": str(error)})
             else:
                 file.write(payload)
                 digest.update(payload)
-                records.extend(format.RECORD.pack(offset, len(payload), task["number"], label, height, width))
+                records.extend(Record(offset, len(payload), number, label, height, width).pack())
                 offset += len(payload)
                 converted.update(kinds)
             done += 1
@@ -239,7 +235,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
                 tell(ended=False, done=done - told, kept=0, skipped=len(skipped) - missed)
                 told, missed = done, len(skipped)
 
-    write_whole(target / f"{stem}.bin", fill)
+    files.write_whole(shard, fill)
     content = {
         "bytes": offset,
         "sha256": digest.hexdigest(),
@@ -247,11 +243,11 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
         "skipped": skipped,
         "converted": converted,
     }
-    write_json(target / f"{stem}.json", content)
+    files.write_json(note_path, content)
     tell(ended=True, done=done - told, kept=0, skipped=len(skipped) - missed)
 
 
-def _is_whole(shard: Path, note: Mapping[str, Any], count: int) -> bool:
+def _is_complete(shard: Path, note: Mapping[str, Any], count: int) -> bool:
     try:
         known = DataFile(shard.name, note["bytes"], note["sha256"])
         samples = len(bytes.fromhex(note["records"])) / format.RECORD.size + len(note["skipped"])
