@@ -309,7 +309,7 @@ def test_a_read_that_does_not_come_back_is_named(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(loader, "CHUNK", 3)
     monkeypatch.setattr(source, "read", lambda i: hang.wait(20) and b"" if i == hung else read(i))
     try:  # by three threads in all 24, whose chunks that come later are done meanwhile
-        with pytest.raises(MachineError, match=rf"not come back in 0\.5 s, near '{source.name(hung)}'"):
+        with pytest.raises(MachineError, match=rf"did not return for 0\.5 s, near '{source.name(hung)}'"):
             next(make_loader(source, workers=3, batch=24).epoch(0))
     finally:
         hang.set()
@@ -515,7 +515,7 @@ def test_what_the_machine_lacks_is_no_images_fault(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(source, "read", lacking)
-    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): look at this machine's"):
+    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): check this machine's"):
         next(make_loader(source, workers=workers).epoch(0))
 
 
@@ -535,8 +535,8 @@ def test_more_than_one_in_a_hundred_ends_the_run(monkeypatch: pytest.MonkeyPatch
         if not ends:
             list(one.epoch(0))
             assert one.skipped == 15
-            assert len(told) == loader.TOLD
-            assert "counted only" in told[-1]
+            assert len(told) == loader.NAMED
+            assert "only counted" in told[-1]
             continue
         with pytest.raises(InputError, match=r"\d+ of 10\d\d images of 'dataset=fake' cannot be read"):
             list(one.epoch(0))
@@ -711,7 +711,7 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
     assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
     with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
         image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
-    with pytest.raises(InputError, match=r"^node1: stage_dir=: wants a packed copy"):
+    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
         image_sets.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert image_sets.open_sets(keys(), fake_run(told))[1].kind == "files"
@@ -737,7 +737,7 @@ def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path)
 
 def test_without_its_libraries_the_fast_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(InputError, match=r"^decoder=opencv: wants opencv-python-headless and simplejpeg: pip install"):
+    with pytest.raises(InputError, match=r"^decoder=opencv: needs opencv-python-headless and simplejpeg: pip install"):
         make_decoder("opencv")
 
 

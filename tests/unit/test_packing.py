@@ -258,11 +258,11 @@ def bomb() -> bytes:
 GOOD = encoded(picture(2, 64, 64), quality=95)
 BAD = {
     "empty": (b"", "is empty"),
-    "text": (b"<html>not found</html>", "is no image"),
+    "text": (b"<html>not found</html>", "is not an image"),
     "truncated": (GOOD[: len(GOOD) // 2], "is damaged (OSError: image file is truncated"),
     "truncated by little": (GOOD[:-40], "is damaged (OSError: image file is truncated"),
     "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
-    "header alone": (GOOD[:20], "is no image"),
+    "header alone": (GOOD[:20], "is not an image"),
     "bomb": (bomb(), "has more than 178 million pixels"),
     "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: too long"),
 }

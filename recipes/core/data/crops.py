@@ -11,15 +11,15 @@ from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
 
-RATIOS = (3 / 4, 4 / 3)  # of width to height, of a random crop; these and TRIES as in torchvision's RandomResizedCrop
+RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
 TRIES = 10
 Box = tuple[int, int, int, int]  # y, x, height, width
 
 
 def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> Box:
-    """torchvision's RandomResizedCrop from uniform numbers: two for each of its tries, and two for the place.
+    """torchvision's RandomResizedCrop from uniform numbers: two for each try, and two for the position.
 
-    least: the smallest share of the area. Where no try fits, the largest middle part whose ratio is allowed.
+    least: smallest fraction of the area. Where no try fits: the largest centred box with a valid ratio.
     """
     area, low, span = height * width, math.log(RATIOS[0]), math.log(RATIOS[1] / RATIOS[0])
     for i in range(0, 2 * TRIES, 2):
@@ -37,14 +37,14 @@ def random_box(uniform: Sequence[float], height: int, width: int, least: float) 
 
 
 def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
-    """Height and width of an image whose shorter side becomes ``shorter``: torchvision's Resize."""
+    """Height and width of an image after its shorter side is resized to ``shorter``, as torchvision's Resize."""
     if height <= width:
         return shorter, int(shorter * width / height)
     return int(shorter * height / width), shorter
 
 
 class RandomCrop:
-    """A box of each image, drawn for the whole global batch. Row i of ``uniform``: `random_box`'s numbers for sample i."""
+    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`."""
 
     def __init__(self, uniform: Tensor, least: float) -> None:
         self._uniform, self._least = uniform.tolist(), least
@@ -55,14 +55,14 @@ class RandomCrop:
             y, x, h, w = random_box(uniform, *images.shape(sample), least)
             decoder.resize(images.rows(sample, y, h)[:, x : x + w], out)
             return ""
-        pixels, odd = decode._decoded(decoder, images.read(sample))
+        pixels, odd = decode.decode_any(decoder, images.read(sample))
         y, x, h, w = random_box(uniform, pixels.shape[0], pixels.shape[1], least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
         return odd
 
 
 class CentreCrop:
-    """The middle of each image whose shorter side is brought to ``shorter`` before: torchvision's Resize and CenterCrop."""
+    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
 
     def __init__(self, shorter: int) -> None:
         self._shorter = shorter
@@ -71,7 +71,7 @@ class CentreCrop:
         if images.raw:
             pixels, odd = images.rows(sample, 0, images.shape(sample)[0]), ""
         else:
-            pixels, odd = decode._decoded(decoder, images.read(sample))
+            pixels, odd = decode.decode_any(decoder, images.read(sample))
         height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
@@ -79,7 +79,7 @@ class CentreCrop:
             whole = np.empty((height, width, 3), np.uint8)
             decoder.resize(pixels, whole)
             pixels = whole
-        # round() as torchvision's center_crop has it: of two middles, the even one
+        # round() as in torchvision's center_crop, which prefers the even one of two centres
         y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
         out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
         return odd

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed
 from torch.nn import functional
 
 from recipes.core.data import pillow
@@ -15,17 +14,17 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 
 JPEG_START = b"\xff\xd8"
-FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # of JPEG's markers, those that a size follows
-ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and what no length follows
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
+ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and those without a length
 MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
 Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """decode: a JPEG to upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for what it does not read.
+    """decode: gives a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
 
-    resize: pixels brought to the size of its second argument, and written there.
+    resize: writes its first argument into the second one, at that one's size.
     """
 
     name: str
@@ -34,10 +33,9 @@ class Decoder:
 
 
 def make_decoder(name: str) -> Decoder:
-    """torchvision: the pixels of Pillow and torchvision's transforms, to a unit. opencv: faster, other pixels.
+    """torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
 
-    The other pixels are OpenCV's bilinear ones, which are not antialiased, of a faster and coarser inverse DCT. Raises
-    InputError where a library is missing.
+    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. Raises InputError where a library is missing.
     """
     return _opencv() if name == "opencv" else _torchvision()
 
@@ -47,11 +45,11 @@ def _torchvision() -> Decoder:
 
     assert torchvision.io
     try:
-        # What torchvision.io.decode_jpeg calls; that itself warns at each call from 0.29 on, and does not know of threads.
+        # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not made for threads.
         decode_jpeg = torch.ops.image.decode_jpeg
     except AttributeError:
         raise InputError(
-            "decoder=torchvision: this torchvision decodes no JPEGs: pip install 'torchvision<0.30', or give decoder=opencv"
+            "decoder=torchvision: this torchvision cannot decode JPEGs: pip install 'torchvision<0.30', or give decoder=opencv"
         ) from None
 
     def decode(data: bytes) -> Pixels:
@@ -59,7 +57,7 @@ def _torchvision() -> Decoder:
         return decode_jpeg(tensor, 3, True).permute(1, 2, 0).numpy()  # 3: RGB; True: EXIF's orientation
 
     def resize(pixels: Pixels, out: Pixels) -> None:
-        # In one piece: torch would copy it into one with threads of its own, as many again for each of ours. Writable: else it warns.
+        # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
         source = torch.from_numpy(np.require(pixels, None, ["C", "W"])).permute(2, 0, 1)[None]
         done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
         out[...] = done[0].permute(1, 2, 0).numpy()
@@ -73,10 +71,10 @@ def _opencv() -> Decoder:
         import simplejpeg
     except ImportError:
         raise InputError(
-            "decoder=opencv: wants opencv-python-headless and simplejpeg: pip install opencv-python-headless simplejpeg, "
+            "decoder=opencv: needs opencv-python-headless and simplejpeg: pip install opencv-python-headless simplejpeg, "
             "or make install"
         ) from None
-    cv2.setNumThreads(1)  # one image is too little to share; the loader's threads are what runs side by side
+    cv2.setNumThreads(1)  # the loader's threads already run in parallel
     decode_jpeg, cv2_resize, linear = simplejpeg.decode_jpeg, cv2.resize, cv2.INTER_LINEAR
 
     def decode(data: bytes) -> Pixels:
@@ -90,12 +88,12 @@ def _opencv() -> Decoder:
 
 
 def _upright(pixels: Pixels, data: bytes) -> Pixels:
-    """Turned and mirrored as EXIF's orientation wants it."""
+    """Applies EXIF's orientation."""
     from PIL import Image
 
     try:
         orientation = Image.open(io.BytesIO(data)).getexif().get(0x0112, 1)
-    except Exception:  # damaged EXIF data: the pixels are good all the same
+    except Exception:  # damaged EXIF data; the pixels can still be valid
         return pixels
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
@@ -104,16 +102,16 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
 
 
 def _pillow(data: bytes) -> tuple[Pixels, str]:
-    """What Pillow makes of an image, converted as `packing` does, and what is odd about it. Raises Unreadable."""
+    """An image's pixels by Pillow, converted as in a packed copy, and the kinds of conversion. Raises Unreadable."""
     content, height, width, kinds = pillow.encode(data, "raw", 1 << 30, 0)
     return np.frombuffer(content, np.uint8).reshape(height, width, 3), ", ".join(kinds)
 
 
-def _decoded(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
-    """Pixels, and what is odd about an image that the decoder does not read and Pillow does. Raises Unreadable."""
+def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
+    """Pixels, by Pillow where the decoder cannot read the image; the second result is the reason then, otherwise empty. Raises Unreadable."""
     try:
         if data[:2] != JPEG_START:
-            raise ValueError("no JPEG")
+            raise ValueError("not a JPEG")
         if _announced(data) > MOST_PIXELS:
             raise Unreadable("has more than 178 million pixels")
         return decoder.decode(data), ""
@@ -123,7 +121,7 @@ def _decoded(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
 
 
 def _announced(data: bytes) -> int:
-    """The pixels that a JPEG's header announces, for which a decoder takes memory before it looks further; 0 where it has none."""
+    """The number of pixels in a JPEG's header, 0 without one. A decoder allocates memory for them before it reads further."""
     at = data.find(b"\xff", 2)
     while 0 <= at <= len(data) - 9:
         if data[at + 1] in FRAMES:

@@ -28,21 +28,22 @@ from recipes.core.run import watchdog
 
 IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
 AUGMENTATION = 1  # the stream of `generator`
-CHUNK = 16  # images that a thread decodes in one go
-AHEAD = 3  # batches that are worked on while one is used
-STALL_S = 300.0  # for the images of one chunk
-TOLD = 10  # unreadable images that are named; further ones are counted
-IN_A_ROW = 10  # unreadable images that end a run where they are read in no order, and
-SAMPLES, SHARE = 1000, 0.01  # such a share, of at least so many
-MACHINES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # no image's fault
+CHUNK = 16  # images that a thread decodes as one task
+AHEAD = 3  # batches that are decoded while one is used
+STALL_S = 300.0  # for one chunk
+NAMED = 10  # unreadable images that are named; further ones are only counted
+# A run fails after so many unreadable images in a row, in random order, or at such a fraction of at least so many images.
+IN_A_ROW = 10
+SAMPLES, FRACTION = 1000, 0.01
+MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # not an image's fault
 
 
 @dataclass(frozen=True)
 class LoadedShard(Shard):
-    """A shard with its images, all on the rank's device.
+    """A shard with its images, on the rank's device.
 
     images: uint8 (b, 3, S, S), in channels_last. labels: int64 (b,), IGNORE where the image cannot be read, which is 0 then.
-    flip: bool (b,), which of them are to be mirrored.
+    flip: bool (b,), which images are to be mirrored.
     """
 
     images: Tensor
@@ -51,10 +52,11 @@ class LoadedShard(Shard):
 
 
 class Loader:
-    """`data.GlobalBatches` with the images, cropped at random. Where workers is 0, they are decoded when they are asked for.
+    """`GlobalBatches` with their images, randomly cropped.
 
-    size: pixels of a side, by epoch. min_crop: the least share of an image's area that a crop has. workers: threads; the
-    decoders leave the interpreter's lock, so that they run side by side. warn: told what cannot be read.
+    size: pixels of a side, by epoch. min_crop: smallest fraction of an image's area in a crop. workers: number of threads,
+    which run in parallel since decoders release the interpreter's lock; 0 decodes each batch when it is requested.
+    warn: gets lines about images that cannot be read.
     """
 
     def __init__(
@@ -82,16 +84,16 @@ class Loader:
 
     @property
     def skipped(self) -> int:
-        """How many samples of this rank could not be read so far, each counted once."""
+        """Number of samples that this rank could not read so far, each counted once."""
         return sum(len(tally.skipped) for tally in self._tallies())
 
     @property
     def by_pillow(self) -> int:
-        """How many images of this rank Pillow has read, because the decoder does not."""
+        """Number of this rank's images that Pillow read because the decoder could not."""
         return sum(tally.by_pillow for tally in self._tallies())
 
     def skipped_on_all(self) -> int:
-        """How many samples could not be read on any rank, each counted once; every rank has to call it."""
+        """Number of samples that some rank could not read, each counted once. Collective."""
         found: list[list[set[int]]] = [[]] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, [tally.skipped for tally in self._tallies()])
         return sum(len(set().union(*of_one_set)) for of_one_set in zip(*found, strict=True))
@@ -102,8 +104,8 @@ class Loader:
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.
 
-        A generator that is closed leaves no thread. Raises InputError where too much cannot be read, MachineError where a
-        read does not come back.
+        Closing the generator ends its threads. Raises InputError where too many images are unreadable, MachineError where a
+        read hangs.
         """
         size = self._size(epoch)
 
@@ -136,7 +138,7 @@ class Loader:
     def centres(
         self, images: Images, part: slice, size: int, resize: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The middle, ``size`` pixels of a shorter side of ``resize``, of the images of ``part``, in order.
+        """The centre crops of the images of ``part``, in order: ``size`` pixels, after the shorter side is resized to ``resize``.
 
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
@@ -155,7 +157,10 @@ class Loader:
 
 @dataclass
 class _Job:
-    """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3). bad, odd: why, by position in the batch."""
+    """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
+
+    bad, odd: by position in the batch, why an image is unreadable, or why Pillow had to read it. at: by chunk, its current position.
+    """
 
     source: Images
     decoder: Decoder
@@ -166,14 +171,14 @@ class _Job:
     flip: Tensor | None = None
     bad: dict[int, str] = field(default_factory=dict)
     odd: dict[int, str] = field(default_factory=dict)
-    at: dict[int, int] = field(default_factory=dict)  # by chunk, where it is
+    at: dict[int, int] = field(default_factory=dict)
 
     @property
     def images(self) -> Tensor:
         return self.host.permute(0, 3, 1, 2)
 
     def run(self, begin: int, end: int) -> None:
-        """Decodes a chunk. What cannot be read is black and noted."""
+        """Decodes a chunk. Unreadable images become black and are noted in ``bad``."""
         out, samples, crop = self.host.numpy(), self.samples, self.crop
         for i in range(begin, end):
             self.at[begin] = i
@@ -181,18 +186,18 @@ class _Job:
                 if odd := crop(self.source, self.decoder, samples[i], i, out[i]):
                     self.odd[i] = odd
             except (OSError, Unreadable) as error:
-                if isinstance(error, OSError) and error.errno in MACHINES:
+                if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
                     name = self.source.name(samples[i])
                     raise MachineError(
                         f"{self.source.place!r}: {name!r} cannot be read ({error.strerror}): "
-                        "look at this machine's memory and ulimit -n"
+                        "check this machine's memory and ulimit -n"
                     ) from None
                 out[i] = 0
                 self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
-    """The jobs, done, in their order; with workers, some of them ahead."""
+    """Gives the jobs in their order, finished; with workers, further ones are decoded meanwhile."""
     if not workers:
         for job in jobs:
             job.run(0, len(job.samples))
@@ -219,7 +224,7 @@ def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
 
 
 def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
-    """chunks: by where they begin."""
+    """Waits for a job. chunks: by their first position."""
     for begin, chunk in chunks.items():
         clock = watchdog.RunningClock()
         end = clock.now() + STALL_S
@@ -230,15 +235,15 @@ def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
         except FutureTimeout:
             name = job.source.name(job.samples[job.at.get(begin, begin)])
             raise MachineError(
-                f"{job.source.place!r}: reading has not come back in {STALL_S:g} s, near {name!r}: look at its file system"
+                f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
             ) from None
     return job
 
 
 class _Tally:
-    """Counts what of a set cannot be read, or not by the decoder, and says so; labels of a batch are made beside it.
+    """Counts and reports images that cannot be read, or only by Pillow, and gives the labels of each batch.
 
-    in_a_row: so many that cannot be read end the run; None where neighbours in the set are read one after the other.
+    in_a_row: this many unreadable images in a row end the run; None where images are read in the set's order.
     """
 
     def __init__(self, images: Images, decoder: str, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
@@ -248,7 +253,7 @@ class _Tally:
         self.by_pillow = 0
 
     def labels(self, job: _Job) -> Tensor:
-        """int64 (b,), IGNORE where a sample could not be read. Raises InputError where that are too many."""
+        """int64 (b,), IGNORE where a sample is unreadable. Raises InputError where too many are."""
         labels = torch.tensor([self._images.label(sample) for sample in job.samples], dtype=torch.int64)
         for i in job.bad:
             labels[i] = IGNORE
@@ -270,7 +275,7 @@ class _Tally:
         if self.by_pillow == 1:
             name = self._images.name(sample)
             self._warn(
-                f"{name!r} is read by Pillow ({odd}), as all that decoder={self._decoder} cannot read: slower; told once"
+                f"{name!r} is read by Pillow ({odd}), like all images that decoder={self._decoder} cannot read; this is slower, and logged once"
             )
 
     def _note(self, sample: int, reason: str) -> None:
@@ -278,20 +283,20 @@ class _Tally:
         name = self._images.name(sample)
         if sample not in self.skipped:
             self.skipped.add(sample)
-            if len(self.skipped) <= TOLD:
-                last = "; further ones are counted only" if len(self.skipped) == TOLD else ""
-                self._warn(f"{name!r} cannot be read ({reason}) and is left out{last}")
-        too_many = self._seen >= SAMPLES and self._bad > SHARE * self._seen
+            if len(self.skipped) <= NAMED:
+                last = "; further ones are only counted" if len(self.skipped) == NAMED else ""
+                self._warn(f"{name!r} cannot be read ({reason}) and is skipped{last}")
+        too_many = self._seen >= SAMPLES and self._bad > FRACTION * self._seen
         if too_many or self._in_a_row == self._most_in_a_row:
             many = f"{self._bad} of {self._seen} images" if too_many else f"{self._in_a_row} images in a row"
             raise InputError(
                 f"data_dir: {many} of {self._images.place!r} cannot be read (the last: {name!r}: {reason}): "
-                "see that it is there and whole"
+                "check that the data is complete"
             )
 
 
 class _Mover:
-    """Brings a batch's tensors to the device: to a GPU from pinned memory, on a stream of its own, beside what runs there."""
+    """Copies a batch's tensors to the device: to a GPU from pinned memory, on its own stream, during computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -300,8 +305,8 @@ class _Mover:
     def empty(self, count: int, size: int) -> Tensor:
         shape = (count, size, size, 3)
         if self._stream is None:
-            return torch.from_numpy(np.empty(shape, np.uint8))  # NumPy asks for huge pages: far fewer faults
-        # Pinned memory comes from torch's cache, which gives a block out again when its copy has been made.
+            return torch.from_numpy(np.empty(shape, np.uint8))  # NumPy requests huge pages: far fewer page faults
+        # torch's cache of pinned memory reuses a block only after its copy has finished.
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def __call__(self, tensor: Tensor) -> Tensor:

@@ -18,29 +18,29 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 LONGEST = 65500  # pixels of a side: libjpeg's limit
 UPRIGHT = 1
 TRANSPOSED = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"} | {
-    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}  # EXIF's orientation: Pillow's way back  # fmt: skip
+    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}  # EXIF's orientation: Pillow's operation that undoes it  # fmt: skip
 
 
 class Unreadable(Exception):
-    """An image that is left out; the message goes behind its name."""
+    """An image that is skipped. The message is a clause that follows its name."""
 
 
 def read_file(path: Path) -> bytes:
-    """The file's bytes. Raises Unreadable when it is this one's fault; InputError when the folder may be gone."""
+    """The file's bytes. Raises Unreadable where only this file is affected, InputError where the folder may be missing."""
     try:
         return path.read_bytes()
     except OSError as error:
         if isinstance(error, PermissionError | IsADirectoryError) or path.is_symlink():
             raise Unreadable(f"cannot be read ({error.strerror})") from None
         raise InputError(
-            f"source=: {str(path)!r} cannot be read ({error.strerror}): bring it back, the same command goes on"
+            f"source=: {str(path)!r} cannot be read ({error.strerror}): make it readable and run the same command to continue"
         ) from None
 
 
 def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, int, int, list[str]]:
-    """A file's image as it is stored: payload, height, width, and the kinds of conversion that it took.
+    """An image for a packed copy: payload, height, width, and the kinds of conversion that were necessary.
 
-    An upright RGB JPEG that is not larger stays as it is, byte for byte. Raises Unreadable.
+    An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
     """
     image, kinds, plain = _decode(data)
     small = _reduced(image, size)
@@ -51,7 +51,7 @@ def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, 
     elif plain and small is image:
         payload = data
     else:
-        small.info = {}  # its comment would be stored too
+        small.info = {}  # comments and profiles would be stored too
         buffer = io.BytesIO()
         small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
         payload = buffer.getvalue()
@@ -59,7 +59,7 @@ def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, 
 
 
 def _decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
-    """The image upright in RGB, the kinds of conversion that it took, and whether it is a JPEG that took none."""
+    """The image upright in RGB, the kinds of conversion, and whether it is a JPEG that needed none."""
     from PIL import Image
 
     image = open_image(data)
@@ -76,7 +76,7 @@ def _decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
 
 
 def open_image(data: bytes) -> "Image.Image":
-    """The first image of a file's bytes, all of it decoded, in its own mode. Raises Unreadable."""
+    """The first image in a file's bytes, decoded, in its original mode. Raises Unreadable."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
@@ -88,12 +88,12 @@ def open_image(data: bytes) -> "Image.Image":
     except MemoryError:
         raise
     except UnidentifiedImageError:
-        raise Unreadable("is no image") from None
+        raise Unreadable("is not an image") from None
     except Image.DecompressionBombError:
         raise Unreadable("has more than 178 million pixels") from None
-    except Exception as error:  # Pillow's decoders raise nearly everything for damaged bytes
+    except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
-    if deep:  # Pillow reads 16-bit colour as 8-bit: only the raw mode of its tiles tells, and they are gone once loaded
+    if deep:  # Pillow reads 16-bit colour as 8-bit; only its tiles, which loading removes, name the raw mode
         image.info["deep"] = True
     return image
 
@@ -113,7 +113,7 @@ def _mode_kinds(image: "Image.Image") -> list[str]:
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """Its pixels in RGB; of 16 bits the upper 8."""
+    """The image in RGB; 16-bit values are reduced to their upper 8 bits."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
@@ -127,7 +127,7 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
 def _orientation(image: "Image.Image") -> int:
     try:
         return int(image.getexif().get(0x0112, UPRIGHT))
-    except Exception:  # damaged EXIF data: the pixels are good all the same
+    except Exception:  # damaged EXIF data; the pixels can still be valid
         return UPRIGHT
 
 

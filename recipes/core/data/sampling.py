@@ -12,8 +12,8 @@ from torch import Tensor
 class Shard:
     """One rank's part of one global batch.
 
-    epoch, batch: which, from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
-    What a loader adds, it adds as tensors of one row a sample.
+    epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
+    A subclass adds tensors with one row for each sample.
     """
 
     epoch: int
@@ -22,7 +22,7 @@ class Shard:
     global_size: int
 
     def pieces(self, count: int) -> "list[Shard]":
-        """The shard cut into ``count`` parts, into fewer where it has fewer samples, for one forward pass after another."""
+        """The shard in ``count`` parts, or one for each sample if it has fewer, for gradient accumulation."""
         count = max(1, min(count, len(self.indices)))
         if count == 1:
             return [self]
@@ -40,11 +40,11 @@ def share(count: int, rank: int, world_size: int) -> slice:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The same batches of the same samples in the same order on any number of ranks: a permutation drawn from (seed, epoch).
+    """The batches of an epoch: a permutation drawn from (seed, epoch), the same on any number of ranks.
 
-    Every sample is there exactly once an epoch. What does not fill a batch at its end is shared by the last two, so that none
-    is so small that a rank has no sample of it, or batch normalisation next to none. data: what tells the set from another of
-    as many samples, for a resumed run.
+    Every sample occurs once in an epoch. The last two batches share the samples that do not fill a batch, so that neither is
+    so small that a rank has no sample of it, or that batch normalisation has too few. data: a digest of the set, by which a resumed
+    run detects another one of the same size.
     """
 
     num_samples: int
@@ -78,9 +78,9 @@ class GlobalBatches:
 
 
 def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """A generator of its own for each (seed, epoch, stream, batch), the same on every rank.
+    """An independent generator for each (seed, epoch, stream, batch), the same on every rank.
 
-    stream: 0 the order, 1 augmentation, 2 and on what a recipe draws besides.
+    stream: 0 is the order, 1 augmentation; 2 and above are for recipes.
     """
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
     return torch.Generator().manual_seed(mixed % 2**63)

@@ -178,7 +178,7 @@ def work(parent: int) -> None:
     """Packs the shards whose tasks arrive on stdin, until stdin is closed or the parent dies."""
     processes.die_with(parent)()
     answers = os.fdopen(os.dup(1), "wb")
-    for opened in (1, 2):  # a library's prints are not answers
+    for opened in (1, 2):  # libraries must not print into the answers
         os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
     warnings.simplefilter("ignore")
 
