@@ -7,6 +7,7 @@
 What to expect: not measured.
 """
 
+from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
@@ -24,7 +25,8 @@ from recipes.conf.cifar import Arch, Config
 from recipes.core.data import in_memory
 from recipes.core.train import loop, models, session
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, Shard
+from recipes.core.data.in_memory import AugmentedImages
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels, red, green, blue
@@ -124,7 +126,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = in_memory.share(len(test_set), world.rank, world.size)
+        part = sampling.share(len(test_set), world.rank, world.size)
         for images, labels in zip(
             *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
         ):

@@ -7,6 +7,9 @@
 What to expect: not measured on the whole of ImageNet.
 """
 
+from recipes.core.data.loader import Loader
+from recipes.core.data import image_sets
+from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
@@ -22,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core.data import images, in_memory
+from recipes.core.data import in_memory
 from recipes.core.train import loop, models, session
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import GlobalBatches
-from recipes.core.data.images import LoadedShard
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.loader import LoadedShard
 from recipes.core.train.lars import LARS
 from recipes.core.train.session import Run
 
@@ -79,12 +82,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
-    train_set, val_set = images.open_sets(cfg, run)
+    train_set, val_set = image_sets.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     loop.want_full_batches(cfg, batches, run.ranks)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
-    loader = images.Loader(
+    loader = Loader(
         train_set, batches, size=lambda epoch: side(cfg, epochs, epoch), min_crop=cfg.min_crop, decoder=cfg.decoder.name,
         workers=cfg.num_workers, device=world.device, warn=run.warn,
     )  # fmt: skip
@@ -112,7 +115,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = in_memory.share(len(val_set), world.rank, world.size)
+        part = sampling.share(len(val_set), world.rank, world.size)
         for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
             with autocast:
                 yield best(in_memory.normalise(batch, mean, std)), labels

@@ -8,6 +8,7 @@ What to expect of `dataset=mnist`: 99.4 % of the test set right after 4 epochs (
 ranks on two shared x86 cores, 20 to 40 s). digits: 97.9 % (5 seeds, 97.5 to 98.6 %), seconds. On GPUs: not measured.
 """
 
+from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
@@ -25,7 +26,8 @@ from recipes.conf.mnist import Config, Optimizer, Schedule
 from recipes.core.data import in_memory
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet, Shard
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels
@@ -106,7 +108,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         )
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        part = in_memory.share(len(test_set), world.rank, world.size)
+        part = sampling.share(len(test_set), world.rank, world.size)
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
                 yield net(normalise(images)), labels

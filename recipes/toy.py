@@ -9,6 +9,7 @@ The loop of the other recipes is `recipes.core.train.loop.fit`, which does what 
 What to expect: the loss falls from 0.5 to below 0.01 in 20 epochs, a second or two on a CPU.
 """
 
+from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # Keys, env files and the network come before torch, which reads some of the variables when it is imported.
@@ -23,17 +24,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.toy import Config
-from recipes.core.data import in_memory
 from recipes.core.launch import spawn
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.session import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
     """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them: the same on every rank."""
-    random = in_memory.generator(cfg.seed, 0, stream=2)
+    random = sampling.generator(cfg.seed, 0, stream=2)
     inputs = torch.rand(cfg.samples, 20, generator=random)
     return inputs, torch.sin(inputs @ torch.randn(20, 1, generator=random))
 
@@ -62,7 +62,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
         """Over the whole set; each rank takes its share."""
-        part = in_memory.share(cfg.samples, world.rank, world.size)
+        part = sampling.share(cfg.samples, world.rank, world.size)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"loss": world.sum(total).item() / cfg.samples}
 

@@ -1,11 +1,16 @@
-"""Files: where the project lies, atomic writes, private folders. Standard library only."""
+"""Files: where the project is, atomic writes, locks, free space, SHA-256, private folders. Standard library only."""
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import pwd
+import re
 import secrets
 import shlex
+import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -54,14 +59,17 @@ def _user(number: int) -> str:
 def write_whole(
     path: Path, write: Callable[[IO[bytes]], object], before_rename: Callable[[], None] = lambda: None
 ) -> None:
-    """Lets ``write`` fill a file that comes under its name when all of it is on the disk: a reader finds the old file or the
-    new one, never a part. before_rename: may raise, and leave the old one. Raises OSError."""
+    """Writes a file atomically: readers find the old file or the complete new one.
+
+    write: fills the file, which is then flushed to the disk and renamed. before_rename: may raise to keep the old file.
+    Raises OSError, and whatever the two functions raise; no temporary file is left then.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "x+b") as file:
             try:
                 write(file)
-            except RuntimeError as error:  # torch's archive writer hides the disk's own word
+            except RuntimeError as error:  # torch's archive writer hides the OSError
                 if isinstance(error.__context__, OSError):
                     raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
                 raise
@@ -80,8 +88,16 @@ def write_whole(
         os.close(folder)
 
 
+def remove_temporary(folder: Path) -> None:
+    """Removes the temporary files of `write_whole` that killed processes left in ``folder``. The caller holds the folder's lock."""
+    for name in os.listdir(folder):
+        if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` as `write_whole` does."""
+    """Writes ``content`` atomically."""
     write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
@@ -102,3 +118,75 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(old)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Holds an exclusive lock on the file ``path``, which is created and stays; the kernel releases it when the process ends.
+
+    wait: called again and again while another process holds the lock; it has to sleep. Without it, MachineError is raised then.
+    Gives False where the file system has no locks: nothing is held. Raises OSError where the file cannot be opened.
+    """
+    # O_NOFOLLOW: the name is predictable, and a planted link would create a file elsewhere.
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        held = True
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if wait is None:
+                    raise MachineError(
+                        f"{str(path)!r} is locked: another process is using this folder; wait until it ends, or give another folder"
+                    ) from None
+                wait()
+            except OSError:
+                held = False
+                break
+        yield held
+    finally:
+        os.close(opened)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The bytes that this user can still write in ``folder``; None where the file system does not tell. Raises OSError."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else None  # some network file systems report 0 of 0
+
+
+def check_free(folder: Path, need: int) -> None:
+    """Raises OSError with ENOSPC, as a write would, where fewer than ``need`` bytes are free in ``folder``."""
+    free = free_bytes(folder)
+    if free is not None and free < need:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> MachineError:
+    """What to raise where writing in ``folder``, the value of ``key``, failed. need: bytes that it required, 0 if unknown."""
+    sizes, fix = "", ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = "make room there, or "
+        with contextlib.suppress(OSError):
+            free = free_bytes(folder)
+            sizes = "" if free is None else f", {size_text(free)} free"
+        sizes = (f"; {size_text(need)} needed" if need else "") + sizes
+    return MachineError(
+        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}{sizes}): {fix}give another {key}="
+    )
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in kB, MB or GB."""
+    if size >= 10_000_000_000:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"

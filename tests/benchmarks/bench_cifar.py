@@ -14,7 +14,8 @@ from torchvision import transforms
 from recipes import cifar
 from recipes.conf.cifar import Config
 from recipes.core.data import in_memory
-from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_core, samples_per_s
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.core.data import download
+from recipes.core.data import datasets
 from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
 from tests.benchmarks import inputs
@@ -63,7 +63,7 @@ def compare(
 ) -> list[Figure]:
     train_set, test_set, source = inputs.cifar10(train_images, test_images, real)
     if real and source == inputs.RANDOM:
-        mend = f"{download.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
+        mend = f"{datasets.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
         raise InputError(f"accuracy wants the real CIFAR-10: {mend}")
     ours: list[Trained] = []
     theirs: list[Trained] = []
@@ -95,7 +95,7 @@ def compare(
 def write_files(folder: Path, images: ImageSet) -> None:
     """``folder/<class>/NNNN.png``: without loss, so that both sides have the same pixels."""
     for number, (image, label) in enumerate(zip(images.images, images.labels.tolist(), strict=True)):
-        inputs.write(folder / download.CIFAR10_CLASSES[label] / f"{number:04d}.png", image)
+        inputs.write(folder / datasets.CIFAR10_CLASSES[label] / f"{number:04d}.png", image)
 
 
 def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Trained:

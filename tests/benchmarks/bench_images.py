@@ -1,4 +1,4 @@
-"""Reading large JPEGs on one core: random crops of 224 px through `images.Loader`, against ImageFolder in a DataLoader.
+"""Reading large JPEGs on one core: random crops of 224 px through `Loader`, against ImageFolder in a DataLoader.
 
 Both sides do the same work: crops as uint8; or crops mirrored at random and normalised to floats, which the recipe leaves to its device.
 """
@@ -20,11 +20,12 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from recipes import imagenet
-from recipes.core.data import images, in_memory
-from recipes.core.data.images import Images, Loader
-from recipes.core.data.in_memory import GlobalBatches
-from recipes.core.data.packed import packing
-from recipes.core.data.packed.packing import PackOptions
+from recipes.core.data import image_sets, in_memory
+from recipes.core.data.image_sets import Images
+from recipes.core.data.loader import Loader
+from recipes.core.data.packed import write
+from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
 
@@ -44,7 +45,7 @@ def figures(size: Size) -> list[Figure]:
         files = Path(folder, "files")
         source = inputs.photos(files, size)
         for encoding in ("jpeg", "raw"):
-            packing.pack(files, Path(folder, encoding), PackOptions(encoding=encoding), say=lambda line: None)
+            write.pack(files, Path(folder, encoding), PackOptions(encoding=encoding), say=lambda line: None)
         with one_core():
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
     return [
@@ -65,7 +66,7 @@ def sides(folder: Path, least_s: float) -> dict[str, Callable[[], float]]:
         peer = peer_loader(folder / "files", floats=kind == "floats")
         found[kind] = partial(samples_per_s, peer.__iter__, least_s)
         for name, place, decoder, *_ in WAYS:
-            epochs = OurEpochs(images.open_images(folder / place, "train"), decoder)
+            epochs = OurEpochs(image_sets.open_images(folder / place, "train"), decoder)
             found[f"{name}, {kind}"] = partial(samples_per_s, partial(epochs.next, batches), least_s)
     return found
 

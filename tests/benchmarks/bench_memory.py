@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.core.data import images
+from recipes.core.data import decode, image_sets
 from tests.benchmarks import bench_images, inputs
 from tests.benchmarks.measure import Figure, Size
 from tests.helpers import ROOT, clean_environment
@@ -96,7 +96,7 @@ def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
     """An epoch in this process; see `loaders_mb`."""
     before = private_mb()
     if which == "ours":
-        epochs = bench_images.OurEpochs(images.open_images(folder, "train"), "opencv", workers=1, px=PX)
+        epochs = bench_images.OurEpochs(image_sets.open_images(folder, "train"), "opencv", workers=1, px=PX)
         batches = epochs.next(bench_images.crops)
     else:
         batches = iter(bench_images.peer_loader(folder, PX))
@@ -106,7 +106,7 @@ def grow(which: str, folder: Path, answers: SimpleQueue[float]) -> None:
 def measured_apart(folder: Path, wanted: list[str]) -> list[float]:
     """Each loader in a process of its own, which has all libraries loaded already and nothing else."""
     torch.set_num_threads(1)
-    images.make_decoder("opencv")
+    decode.make_decoder("opencv")
     context, found = multiprocessing.get_context("fork"), []
     for which, name in (words.split() for words in wanted):
         answers: SimpleQueue[float] = context.SimpleQueue()

@@ -21,8 +21,10 @@ from torchvision.transforms import ToTensor
 
 from recipes import mnist, prepare
 from recipes.conf.mnist import Config
-from recipes.core.data import download, in_memory
-from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet
+from recipes.core.data import datasets, in_memory
+from recipes.core.data.datasets import DataFileError
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_thread, samples_per_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,25 +131,25 @@ def mnist_folder(images: int) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         if images == FULL.images and has_mnist(source):
             with contextlib.redirect_stdout(io.StringIO()):
-                prepare.prepare_files(download.MNIST, prepare.PrepareKeys(folder, source))
+                prepare.prepare_files(datasets.MNIST, prepare.PrepareKeys(folder, source))
             yield folder, "MNIST"
         else:
-            write_random(Path(folder, download.MNIST.folder), images)
+            write_random(Path(folder, datasets.MNIST.folder), images)
             yield folder, f"{images:,} random images"
 
 
 def has_mnist(data_dir: str) -> bool:
     try:
-        return bool(download.find_mnist(data_dir))
-    except download.DataFileError:
+        return bool(datasets.find_mnist(data_dir))
+    except DataFileError:
         return False
 
 
 def write_random(folder: Path, images: int) -> None:
-    """Files as MNIST's (datafiles.read_idx has the format), with random bytes for images and labels from 0 to 9."""
+    """Files as MNIST's (idx.read_idx has the format), with random bytes for images and labels from 0 to 9."""
     folder.mkdir(parents=True)
     random = torch.Generator().manual_seed(0)
-    for file in download.MNIST.files:
+    for file in datasets.MNIST.files:
         shape, values = ((images, 28, 28), 256) if "images" in file.name else ((images,), 10)
         content = torch.randint(values, shape, dtype=torch.uint8, generator=random)
         header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)

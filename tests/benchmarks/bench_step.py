@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from recipes import mnist
 from recipes.conf.mnist import Config
 from recipes.core.data import in_memory
-from recipes.core.data.in_memory import Shard
+from recipes.core.data.sampling import Shard
 from recipes.core.run import entry
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes.core.data import download, in_memory
+from recipes.core.data import in_memory
+from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import ImageSet
 from tests.benchmarks.measure import FULL, Size
 from tests.helpers import DATA
@@ -81,7 +82,7 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
 def _prepared_cifar10() -> tuple[ImageSet, ImageSet] | None:
     try:
         return in_memory.cifar10(str(DATA))
-    except download.DataFileError:
+    except DataFileError:
         return None
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.core.data import in_memory
-from recipes.core.data.in_memory import AugmentedImages, GlobalBatches, ImageSet, Shard
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches, Shard
 from tests.distributed import alone
 
 COUNT, HEIGHT, WIDTH = 60, 9, 11

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from recipes.core.data import download
+from recipes.core.data import datasets
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
 from recipes.core.run import command_line
@@ -179,9 +179,9 @@ def test_a_wrong_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_data_that_is_missing_or_damaged(damaged: bool, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    raw = data / download.MNIST.folder
+    raw = data / datasets.MNIST.folder
     raw.mkdir(parents=True)
-    for file in download.MNIST.files if damaged else ():
+    for file in datasets.MNIST.files if damaged else ():
         (raw / file.name).write_bytes(bytes(file.size))
     before = everything(data)
     ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")

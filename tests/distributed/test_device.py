@@ -21,8 +21,8 @@ from torch import nn
 
 from recipes.core import files
 from recipes.core.config.run_keys import Device
-from recipes.core.data import in_memory
-from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data import sampling
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
@@ -189,7 +189,7 @@ def test_a_peers_end_is_told_from_ones_own_fault(error: BaseException, expected:
 
 @given(count=st.integers(0, 500), world_size=st.integers(1, 40))
 def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
-    parts = [list(range(count))[in_memory.share(count, r, world_size)] for r in range(world_size)]
+    parts = [list(range(count))[sampling.share(count, r, world_size)] for r in range(world_size)]
     assert [i for part in parts for i in part] == list(range(count))
     assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
 
@@ -201,7 +201,7 @@ def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_si
 def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
     samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
 ) -> None:
-    def shards(rank: int, size: int, first_batch: int = 0) -> list[in_memory.Shard]:
+    def shards(rank: int, size: int, first_batch: int = 0) -> list[Shard]:
         return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
 
     alone = shards(0, 1)
@@ -222,7 +222,7 @@ def test_another_seed_or_epoch_is_another_order() -> None:
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
     assert orders[0] == order(0, 0)
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert in_memory.generator(3, 4).initial_seed() != in_memory.generator(3, 4, stream=1).initial_seed()
+    assert sampling.generator(3, 4).initial_seed() != sampling.generator(3, 4, stream=1).initial_seed()
 
 
 # Checkpoints

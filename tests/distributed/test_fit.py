@@ -23,7 +23,7 @@ from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
 from recipes.core import errors
-from recipes.core.data.in_memory import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.errors import Kind
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout

@@ -20,9 +20,10 @@ from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
 from recipes.conf.imagenet import VARIANTS, Config
-from recipes.core.data import images
-from recipes.core.data.images import IGNORE, LoadedShard
-from recipes.core.data.packed import packing
+from recipes.core.data import decode
+from recipes.core.data.loader import IGNORE, LoadedShard
+from recipes.core.data.packed import write
+from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import InputError, MachineError
 from recipes.core.run import command_line
 from recipes.core.train.lars import LARS
@@ -154,8 +155,8 @@ def test_arithmetic_is_what_dtype_says_in_training_and_evaluation(train: Train, 
 
 
 def test_the_decoder_is_the_one_that_is_asked_for(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, names = images.make_decoder, []
-    monkeypatch.setattr(images, "make_decoder", lambda name: names.append(name) or make("torchvision"))
+    make, names = decode.make_decoder, []
+    monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
     for name in ("opencv", "torchvision"):
         train("max_steps=1", f"decoder={name}", size=1 + len(names))
     assert names == ["opencv", "torchvision"]
@@ -285,7 +286,7 @@ def test_the_classic_variant_is_the_published_recipe() -> None:
         (["sync_bn=true", "variant=dev"], InputError, "sync_bn=true: torch has it for GPUs only"),
         (["arch=vit_b_16", "variant=dev"], InputError, "arch=vit_b_16: takes no images of 64 px"),
         (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
-        (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has no train/<class>"),
+        (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
         (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
     ],
 )
@@ -400,9 +401,7 @@ def test_real_images_are_learnt_by_heart(tmp_path: Path, monkeypatch: pytest.Mon
             place = tmp_path / "photos" / split / path.stem
             place.mkdir(parents=True)
             (place / path.name).symlink_to(path)
-    packing.pack(
-        tmp_path / "photos", tmp_path / "packed", packing.PackOptions(size=36, workers=1), say=lambda text: None
-    )
+    write.pack(tmp_path / "photos", tmp_path / "packed", PackOptions(size=36, workers=1), say=lambda text: None)
     words = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "min_crop=0.7", "flip=false", "num_workers=0")
     words += (
         "global_batch_size=20",

@@ -13,7 +13,7 @@ import torch
 from recipes import mnist
 from recipes.conf.mnist import Config
 from recipes.core.data import download, in_memory
-from recipes.core.data.download import DataFileError
+from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import ImageSet
 from tests import helpers
 from tests.distributed import alone

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.core.data import download
+from recipes.core.data import datasets
+from recipes.core.data.datasets import DataFileError
 from tests import helpers
 
 # 1,437 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples, so that a rank has none.
@@ -129,8 +130,8 @@ def test_one_plain_process_gives_the_same_bits(tmp_path: Path, same_run: dict[in
 @pytest.mark.long
 def test_losses_agree_on_mnist(optimizer: tuple[str, ...], tolerance: float, tmp_path: Path) -> None:
     try:
-        download.find_mnist(helpers.DATA)
-    except download.DataFileError as error:
+        datasets.find_mnist(helpers.DATA)
+    except DataFileError as error:
         pytest.skip(f"{error}, and set RECIPES_DATA to it")
     run_dirs = {size: tmp_path / f"ranks{size}" for size in (1, 3)}
     words = ["dataset=mnist", f"data_dir={helpers.DATA}", "global_batch_size=128", "max_steps=20", "log_every_steps=1"]

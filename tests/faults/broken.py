@@ -8,6 +8,7 @@ $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, an
 The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
 """
 
+from recipes.core.data import sampling
 from recipes.core.run import entry
 
 START = entry.begin("broken") if __name__ == "__main__" else None
@@ -30,10 +31,9 @@ from recipes.conf.broken import Config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.core.data import in_memory
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
@@ -260,7 +260,7 @@ def misbehave(run: Run, where: str) -> float:
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    random = in_memory.generator(cfg.seed, 0, stream=2)
+    random = sampling.generator(cfg.seed, 0, stream=2)
     inputs = torch.randn(cfg.samples, 8, generator=random).to(world.device)
     labels = torch.randint(0, 4, (cfg.samples,), generator=random).to(world.device)
     width = cfg.width + 1 if os.environ.get("FAULT") == "another_model" else cfg.width
@@ -283,7 +283,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         misbehave(run, "evaluate")
-        part = in_memory.share(len(inputs), world.rank, world.size)
+        part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
         with loop.evaluated(run) as best:

@@ -30,10 +30,13 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import download, images
-from recipes.core.data.download import DataFileError
-from recipes.core.data.packed import packing
-from recipes.core.data.packed.packing import PackOptions, Unreadable
+from recipes.core.data import cifar10, crops, datasets, decode, download, idx, image_sets, pillow
+from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
+from recipes.core.data.datasets import DataFileError
+from recipes.core.data.decode import Decoder
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.train import models
 from tests.helpers import wait_until
@@ -102,7 +105,7 @@ def test_a_damaged_idx_file_is_named_or_read_as_its_header_says(packed: bool, tm
             content = damaged(random.Random(number), whole)
             path.write_bytes(content)
             try:
-                shape, payload = download.read_idx(path)
+                shape, payload = idx.read_idx(path)
             except DataFileError as error:
                 one_line(str(error), path, "recipes.prepare mnist")
                 seen["named"] += 1
@@ -123,7 +126,7 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = tiny.dataset()
-    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_files(dataset, keys))
+    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_mnist(keys, dataset))
     monkeypatch.setitem(tiny.PACKED, tiny.LABELS, gzip.compress(tiny.PLAIN[tiny.LABELS], mtime=0))
     source, data = tmp_path / "source", tmp_path / "data"
     source.mkdir()
@@ -136,7 +139,7 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
             (source / f"{name}{end}").write_bytes(damaged(chance, content) if name == bad else content)
         status = prepare.main(["tiny", f"data_dir={data}", f"source={source}"])
         seen[status] += 1
-        found = {path.name: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+        found = tiny.there(data)
         err = capsys.readouterr().err
         if status == 0:  # the damage is where gzip keeps a time or a name
             assert found == tiny.PLAIN
@@ -155,9 +158,9 @@ def test_a_damaged_source_leaves_no_file_under_its_name(
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CIFAR-10 of few images, whose hashes are known."""
     small.know(monkeypatch, small.ARCHIVE)
-    monkeypatch.setattr(prepare, "BATCH_IMAGES", small.N)
+    monkeypatch.setattr(cifar10, "BATCH_IMAGES", small.N)
     known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
-    monkeypatch.setattr(prepare, "PICKLE_MD5", known)
+    monkeypatch.setattr(cifar10, "PICKLE_MD5", known)
     monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
 
 
@@ -176,8 +179,8 @@ def test_a_damaged_copy_of_cifar_is_named_and_what_was_there_before_is_not_taken
         one_line(err.removesuffix("\n"), Path(bad).name)
         assert "next:" not in out
         with pytest.raises(DataFileError, match=r"index\.json"):
-            download.find_cifar10(data)
-        assert {path.name for path in (data / "cifar10").iterdir()} <= {*download.CIFAR10_IDX, "prepare.lock"}
+            datasets.find_cifar10(data)
+        assert {path.name for path in (data / "cifar10").iterdir()} <= {*datasets.CIFAR10_IDX, "prepare.lock"}
     small.put(tmp_path / "source", contents)
     assert small.run(data, tmp_path / "source") == 0
     small.assert_complete(data)
@@ -192,7 +195,7 @@ def test_a_cifar_that_has_rotten_is_made_anew_or_refused(tmp_path: Path, capsys:
     seen: Counter[int] = Counter()
     for number in range(70):
         chance = random.Random(number)
-        bad = chance.choice(("index.json", "index.json", *download.CIFAR10_IDX))
+        bad = chance.choice(("index.json", "index.json", *datasets.CIFAR10_IDX))
         small.put(data / "cifar10", good)
         (data / "cifar10" / bad).write_bytes(damaged(chance, good[bad]))
         status = small.run(data, source)
@@ -232,7 +235,7 @@ def test_a_damaged_photo_is_packed_or_unreadable(encoding: str) -> None:
         for number in range(250):
             content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
             try:
-                payload, height, width, _ = packing.encode(content, encoding, 48, 90)
+                payload, height, width, _ = pillow.encode(content, encoding, 48, 90)
             except Unreadable as error:
                 one_line(str(error))
                 seen["unreadable"] += 1
@@ -258,14 +261,14 @@ class Alone:
 
 
 @pytest.fixture(params=["torchvision", "opencv"])
-def decoder(request: pytest.FixtureRequest) -> images.Decoder:
+def decoder(request: pytest.FixtureRequest) -> Decoder:
     if request.param == "opencv":
         pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
         pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
-    return images.make_decoder(str(request.param))
+    return decode.make_decoder(str(request.param))
 
 
-def cropped(content: bytes, decoder: images.Decoder, crop: images.Crop) -> str:
+def cropped(content: bytes, decoder: Decoder, crop: Crop) -> str:
     """What becomes of an image while it is trained on: ``read``, or why it is unreadable."""
     try:
         crop(Alone(content), decoder, 0, 0, np.zeros((32, 32, 3), np.uint8))  # type: ignore[arg-type]
@@ -275,10 +278,10 @@ def cropped(content: bytes, decoder: images.Decoder, crop: images.Crop) -> str:
     return "read"
 
 
-CROPS = (images.CentreCrop(40), images.RandomCrop(torch.rand(1, 2 * images.TRIES + 2), 0.08))
+CROPS = (CentreCrop(40), RandomCrop(torch.rand(1, 2 * crops.TRIES + 2), 0.08))
 
 
-def test_a_damaged_photo_is_trained_on_or_left_out(decoder: images.Decoder) -> None:
+def test_a_damaged_photo_is_trained_on_or_left_out(decoder: Decoder) -> None:
     with bounded():
         seen = Counter(
             cropped(damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]), decoder, CROPS[number % 2]) == "read"
@@ -298,7 +301,7 @@ def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "behind", [b"", b"\xff\xff\xff", b"\xff\x01", b"\xff\xd0", b"\0\0junk", b"\xff\xfe\0\x09\xff\xc0\0\x10\0\x10x"]
 )
-def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, decoder: images.Decoder) -> None:
+def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, decoder: Decoder) -> None:
     """A decoder takes 3 bytes for each pixel that the header has, before it looks any further."""
     with bounded():
         for crop in CROPS:
@@ -308,12 +311,12 @@ def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, de
 
 
 @pytest.mark.parametrize(("width", "height"), [(60000, 1), (1, 60000)])
-def test_an_image_much_longer_than_wide_takes_no_memory(width: int, height: int, decoder: images.Decoder) -> None:
+def test_an_image_much_longer_than_wide_takes_no_memory(width: int, height: int, decoder: Decoder) -> None:
     """Its shorter side brought to 256, it would be 11 GiB."""
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "JPEG")
     with bounded():
-        assert "too long for its width" in cropped(buffer.getvalue(), decoder, images.CentreCrop(256))
+        assert "too long for its width" in cropped(buffer.getvalue(), decoder, CentreCrop(256))
         assert cropped(buffer.getvalue(), decoder, CROPS[1]) == "read"
 
 
@@ -336,8 +339,8 @@ def test_damaged_photos_in_a_folder_of_classes_are_named_and_counted(
     assert all(int(name.rpartition("/")[2].removesuffix(".jpg")) % 5 == 0 for name in skipped if "gone" not in name)
     assert index["samples"]["train"] + index["samples"]["test"] + len(skipped) == 42
     assert all(f"skipped {name}: " in out for name in list(skipped)[:10])
-    files = download.find_cifar10(tmp_path / "data")
-    assert download.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
+    files = datasets.find_cifar10(tmp_path / "data")
+    assert idx.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
 
 
 # --- packed copies
@@ -346,18 +349,18 @@ def test_damaged_photos_in_a_folder_of_classes_are_named_and_counted(
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed")
-    for split in packing.SPLITS:
+    for split in format.SPLITS:
         for number in range(8):
             path = root / "source" / split / f"class{number % 2}" / f"{number}.JPEG"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(PHOTOS[number % len(PHOTOS)])
-    packing.pack(root / "source", root / "copy", PackOptions(size=32, workers=1), say=lambda text: None)
+    write.pack(root / "source", root / "copy", PackOptions(size=32, workers=1), say=lambda text: None)
     return root / "copy"
 
 
 def look_through(folder: Path) -> None:
     """Opens a split of a packed copy and reads all of it, as a loader does."""
-    found = images.open_images(folder, "train")
+    found = image_sets.open_images(folder, "train")
     for i in range(min(len(found), 64)):
         found.label(i)
         found.name(i)
@@ -419,13 +422,13 @@ def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_pa
     with bounded():
         for number in range(400):
             chance = random.Random(number)
-            records = [list(packing.RECORD.unpack_from(good, at)) for at in range(0, len(good), packing.RECORD.size)]
+            records = [list(format.RECORD.unpack_from(good, at)) for at in range(0, len(good), format.RECORD.size)]
             place = chance.randrange(6)
             limit = (2**64, 2**32, 2**32, 2**32, 2**16, 2**16)[place]
             chance.choice(records)[place] = chance.choice(
                 [n for n in odd if n < limit] + [limit - chance.randint(1, 5000)]
             )
-            content = b"".join(packing.RECORD.pack(*record) for record in records)
+            content = b"".join(format.RECORD.pack(*record) for record in records)
             description["splits"]["train"]["index_sha256"] = hashlib.sha256(content).hexdigest()
             (tmp_path / "train.index").write_bytes(content)
             (tmp_path / "index.json").write_text(json.dumps(description))
@@ -442,10 +445,10 @@ def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_pa
 
 
 def in_halves(go_on: threading.Event) -> tiny.Answer:
-    """Sends the first half, closes the connection when the event is set, and sends the rest to clients that resume."""
+    """Sends the first half, and closes the connection when the event is set; after that, whole files."""
 
     def answer(handler: tiny.Handler) -> None:
-        if handler.offset:
+        if go_on.is_set():
             tiny.whole(handler)
             return
         handler.head(200, Content_Length=len(handler.body))
@@ -456,44 +459,38 @@ def in_halves(go_on: threading.Event) -> tiny.Answer:
 
 
 def test_many_processes_at_once_from_a_server_that_drops(tmp_path: Path) -> None:
-    """Each resumes and ends with the same whole files; those that are killed on the way leave nothing under a file's name."""
+    """One fetches and the others wait; where it is killed, the next one starts, and nothing partial has a file's name."""
     go_on = threading.Event()
     with tiny.serving() as server, contextlib.ExitStack() as stack:
         stack.callback(go_on.set)
         server.answers = {f"{name}.gz": in_halves(go_on) for name in tiny.PLAIN}
-        children = [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(4)]
-        parts = lambda: [path for path in tiny.raw(tmp_path).glob("*") if path.suffix == ".part"]  # noqa: E731
-        wait_until(lambda: len(server.requests) == 4 and len(parts()) == 4, 60, "the first half for each process")
-        for child in children[:2]:
-            child.send_signal(signal.SIGKILL)
-        assert [child.wait(60) for child in children[:2]] == [-signal.SIGKILL] * 2
-        assert parts() == list(tiny.raw(tmp_path).iterdir())
+        children = [stack.enter_context(tiny.process(tmp_path, [server.url]))]
+        wait_until(lambda: len(server.requests) == 1, 60, "the first half for the first process")
+        children += [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(3)]
+        for child in children[1:]:
+            assert child.stdout
+            assert "waiting for another process" in child.stdout.readline()
+        children[0].send_signal(signal.SIGKILL)
+        assert children[0].wait(60) == -signal.SIGKILL
+        wait_until(lambda: len(server.requests) == 2, 60, "the first half for another process")
+        assert not tiny.there(tmp_path).keys() & tiny.PLAIN.keys()
         go_on.set()
-        said = [child.communicate(timeout=100) for child in children[2:]]
-        assert [(child.returncode, err) for child, (_, err) in zip(children[2:], said, strict=True)] == [(0, "")] * 2
-        asked = Counter((Path(path).name.removesuffix(".gz"), wanted) for path, wanted in server.requests)
-        resumed = {name: f"bytes={len(content) // 2}-" for name, content in tiny.PACKED.items() if name in tiny.PLAIN}
-        assert asked == {
-            (tiny.IMAGES, None): 4, (tiny.IMAGES, resumed[tiny.IMAGES]): 2, (tiny.LABELS, None): 2, (tiny.LABELS, resumed[tiny.LABELS]): 2,
-        }  # fmt: skip
-        assert {path.name: path.read_bytes() for path in tiny.raw(tmp_path).glob("[!.]*")} == tiny.PLAIN
-        server.answers.clear()
-        with tiny.process(tmp_path, [server.url]) as again:
-            assert again.wait(60) == 0
-        tiny.assert_complete(tmp_path)  # and what the killed ones left is gone
+        errors = [child.communicate(timeout=100)[1] for child in children[1:]]
+        assert [(child.returncode, err) for child, err in zip(children[1:], errors, strict=True)] == [(0, "")] * 3
+        assert Counter(Path(path).name for path in server.requests) == {f"{tiny.IMAGES}.gz": 3, f"{tiny.LABELS}.gz": 1}
+        tiny.assert_complete(tmp_path)  # what the killed one left is removed
 
 
 CIFAR_RUNNER = """
 import hashlib, sys
 from dataclasses import replace
 from recipes import prepare
-from recipes.core.data import download
-from recipes.core.data.download import CIFAR10, DataFile
+from recipes.core.data import cifar10, datasets
+from recipes.core.data.datasets import CIFAR10, DataFile
 url, size, sha256, images, data_dir = sys.argv[1:]
-file = DataFile("cifar-10-binary.tar.gz", int(size), sha256, keep_packed=True)
-for module in (prepare, datafiles):
-    module.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
-prepare.BATCH_IMAGES = int(images)
+file = DataFile("cifar-10-binary.tar.gz", int(size), sha256)
+datasets.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
+cifar10.BATCH_IMAGES = int(images)
 sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
 """
 
@@ -528,7 +525,7 @@ def test_of_many_processes_one_makes_cifar_and_the_others_say_who(
                 assert other.returncode == 3
                 one_line(err.removesuffix("\n"), "prepare.lock", "another process")
             with pytest.raises(DataFileError):
-                download.find_cifar10(tmp_path)
+                datasets.find_cifar10(tmp_path)
             go_on.set()
             assert first.wait(60) == 0
         finally:
@@ -565,7 +562,7 @@ def test_weights_that_do_not_arrive_whole_leave_nothing(
 ) -> None:
     server, path = weights
     server.answers[path.name] = {
-        "drops": tiny.dropping(parts=2, ranges=False),
+        "drops": tiny.dropping(parts=9),
         "another file": tiny.content(WEIGHTS),
         "nothing there": tiny.status(404),
         "an endless error": tiny.status(500),

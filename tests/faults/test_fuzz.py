@@ -438,6 +438,6 @@ def test_any_words_behind_prepare() -> None:
             words.append(f"{name if chance.random() < 0.85 else mutated(chance, name)}={value}")
         if chance.random() < 0.05:
             words.append(some_text(chance))
-        return words, lambda: prepare.parse(words), [*culprits(words, ""), "one dataset is wanted", "unknown dataset"]
+        return words, lambda: prepare.parse(words), [*culprits(words, ""), "give one dataset", "unknown dataset"]
 
     fuzz("prepare", make, ConfigError)

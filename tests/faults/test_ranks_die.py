@@ -283,7 +283,7 @@ def test_a_segmentation_fault_leaves_its_trace_in_that_ranks_log(start: Start, t
 def impatient(tmp_path: Path) -> Path:
     """A repository whose loaders wait 10 s for an image, not 5 min."""
     repo = conftest.copy_repo(tmp_path / "impatient")
-    source = repo / "recipes" / "core" / "images.py"
+    source = repo / "recipes" / "core" / "data" / "loader.py"
     text = source.read_text()
     assert text.count("\nSTALL_S = 300.0 ") == 1
     source.write_text(text.replace("\nSTALL_S = 300.0 ", "\nSTALL_S = 10.0 "))
@@ -311,7 +311,7 @@ def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> No
     ]
     ended = helpers.finish(helpers.start([*argv, "cpu_threads=1"], cwd=impatient))
     assert ended.status == 3, ended.out
-    [line] = [line for line in ended.lines if "has not come back in 10 s" in line]
+    [line] = [line for line in ended.lines if "did not return for 10 s" in line]
     assert "'class1/hanging.JPEG'" in line
     assert "Traceback" not in ended.out
     assert "hanging.JPEG" in helpers.read(tmp_path / "run", "status")["reason"]

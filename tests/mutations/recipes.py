@@ -61,8 +61,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/mnist.py",
-        "part = in_memory.share(len(test_set), world.rank, world.size)",
-        "part = in_memory.share(len(test_set), 0, 1)",
+        "part = sampling.share(len(test_set), world.rank, world.size)",
+        "part = sampling.share(len(test_set), 0, 1)",
         "mnist: each rank evaluates the whole test set",
         "tests/distributed/test_mnist.py::test_a_rank_takes_its_own_samples_and_random_numbers",
     ),
@@ -194,8 +194,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/cifar.py",
-        "part = in_memory.share(len(test_set), world.rank, world.size)",
-        "part = in_memory.share(len(test_set), world.size, world.rank + 1)",
+        "part = sampling.share(len(test_set), world.rank, world.size)",
+        "part = sampling.share(len(test_set), world.size, world.rank + 1)",
         "cifar: ranks evaluate other parts than their own",
         "tests/distributed/test_cifar.py::test_a_rank_takes_its_own_samples",
     ),
@@ -390,8 +390,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/toy.py",
-        "part = in_memory.share(cfg.samples, world.rank, world.size)",
-        "part = in_memory.share(cfg.samples, 0, world.size)",
+        "part = sampling.share(cfg.samples, world.rank, world.size)",
+        "part = sampling.share(cfg.samples, 0, world.size)",
         "toy: all ranks evaluate the first one's part",
         "tests/distributed/test_arithmetic.py::test_a_step_of_toy_by_hand",
     ),

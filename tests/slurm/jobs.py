@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.data import download
+from recipes.core.data import datasets
 from tests.helpers import ROOT, START_S, need, rows, wait_until
 from tests.slurm.cluster import Cluster, ClusterError, Process
 
@@ -37,7 +37,7 @@ def copy_repository(folder: Path) -> Path:
 def know(source: Path, folder: Path) -> None:
     """Puts the sizes and hashes of the files in ``folder`` into a clone in place of those of MNIST."""
     text = source.read_text()
-    for file in download.MNIST.files:
+    for file in datasets.MNIST.files:
         content = (folder / file.name).read_bytes()
         for old, new in ((str(file.size), str(len(content))), (file.sha256, hashlib.sha256(content).hexdigest())):
             assert text.count(old) == 1

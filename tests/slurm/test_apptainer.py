@@ -113,7 +113,7 @@ def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[st
 def test_mnist_is_signalled_requeued_and_finished(slurm: Cluster, site: Site, how: str, world_size: int) -> None:
     raw = site.folder / "data/MNIST/raw"
     helpers.write_mnist(raw)
-    jobs.know(site.clone / "recipes/core/data/download.py", raw)
+    jobs.know(site.clone / "recipes/core/data/datasets.py", raw)
     job, log = submit(slurm, site, how, *KEYS, f"data_dir={site.folder}/data")
     try:
         jobs.wait_for_training(slurm, job, site.run_dir)

@@ -132,7 +132,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     (clone / ".venv/.installed").touch()
     data = helpers.image_sets(clone / "data")  # the default of data_dir=
     helpers.write_mnist(data / "MNIST/raw")
-    jobs.know(clone / "recipes/core/data/download.py", data / "MNIST/raw")
+    jobs.know(clone / "recipes/core/data/datasets.py", data / "MNIST/raw")
     variables = {"DATA": str(data), "PACKED": f"{folder}/packed", "WEIGHTS": str(write_weights(folder / "weights"))}
     variables["IMAGES"] = str(write_stand_ins(folder / "images"))
     variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -98,11 +98,11 @@ def test_given_classes_are_what_labels_count_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (None, "is no folder: wants a folder for each class"),
-        ([], "has no class folders: it wants"),
+        (None, "is not a folder: each class needs a folder"),
+        ([], "has no class folders: each class needs"),
         ([".hidden/1.jpg", "notes.txt"], "has no class folders"),
-        (["1.JPEG", "2.JPEG"], "has 2 images and no class folders: sort them"),
-        (["a/", "b/notes.txt"], "has class folders and no image"),
+        (["1.JPEG", "2.JPEG"], "has 2 images and no class folders: each class"),
+        (["a/", "b/notes.txt"], "has class folders without images"),
         (["a/1.jpg", "b/", "c/x.txt"], "has no image in the class folder 'b' (and 1 more): fill or remove it"),
     ],
 )
@@ -120,7 +120,7 @@ def test_what_is_no_class_folder_is_one_line(tmp_path: Path, files: list[str] | 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         classfolder.scan(tmp_path / "file")
 
 

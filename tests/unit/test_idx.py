@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data.download import MNIST, DataFileError, find_mnist, read_idx
+from recipes.core.data.datasets import MNIST, DataFileError, find_mnist
+from recipes.core.data.idx import read_idx
 
 
 def idx(shape: tuple[int, ...], payload: bytes, dtype: int = 0x08) -> bytes:
@@ -44,8 +45,8 @@ def test_a_plain_file_is_mapped_and_writing_to_the_view_does_not_reach_the_file(
 
 
 BAD = {
-    "no magic": (b"<htm" + GOOD[4:], "is no IDX file"),
-    "no dimensions": (b"\0\0\x08\0", "is no IDX file"),
+    "no magic": (b"<htm" + GOOD[4:], "is not an IDX file"),
+    "no dimensions": (b"\0\0\x08\0", "is not an IDX file"),
     "int32": (idx((6,), bytes(24), dtype=0x0C), "type 0x0c, only uint8"),
     "short": (GOOD[:-1], "says 24 bytes of data, it has 23"),
     "long": (GOOD + b"\0", "says 24 bytes of data, it has 25"),
@@ -54,7 +55,7 @@ BAD = {
     "empty": (b"", "has only 0 bytes"),
     "gzip short": (gzip.compress(GOOD[:-1]), "says 24 bytes of data, it has only 23"),
     "gzip long": (gzip.compress(GOOD + b"\0"), "says 24 bytes of data, it has more"),
-    "gzip cut": (PACKED[:-9], "cut short"),
+    "gzip cut": (PACKED[:-9], "truncated"),
     "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "CRC check failed"),
     "gzip body": (PACKED[:12] + b"\xff" + PACKED[13:], "is damaged"),
     "gzip claims terabytes": (gzip.compress(idx((2**31, 2**31), bytes(9))), "cannot hold"),

@@ -28,10 +28,14 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core.data import images
-from recipes.core.data.images import IGNORE, LoadedShard, Loader, make_decoder, open_images
-from recipes.core.data.in_memory import GlobalBatches
-from recipes.core.data.packed import packing
+from recipes.core.data import crops, datasets, image_sets, loader
+from recipes.core.data.decode import Pixels, make_decoder
+from recipes.core.data.image_sets import Fake, Images, open_images
+from recipes.core.data.loader import IGNORE, LoadedShard, Loader
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.pillow import Unreadable
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.run.signals import StopFlag
 
@@ -76,13 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("packed")
     for encoding in ("jpeg", "raw"):
-        options = packing.PackOptions(encoding=encoding, size=64, workers=1, samples_per_shard=10)
-        packing.pack(folder, root / encoding, options, say=lambda text: None)
+        options = PackOptions(encoding=encoding, size=64, workers=1, samples_per_shard=10)
+        write.pack(folder, root / encoding, options, say=lambda text: None)
     return {encoding: root / encoding for encoding in ("jpeg", "raw")}
 
 
-def loader(
-    source: images.Images,
+def make_loader(
+    source: Images,
     *,
     decoder: str = "torchvision",
     workers: int = 0,
@@ -119,10 +123,10 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
 def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
     folder: Path, packed: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_box, boxes = images.random_box, []
-    monkeypatch.setattr(images, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
+    random_box, boxes = crops.random_box, []
+    monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
     source = open_images(packed.get(kind, folder), "train")
-    (shard,) = loader(source, batch=100).epoch(2)
+    (shard,) = make_loader(source, batch=100).epoch(2)
     for i, (index, (y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
         if source.raw:
             whole = Image.fromarray(source.rows(index, 0, source.shape(index)[0]).copy())
@@ -138,7 +142,7 @@ def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
 def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path, size: int, resize: int) -> None:
     source = open_images(folder, "val")
     reference = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
-    found = list(loader(source).centres(source, slice(0, len(source)), size, resize, 5))
+    found = list(make_loader(source).centres(source, slice(0, len(source)), size, resize, 5))
     batch, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert labels.tolist() == [label for label in range(3) for _ in range(PER_CLASS)]
     for i in range(len(source)):
@@ -150,7 +154,7 @@ def test_the_fast_decoders_pixels_are_near(folder: Path) -> None:
     pytest.importorskip("cv2")
     pytest.importorskip("simplejpeg")
     source = open_images(folder, "train")
-    (ours,), (fast,) = (loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
+    (ours,), (fast,) = (make_loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
     difference = (ours.images.int() - fast.images.int()).abs().float()
     assert 0 < difference.mean() < 6
 
@@ -159,9 +163,9 @@ def test_packed_pixels_are_those_that_were_stored(packed: dict[str, Path]) -> No
     """Raw ones to the bit, whose shorter side is `resize`; JPEGs as their decoder gives them."""
     for encoding, path in packed.items():
         source = open_images(path, "val")
-        ((batch, _),) = loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
+        ((batch, _),) = make_loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
         for i in range(len(source)):
-            offset, length, shard, _, height, width = source._record(i)  # type: ignore[attr-defined]
+            offset, length, shard, _, height, width = format.record((path / "val.index").read_bytes(), i)
             payload = (path / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
             if encoding == "raw":
                 whole = Image.frombytes("RGB", (width, height), payload)
@@ -184,8 +188,8 @@ def test_exif_turns_an_image_as_pillow_does(decoder: str, orientation: int) -> N
 
 def test_a_random_box_is_torchvisions_in_kind() -> None:
     """Inside the image, of the areas and ratios that are allowed, spread over both; where none fits, the same middle."""
-    uniform = torch.rand(3000, 2 * images.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    boxes = [images.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
+    uniform = torch.rand(3000, 2 * crops.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    boxes = [crops.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
     torch.manual_seed(0)
     theirs = [
         transforms.RandomResizedCrop.get_params(torch.empty(3, 300, 400), [0.08, 1], [3 / 4, 4 / 3])
@@ -198,8 +202,8 @@ def test_a_random_box_is_torchvisions_in_kind() -> None:
     ratios = [np.mean([np.log(w / h) for _, _, h, w in some]) for some in (boxes, theirs)]
     assert abs(ratios[0] - ratios[1]) < 0.013  # as many high ones as wide ones
     for height, width in ((10, 1000), (1000, 10)):
-        none = [0.999] * (2 * images.TRIES + 2)
-        assert images.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
+        none = [0.999] * (2 * crops.TRIES + 2)
+        assert crops.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
             torch.empty(3, height, width), [1, 1], [3 / 4, 4 / 3]
         )
 
@@ -210,12 +214,12 @@ def test_a_random_box_is_torchvisions_in_kind() -> None:
 @pytest.mark.parametrize("kind", ["files", "jpeg", "raw"])
 def test_ranks_and_threads_change_nothing(folder: Path, packed: dict[str, Path], kind: str, decoder: str) -> None:
     source = open_images(packed.get(kind, folder), "train")
-    alone = sorted(content(loader(source, decoder=decoder).epoch(1)))
+    alone = sorted(content(make_loader(source, decoder=decoder).epoch(1)))
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
-    assert content(loader(source, decoder=decoder).epoch(2)) != alone
+    assert content(make_loader(source, decoder=decoder).epoch(2)) != alone
     for world_size, workers in ((2, 0), (3, 3), (1, 1), (1, 3)):
         ranks = (
-            loader(source, decoder=decoder, workers=workers, rank=rank, world_size=world_size).epoch(1)
+            make_loader(source, decoder=decoder, workers=workers, rank=rank, world_size=world_size).epoch(1)
             for rank in range(world_size)
         )
         assert sorted(itertools.chain.from_iterable(map(content, ranks))) == alone
@@ -223,24 +227,24 @@ def test_ranks_and_threads_change_nothing(folder: Path, packed: dict[str, Path],
 
 def test_a_resume_in_the_middle_of_an_epoch_goes_on(folder: Path) -> None:
     source = open_images(folder, "train")
-    whole = content(loader(source, batch=5).epoch(4))
-    assert content(loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [s for s in whole if s[1] >= 2]
+    whole = content(make_loader(source, batch=5).epoch(4))
+    assert content(make_loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [s for s in whole if s[1] >= 2]
 
 
 def test_each_batch_and_epoch_is_cropped_in_its_own_way(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     for i in range(6):
         (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(jpeg(picture(0)))
-    one = loader(open_images(tmp_path, "train"), batch=2)
+    one = make_loader(open_images(tmp_path, "train"), batch=2)
     crops = [sample[3] for epoch in (0, 1) for sample in content(one.epoch(epoch))]
     assert len(set(crops)) == 12
 
 
 def test_the_size_goes_by_the_epoch_and_a_rank_may_have_nothing(folder: Path) -> None:
     source = open_images(folder, "train")
-    sized = loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
+    sized = make_loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
     assert [next(sized.epoch(epoch)).images.shape[2:] for epoch in (0, 1)] == [(16, 16), (24, 24)]
-    shards = list(loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
+    shards = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
     assert len(shards) == len(source) // 2
     assert all(shard.images.shape == (0, 3, 32, 32) and len(shard.labels) == 0 for shard in shards)
 
@@ -249,15 +253,15 @@ def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: dict[
     for path in (folder, *packed.values()):
         source = open_images(path, "train")
         assert source.classes == CLASSES
-        (shard,) = loader(source, batch=100).epoch(0)
+        (shard,) = make_loader(source, batch=100).epoch(0)
         assert shard.labels.tolist() == [index // PER_CLASS for index in shard.indices.tolist()]
         cut = shard.pieces(3)
         assert torch.equal(torch.cat([piece.images for piece in cut]), shard.images)  # type: ignore[attr-defined]
 
 
 def test_random_pixels_need_no_folder() -> None:
-    source = images.Fake(100, classes=7)
-    (shard,) = loader(source, batch=100, workers=1).epoch(0)
+    source = Fake(100, classes=7)
+    (shard,) = make_loader(source, batch=100, workers=1).epoch(0)
     assert shard.images.float().std() > 10
     assert set(shard.labels.tolist()) == set(range(7))
 
@@ -271,14 +275,14 @@ def image_threads() -> list[str]:
 
 def test_a_generator_that_is_left_leaves_no_thread(folder: Path) -> None:
     source = open_images(folder, "train")
-    shards = loader(source, batch=2, workers=3).epoch(0)
+    shards = make_loader(source, batch=2, workers=3).epoch(0)
     next(shards)
     assert image_threads()
     for _ in shards:
         break
     del shards
     assert image_threads() == []
-    centres = loader(source, workers=3).centres(source, slice(0, 9), 32, 36, 2)
+    centres = make_loader(source, workers=3).centres(source, slice(0, 9), 32, 36, 2)
     next(centres)
     centres.close()
     assert image_threads() == []
@@ -291,7 +295,7 @@ def test_an_error_of_our_own_reaches_the_caller(folder: Path, monkeypatch: pytes
     def broken(i: int) -> bytes:
         raise ZeroDivisionError("a bug")
 
-    shards = loader(source, workers=workers).epoch(0)
+    shards = make_loader(source, workers=workers).epoch(0)
     monkeypatch.setattr(source, "read", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         next(shards)
@@ -301,33 +305,33 @@ def test_an_error_of_our_own_reaches_the_caller(folder: Path, monkeypatch: pytes
 def test_a_read_that_does_not_come_back_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_images(folder, "train")
     read, hang, hung = source.read, threading.Event(), 13
-    monkeypatch.setattr(images, "STALL_S", 0.5)
-    monkeypatch.setattr(images, "CHUNK", 3)
+    monkeypatch.setattr(loader, "STALL_S", 0.5)
+    monkeypatch.setattr(loader, "CHUNK", 3)
     monkeypatch.setattr(source, "read", lambda i: hang.wait(20) and b"" if i == hung else read(i))
     try:  # by three threads in all 24, whose chunks that come later are done meanwhile
-        with pytest.raises(MachineError, match=rf"not come back in 0\.5 s, near '{source.name(hung)}'"):
-            next(loader(source, workers=3, batch=24).epoch(0))
+        with pytest.raises(MachineError, match=rf"did not return for 0\.5 s, near '{source.name(hung)}'"):
+            next(make_loader(source, workers=3, batch=24).epoch(0))
     finally:
         hang.set()
 
 
 def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = images.Fake(4000)
+    source = Fake(4000)
     seen: list[int] = []
     rows = source.rows
     monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or rows(i, *part))
-    shards = loader(source, batch=20, workers=1).epoch(0)
+    shards = make_loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     deadline = time.monotonic() + 10
-    while len(seen) < 20 * (images.AHEAD + 1) and time.monotonic() < deadline:
+    while len(seen) < 20 * (loader.AHEAD + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert len(seen) == 20 * (images.AHEAD + 1)
+    assert len(seen) == 20 * (loader.AHEAD + 1)
     shards.close()  # type: ignore[attr-defined]
 
     seen.clear()
     monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.02) or rows(i, *part))
-    shards = loader(source, batch=20, workers=1).epoch(0)
+    shards = make_loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     shards.close()  # type: ignore[attr-defined]
     assert len(seen) < 60  # what was still to come is given up
@@ -361,7 +365,7 @@ def test_the_decoders_leave_the_interpreters_lock(decoder: str) -> None:
 def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> None:
     code = (
         "import os, sys, threading, numpy as np, torch\n"
-        "from recipes.core.data.images import make_decoder\n"
+        "from recipes.core.data.decode import make_decoder\n"
         "torch.set_num_threads(8)\n"
         "resize, before = make_decoder('torchvision').resize, len(os.listdir('/proc/self/task'))\n"
         "whole, counts = np.zeros((900, 900, 3), np.uint8), []\n"
@@ -380,12 +384,13 @@ def test_resizing_in_a_thread_starts_no_threads_of_torchs_own(folder: Path) -> N
 def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
     code = (
         "import sys, torch\n"
-        "from recipes.core.data import images\n"
-        "from recipes.core.data.in_memory import GlobalBatches\n"
-        "source = images.open_images(sys.argv[1], 'train')\n"
+        "from recipes.core.data import image_sets\n"
+        "from recipes.core.data.loader import Loader\n"
+        "from recipes.core.data.sampling import GlobalBatches\n"
+        "source = image_sets.open_images(sys.argv[1], 'train')\n"
         "batches = GlobalBatches(len(source), 8, 0, 0, 1)\n"
-        "loader = images.Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"
-        "                       device=torch.device('cpu'), warn=print)\n"
+        "loader = Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"
+        "                device=torch.device('cpu'), warn=print)\n"
         "def kilobytes():\n"
         "    return int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])\n"
         "for epoch in range(80):\n"
@@ -421,7 +426,7 @@ def test_an_odd_image_is_read_and_counted(tmp_path: Path, kind: str, decoder: st
         (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(make(picture(i)))
     told: list[str] = []
     source = open_images(tmp_path, "train")
-    one = loader(source, decoder=decoder, warn=told.append)
+    one = make_loader(source, decoder=decoder, warn=told.append)
     ((batch, labels),) = one.centres(source, slice(0, 3), 64, 90, 10)
     assert labels.tolist() == [0, 0, 0]
     for i in range(3):
@@ -436,7 +441,7 @@ def test_sixteen_bits_become_eight(tmp_path: Path, decoder: str) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     Image.fromarray(np.full((64, 64), 40000, np.uint16)).save(tmp_path / "train" / "a" / "deep.png")
     source = open_images(tmp_path, "train")
-    ((batch, _),) = loader(source, decoder=decoder).centres(source, slice(0, 1), 64, 64, 1)
+    ((batch, _),) = make_loader(source, decoder=decoder).centres(source, slice(0, 1), 64, 64, 1)
     assert batch.unique().tolist() == [40000 >> 8]
 
 
@@ -462,8 +467,8 @@ def test_an_image_that_cannot_be_read_is_left_out_named_and_counted(
     bad = 11
     DAMAGED[kind](tmp_path / "copy" / "train" / source.name(bad))
     told: list[str] = []
-    one = loader(source, decoder=decoder, workers=2, warn=told.append)
-    good = {s[2]: s for s in content(loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
+    one = make_loader(source, decoder=decoder, workers=2, warn=told.append)
+    good = {s[2]: s for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
     for _ in range(2):
         found = {s[2]: s for s in content(one.epoch(0))}
         assert found[bad][4] == IGNORE
@@ -480,7 +485,7 @@ def test_an_image_that_cannot_be_read_is_left_out_named_and_counted(
 def test_a_set_that_vanishes_ends_the_run(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     source = open_images(tmp_path / "copy", "train")
-    shards = loader(source, batch=1, workers=1).epoch(0)
+    shards = make_loader(source, batch=1, workers=1).epoch(0)
     next(shards)
     shutil.rmtree(tmp_path / "copy")
     with pytest.raises(InputError, match=r"data_dir: 10 images in a row .*copy/train'.*No such file") as caught:
@@ -492,11 +497,11 @@ def test_a_set_that_vanishes_ends_the_run(folder: Path, tmp_path: Path) -> None:
 def test_bad_files_side_by_side_do_not_end_an_evaluation(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     source = open_images(tmp_path / "copy", "val")
-    for i in range(2, 2 + images.IN_A_ROW):
+    for i in range(2, 2 + loader.IN_A_ROW):
         (tmp_path / "copy" / "val" / source.name(i)).write_bytes(b"")
-    one = loader(source)
+    one = make_loader(source)
     labels = torch.cat([labels for _, labels in one.centres(source, slice(0, len(source)), 32, 36, 5)])
-    assert (labels == IGNORE).sum() == one.skipped == images.IN_A_ROW
+    assert (labels == IGNORE).sum() == one.skipped == loader.IN_A_ROW
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -510,28 +515,28 @@ def test_what_the_machine_lacks_is_no_images_fault(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(source, "read", lacking)
-    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): look at this machine's"):
-        next(loader(source, workers=workers).epoch(0))
+    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): check this machine's"):
+        next(make_loader(source, workers=workers).epoch(0))
 
 
 def test_more_than_one_in_a_hundred_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, ends in ((50, True), (200, False)):
-        source = images.Fake(3000)
+        source = Fake(3000)
         rows = source.rows
 
-        def read(i: int, *part: int, every: int = every, rows: Callable[..., images.Pixels] = rows) -> images.Pixels:
+        def read(i: int, *part: int, every: int = every, rows: Callable[..., Pixels] = rows) -> Pixels:
             if i % every == 0:
-                raise packing.Unreadable("is damaged")
+                raise Unreadable("is damaged")
             return rows(i, *part)
 
         monkeypatch.setattr(source, "rows", read)
         told: list[str] = []
-        one = loader(source, batch=100, warn=told.append)
+        one = make_loader(source, batch=100, warn=told.append)
         if not ends:
             list(one.epoch(0))
             assert one.skipped == 15
-            assert len(told) == images.TOLD
-            assert "counted only" in told[-1]
+            assert len(told) == loader.NAMED
+            assert "only counted" in told[-1]
             continue
         with pytest.raises(InputError, match=r"\d+ of 10\d\d images of 'dataset=fake' cannot be read"):
             list(one.epoch(0))
@@ -573,16 +578,16 @@ def damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("shard short", r"train-00001.bin' has \d+ bytes, index.json says \d+"),
+        ("shard short", r"train-00001.bin' has \d+ bytes instead of \d+"),
         ("shard gone", r"train-00001.bin' is missing"),
-        ("index short", r"train.index' has \d+ bytes, index.json says \d+"),
+        ("index short", r"train.index' has \d+ bytes instead of \d+"),
         ("index flipped", r"train.index' is damaged"),
         ("index.json cut", r"index.json' is damaged"),
-        ("other format", r"is not of the format"),
+        ("other format", r"is not 'packed images'"),
         ("name outside", r"index.json' is damaged"),
         ("fewer classes", r"train.index' is damaged"),
-        ("not finished", r"packing was not finished: run the same prepare command again"),
-        ("no such split", r"has no train/ in it"),
+        ("not finished", r"packing is not finished: run the same command again"),
+        ("no such split", r"has no train/"),
     ],
 )
 def test_a_damaged_packed_copy_is_found_when_it_is_opened(
@@ -602,7 +607,7 @@ def test_a_shard_that_is_cut_meanwhile_costs_its_samples_alone(packed: dict[str,
     source = open_images(tmp_path / "copy", "train")
     with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
         file.truncate(file.seek(0, 2) - 20_000)
-    one = loader(source, batch=100)
+    one = make_loader(source, batch=100)
     (shard,) = one.epoch(0)
     bad = shard.indices[shard.labels == IGNORE].tolist()
     assert 1 <= len(bad) < 10
@@ -612,11 +617,11 @@ def test_a_shard_that_is_cut_meanwhile_costs_its_samples_alone(packed: dict[str,
 def test_more_shards_than_files_that_may_be_open(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sets are open at once, and leave half of what the process may open to others."""
     source = open_images(packed["raw"], "train")
-    alone = content(loader(source).epoch(0))
+    alone = content(make_loader(source).epoch(0))
     assert len(source._open) == 3  # type: ignore[attr-defined]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 4096))
     again = open_images(packed["raw"], "train")
-    assert content(loader(again, workers=2).epoch(0)) == alone
+    assert content(make_loader(again, workers=2).epoch(0)) == alone
     assert len(again._open) == 2  # type: ignore[attr-defined]
 
 
@@ -632,10 +637,10 @@ def test_folders_that_hold_no_images_say_what_is_wanted(tmp_path: Path, folder: 
     val = open_images(tmp_path / "copy", "val")
     assert val.classes == CLASSES
     assert {val.label(i) for i in range(len(val))} == {1}
-    assert images.find_folder(str(tmp_path / "copy")) == tmp_path / "copy"
+    assert datasets.find_imagenet(tmp_path / "copy") == tmp_path / "copy"
     (tmp_path / "set").mkdir()
     (tmp_path / "copy").rename(tmp_path / "set" / "imagenet")
-    assert images.find_folder(str(tmp_path / "set")) == tmp_path / "set" / "imagenet"
+    assert datasets.find_imagenet(tmp_path / "set") == tmp_path / "set" / "imagenet"
 
 
 @pytest.fixture
@@ -665,7 +670,9 @@ def test_what_may_not_be_read_is_one_line(packed: dict[str, Path], folder: Path,
     copy.chmod(0)
     files = shutil.copytree(folder, reachable / "files")
     files.chmod(0)
-    for place, find in itertools.product((copy, files), (lambda place: open_images(place, "val"), images.find_folder)):
+    for place, find in itertools.product(
+        (copy, files), (lambda place: open_images(place, "val"), datasets.find_imagenet)
+    ):
         with not_root(), pytest.raises(InputError, match=r"^data_dir: '.*' cannot be read \(Permission denied\)"):
             find(str(place))
 
@@ -697,47 +704,47 @@ def test_a_recipes_sets_are_staged_where_a_variable_says(
 ) -> None:
     told: list[str] = []
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    train, val = images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
+    train, val = image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
-    assert told[0] == "the packed copy is brought to stage_dir=$NODE_DISK where it is not there yet"
+    assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
     assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
-    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: such a variable is not set"):
-        images.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
-    with pytest.raises(InputError, match=r"^node1: stage_dir=: wants a packed copy"):
-        images.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
+    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
+        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
+    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
+        image_sets.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
-    assert images.open_sets(keys(), fake_run(told))[1].kind == "files"
-    assert {len(source.classes) for source in images.open_sets(keys("fake"), fake_run(told))} == {1000}
+    assert image_sets.open_sets(keys(), fake_run(told))[1].kind == "files"
+    assert {len(source.classes) for source in image_sets.open_sets(keys("fake"), fake_run(told))} == {1000}
 
 
 @pytest.mark.parametrize("kind", ["files", "raw"])
 def test_a_rank_that_finds_other_samples_says_so(folder: Path, packed: dict[str, Path], kind: str) -> None:
-    with pytest.raises(InputError, match=r"^node1: .* holds other samples here than on node0"):
-        images.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
+    with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
+        image_sets.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
 
 
 def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path) -> None:
     run = fake_run([])
     run.stop.reason = signal.SIGTERM.name
     with pytest.raises(Stopped, match=r"^SIGTERM$"):
-        images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
     run.stop.reason = ""
-    images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
     run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
-    images.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
 
 
 def test_without_its_libraries_the_fast_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(InputError, match=r"^decoder=opencv: wants opencv-python-headless and simplejpeg: pip install"):
+    with pytest.raises(InputError, match=r"^decoder=opencv: needs opencv-python-headless and simplejpeg: pip install"):
         make_decoder("opencv")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
 def test_batches_reach_the_gpu_as_they_are(folder: Path) -> None:
     source = open_images(folder, "train")
-    here = content(loader(source).epoch(0))
+    here = content(make_loader(source).epoch(0))
     batches = GlobalBatches(len(source), 10, 3, 0, 1)
     gpu = torch.device("cuda", 0)
     there = Loader(

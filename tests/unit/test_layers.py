@@ -26,10 +26,10 @@ ROOMS = {
     "recipes.core.place": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
     "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
-    "recipes.core.launch": Room(f"{BASE} config run data.download", "submitit"),
-    "recipes.core.data.download": Room(BASE),  # the login node looks for data
-    "recipes.core.data": Room(f"{BASE} config run data.download", "*"),
-    "recipes.core.train": Room(f"{BASE} config run data data.download", "*"),
+    "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
+    "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
+    "recipes.core.data": Room(f"{BASE} config run data.datasets", "*"),
+    "recipes.core.train": Room(f"{BASE} config run data data.datasets", "*"),
     "recipes.core.bandwidth": Room(f"{BASE} train", "*"),
     "recipes.core.drawing": Room("bandwidth", "*"),
     "recipes.core.doctor": Room(f"{BASE} config run", "torch"),
@@ -37,7 +37,7 @@ ROOMS = {
     "recipes.report": Room(f"{BASE} config run"),
     "recipes.doctor": Room(f"{BASE} config run doctor conf"),
     "launch": Room(f"{BASE} config run launch"),
-    "recipes": Room(f"{BASE} config run data data.download train bandwidth drawing conf", "*"),
+    "recipes": Room(f"{BASE} config run data data.datasets train bandwidth drawing conf", "*"),
 }
 # Imports against the direction: fewer is better, and one that is gone is removed from here.
 EXCEPTIONS = {

@@ -21,8 +21,10 @@ import pytest
 from PIL import Image, ImageOps
 
 from recipes import prepare
-from recipes.core.data.packed import packing
-from recipes.core.data.packed.packing import RECORD, PackOptions
+from recipes.core.data import classfolder, pillow
+from recipes.core.data.classfolder import Progress
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import RECORD, PackOptions
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
 
@@ -61,12 +63,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("unbroken") / "packed"
-    packing.pack(source, target, OPTIONS, say=quiet)
+    write.pack(source, target, OPTIONS, say=quiet)
     return target
 
 
 def quiet(text: str) -> None:
     pass
+
+
+def packed_index(source: Path, target: Path, options: PackOptions, say: Callable[[str], None]) -> dict[str, Any]:
+    """Packs, and gives index.json."""
+    write.pack(source, target, options, say)
+    index: dict[str, Any] = json.loads((target / "index.json").read_bytes())
+    return index
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -90,7 +99,7 @@ def pack_one(
     """Packs one file beside a good one; gives the split's part of index.json and the samples but the good one."""
     put(tmp_path, "in/train/a/good.jpg", encoded(picture(0, 20, 20)))
     put(tmp_path, "in/train/b/odd.JPEG", content)
-    index = packing.pack(
+    index = packed_index(
         tmp_path / "in", tmp_path / "out", PackOptions(**{"size": 24, "workers": 1, **options}), say=quiet
     )
     return index["splits"]["train"], samples(tmp_path / "out", "train")[1:]
@@ -134,7 +143,7 @@ def test_the_packed_copy_is_as_described(source: Path, unbroken: Path) -> None:
 
 
 def test_raw_is_the_pixels_themselves(source: Path, tmp_path: Path) -> None:
-    index = packing.pack(source, tmp_path, PackOptions(encoding="raw", size=24, workers=1), say=quiet)
+    index = packed_index(source, tmp_path, PackOptions(encoding="raw", size=24, workers=1), say=quiet)
     assert (index["encoding"], index["quality"]) == ("raw", None)
     files = sorted((source / "train").rglob("*.JPEG"))
     for path, (payload, _, height, width) in zip(files, samples(tmp_path, "train"), strict=True):
@@ -249,11 +258,11 @@ def bomb() -> bytes:
 GOOD = encoded(picture(2, 64, 64), quality=95)
 BAD = {
     "empty": (b"", "is empty"),
-    "text": (b"<html>not found</html>", "is no image"),
+    "text": (b"<html>not found</html>", "is not an image"),
     "truncated": (GOOD[: len(GOOD) // 2], "is damaged (OSError: image file is truncated"),
     "truncated by little": (GOOD[:-40], "is damaged (OSError: image file is truncated"),
     "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
-    "header alone": (GOOD[:20], "is no image"),
+    "header alone": (GOOD[:20], "is not an image"),
     "bomb": (bomb(), "has more than 178 million pixels"),
     "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: too long"),
 }
@@ -267,42 +276,41 @@ def test_an_image_that_cannot_be_read_is_left_out_by_name(tmp_path: Path, conten
     [skip] = split["skipped"]
     assert skip["file"] == "train/b/odd.JPEG"
     assert why in skip["why"]
-    assert packing.check(tmp_path / "out") == []
+    assert write.verify(tmp_path / "out", format.read_index(tmp_path / "out")) == []
 
 
 def test_a_file_that_may_not_be_read_is_left_out_and_one_that_is_gone_ends_it(tmp_path: Path) -> None:
     put(tmp_path, "in/train/a/1.jpg", GOOD)
     (tmp_path / "in/train/a/2.jpg").symlink_to("nowhere")
     (tmp_path / "in/train/a/3.jpg").symlink_to(tmp_path)
-    index = packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     assert [skip["file"] for skip in index["splits"]["train"]["skipped"]] == ["train/a/2.jpg", "train/a/3.jpg"]
-    with pytest.raises(InputError, match=r"cannot be read.*bring it back"):
-        packing.read(tmp_path / "in/train/a/4.jpg")
+    with pytest.raises(InputError, match=r"4\.jpg.*cannot be read"):
+        pillow.read_file(tmp_path / "in/train/a/4.jpg")
 
 
 def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n1.jpg"), GOOD)
     put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n2.jpg"), b"")
-    index = packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     assert os.fsencode(index["classes"][0]) == b"caf\xe9"
     assert os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
-    assert json.loads((tmp_path / "out/index.json").read_bytes()) == index
 
 
 def test_val_alone_and_a_class_that_train_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, "in/val/b/1.jpg", GOOD)
-    assert list(packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)["splits"]) == ["val"]
+    assert list(write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet).splits) == ["val"]
     assert prepare.main(["imagenet", f"source={tmp_path}/in", f"data_dir={tmp_path}/val-alone"]) == 0
     assert "next:" not in capsys.readouterr().out
     put(tmp_path, "in/train/a/1.jpg", GOOD)
     with pytest.raises(InputError, match="class 'b', which the training set lacks"):
-        packing.pack(tmp_path / "in", tmp_path / "out2", OPTIONS, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "out2", OPTIONS, say=quiet)
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken: Path, tmp_path: Path) -> None:
     for workers in (1, 3):
         target = tmp_path / str(workers)
-        packing.pack(source, target, PackOptions(size=24, samples_per_shard=4, workers=workers), say=quiet)
+        write.pack(source, target, PackOptions(size=24, samples_per_shard=4, workers=workers), say=quiet)
         assert contents(target) == contents(unbroken)
 
 
@@ -313,7 +321,7 @@ def test_more_unreadable_images_than_allowed_end_it_and_keep_the_work(tmp_path: 
     for i in range(14):
         put(tmp_path, f"in/train/a/{i:02d}.jpg", b"" if i else GOOD)
     with pytest.raises(InputError) as caught:
-        packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     message = str(caught.value)
     assert "13 of 14 images of train/ cannot be used ('train/a/01.jpg' is empty; " in message
     assert "raise max_skipped= (now 10)" in message
@@ -322,23 +330,23 @@ def test_more_unreadable_images_than_allowed_end_it_and_keep_the_work(tmp_path: 
     shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
     assert len(shards) == 4
     more = PackOptions(size=24, samples_per_shard=4, max_skipped=13)
-    index = packing.pack(tmp_path / "in", tmp_path / "out", more, say=quiet)
+    index = packed_index(tmp_path / "in", tmp_path / "out", more, say=quiet)
     assert len(index["splits"]["train"]["skipped"]) == 13
     few = PackOptions(size=24, samples_per_shard=4, max_skipped=12)
     with pytest.raises(InputError, match=r"max_skipped=12: the finished copy .* lacks 13 images of train/"):
-        packing.pack(tmp_path / "in", tmp_path / "out", few, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "out", few, say=quiet)
     assert shards == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
 
 
 def test_one_in_a_hundred_is_allowed_and_ten_at_least() -> None:
-    assert [packing.allowed(n, PackOptions()) for n in (1, 1000, 1_281_167)] == [10, 10, 12811]
-    assert packing.allowed(1_281_167, PackOptions(max_skipped=0)) == 0
+    assert [classfolder.allowed(n) for n in (1, 1000, 1_281_167)] == [10, 10, 12811]
+    assert classfolder.allowed(1_281_167, max_skipped=0) == 0
 
 
 def test_a_split_without_any_good_image(tmp_path: Path) -> None:
     put(tmp_path, "in/train/a/1.jpg", b"")
     with pytest.raises(InputError, match=r"1 of 1 images of train/ cannot be used .*give another source="):
-        packing.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+        write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
 
 
 # ---------------------------------------------------------------- killed, and gone on with
@@ -346,9 +354,11 @@ def test_a_split_without_any_good_image(tmp_path: Path) -> None:
 RUNNER = """
 import sys
 from pathlib import Path
-from recipes.core.data.packed import packing
-from recipes.core.data.packed.packing import PackOptions
-packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), PackOptions(size=24, samples_per_shard=4, workers=2), print)
+from recipes.core.data import classfolder
+from recipes.core.data.classfolder import Progress
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import PackOptions
+write.pack(Path(sys.argv[1]), Path(sys.argv[2]), PackOptions(size=24, samples_per_shard=4, workers=2), print)
 """
 
 
@@ -404,7 +414,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
         child.communicate(timeout=20)
         until(lambda: not any(map(lives, workers or [])))  # noqa: B023
         assert_no_half_file(tmp_path, unbroken)
-    packing.pack(source, tmp_path, OPTIONS, say=quiet)
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
     assert contents(tmp_path) == contents(unbroken)
 
 
@@ -437,9 +447,9 @@ def test_what_is_finished_is_not_done_again(source: Path, unbroken: Path, tmp_pa
     notes = [json.loads(path.with_suffix(".json").read_text()) for path in done]
     kept = sum(len(bytes.fromhex(note["records"])) // 24 + len(note["skipped"]) for note in notes)  # the last has fewer
     assert kept >= 4
-    states: list[packing.Progress] = []
+    states: list[Progress] = []
     (folder / ".train-00004.bin.host.123.0123abcd").write_bytes(b"of a dead run")
-    packing.pack(source, folder, OPTIONS, quiet, states.append)
+    write.pack(source, folder, OPTIONS, quiet, states.append)
     assert done == {path: path.stat().st_mtime_ns for path in done}
     assert states[-1].kept == kept
     assert states[-1].kept + states[-1].done == states[-1].total == 22
@@ -454,9 +464,9 @@ def test_a_shard_that_was_damaged_meanwhile_is_done_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(packing, "_finish", end)
+        patched.setattr(write, "_finish", end)
         with pytest.raises(KeyboardInterrupt):
-            packing.pack(source, tmp_path, OPTIONS, say=quiet)
+            write.pack(source, tmp_path, OPTIONS, say=quiet)
     shard, note = tmp_path / "train-00001.bin", tmp_path / "train-00001.json"
     content = shard.read_bytes()
     if damage == "gone":
@@ -465,7 +475,7 @@ def test_a_shard_that_was_damaged_meanwhile_is_done_again(
         note.write_text(note.read_text().replace('"records": "', '"records": "00'))
     else:
         shard.write_bytes(content[:-1] if damage == "short" else content[:-1] + bytes([content[-1] ^ 1]))
-    packing.pack(source, tmp_path, OPTIONS, say=quiet)
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
     assert contents(tmp_path) == contents(unbroken)
 
 
@@ -486,9 +496,9 @@ def test_a_worker_that_is_killed_ends_it_in_one_line(
         _, err = child.communicate(timeout=20)
     assert child.returncode == 3
     assert err.count("\n") == 1
-    assert "the same command goes on" in err
+    assert "the same command" in err
     if number == signal.SIGKILL:
-        assert "want of memory: give fewer, workers=N" in err
+        assert "lack of memory: give a smaller workers=" in err
     assert not any(map(lives, workers))
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
     assert prepare.main(argv) == 0
@@ -500,7 +510,7 @@ def test_a_worker_that_cannot_begin_says_why(
     put(tmp_path, "broken/ctypes.py", b"raise ImportError('no such library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     with pytest.raises(RuntimeError, match="a worker ended with status 1"):
-        packing.pack(source, tmp_path / "out", dataclasses.replace(OPTIONS, workers=1), say=quiet)  # two write at once
+        write.pack(source, tmp_path / "out", dataclasses.replace(OPTIONS, workers=1), say=quiet)  # two write at once
     assert "ImportError: no such library" in capfd.readouterr().err
 
 
@@ -517,7 +527,7 @@ def test_ctrl_c(source: Path, tmp_path: Path) -> None:
         os.killpg(child.pid, signal.SIGINT)  # as a terminal does
         _, err = child.communicate(timeout=20)
     assert child.returncode == 130
-    assert err == "error: interrupted; nothing half-written is left, the same command goes on\n"
+    assert err == "error: interrupted; no partial files are left, the same command continues\n"
     assert not any(map(lives, workers))
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
 
@@ -526,11 +536,11 @@ def test_two_at_once(source: Path, unbroken: Path, tmp_path: Path) -> None:
     with (tmp_path / "packing.lock").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(MachineError) as caught:
-            packing.pack(source, tmp_path, OPTIONS, say=quiet)
+            write.pack(source, tmp_path, OPTIONS, say=quiet)
         assert f"{tmp_path}/packing.lock' is locked" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert [path.name for path in tmp_path.iterdir()] == ["packing.lock"]
-    packing.pack(source, tmp_path, OPTIONS, say=quiet)
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
     assert contents(tmp_path) == contents(unbroken)
 
 
@@ -542,9 +552,9 @@ def test_no_locks_on_a_file_system_is_told(
 
     said: list[str] = []
     monkeypatch.setattr(fcntl, "flock", none)
-    packing.pack(source, tmp_path, OPTIONS, said.append)
+    write.pack(source, tmp_path, OPTIONS, said.append)
     assert contents(tmp_path) == contents(unbroken)
-    assert any("no locks on this file system (No locks available)" in line for line in said)
+    assert any("packing.lock: this file system has no locks" in line for line in said)
 
 
 # ---------------------------------------------------------------- other parameters, places, damage
@@ -553,86 +563,86 @@ def test_no_locks_on_a_file_system_is_told(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"size": 25}, "begun with size=24, not size=25"),
-        ({"quality": 80}, "begun with quality=90, not quality=80"),
-        ({"encoding": "raw"}, "begun with encoding=jpeg quality=90, not encoding=raw"),
-        ({"samples_per_shard": 5}, "begun with samples_per_shard=4, not samples_per_shard=5"),
+        ({"size": 25}, "started with size=24, not size=25"),
+        ({"quality": 80}, "started with quality=90, not quality=80"),
+        ({"encoding": "raw"}, "started with encoding=jpeg quality=90, not encoding=raw"),
+        ({"samples_per_shard": 5}, "started with samples_per_shard=4, not samples_per_shard=5"),
         (
             {"size": 25, "quality": 80},
-            "begun with size=24 quality=90, not size=25 quality=80; give size=24 quality=90, or",
+            "started with size=24 quality=90, not size=25 quality=80; give size=24 quality=90, or",
         ),
     ],
 )
 def test_other_parameters_are_refused(source: Path, unbroken: Path, change: dict[str, Any], words: str) -> None:
     before = contents(unbroken)
     with pytest.raises(InputError) as caught:
-        packing.pack(source, unbroken, PackOptions(**{"size": 24, "samples_per_shard": 4, **change}), say=quiet)
+        write.pack(source, unbroken, PackOptions(**{"size": 24, "samples_per_shard": 4, **change}), say=quiet)
     assert words in str(caught.value)
-    assert f"or remove {unbroken} to begin anew" in str(caught.value)
+    assert f"or remove {unbroken} to start again" in str(caught.value)
     assert contents(unbroken) == before
 
 
 def test_another_listing_is_refused(source: Path, unbroken: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "in")
     put(tmp_path, "in/val/n01/new.jpg", GOOD)
-    with pytest.raises(InputError, match=r"file names differ in val/ \(6 images, 5 then\); give that again"):
-        packing.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
+    with pytest.raises(InputError, match=r"5 of val/ then, .*6 of val/ now\); give the first source="):
+        write.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
     shutil.rmtree(tmp_path / "in/val")
-    with pytest.raises(InputError, match=r"differ in val/ \(0 images, 5 then\)"):
-        packing.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
+    with pytest.raises(InputError, match=r"5 of val/ then, 17 of train/ now"):
+        write.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
 
 
 def test_a_finished_copy_is_verified_and_damage_is_told(source: Path, unbroken: Path, tmp_path: Path) -> None:
     target = tmp_path / "packed"
     shutil.copytree(unbroken, target)
-    assert packing.pack(source, target, OPTIONS, say=quiet) == json.loads((target / "index.json").read_bytes())
+    assert write.pack(source, target, OPTIONS, say=quiet) == format.read_index(target)
     (target / "train-00000.json").write_text("{}")  # killed between index.json and its notes' end
-    packing.pack(source, target, OPTIONS, say=quiet)
+    write.pack(source, target, OPTIONS, say=quiet)
     assert contents(target) == contents(unbroken)
     (target / "train-00003.bin").unlink()
     with pytest.raises(InputError) as caught:
-        packing.pack(source, target, OPTIONS, say=quiet)
-    assert f"damaged (train-00003.bin: is not there): remove {target}/index.json and run" in str(caught.value)
+        write.pack(source, target, OPTIONS, say=quiet)
+    assert f"damaged (train-00003.bin is missing): remove {target}/index.json and run" in str(caught.value)
     (target / "index.json").unlink()
-    packing.pack(source, target, OPTIONS, say=quiet)
+    write.pack(source, target, OPTIONS, say=quiet)
     assert contents(target) == contents(unbroken)
 
 
-def test_check_finds_every_damage(unbroken: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    assert packing.check(unbroken, lambda done, total: seen.append((done, total))) == []
-    assert (
-        seen[-1][0] == seen[-1][1] == sum(p.stat().st_size for e in ("bin", "index") for p in unbroken.glob(f"*.{e}"))
-    )
+def test_verifying_finds_every_damage(unbroken: Path, tmp_path: Path) -> None:
+    copy = format.read_index(unbroken)
+    assert write.verify(unbroken, copy) == []
     for name in [path.name for path in unbroken.iterdir() if path.suffix in (".bin", ".index")]:
         content = (unbroken / name).read_bytes()
         for bad in (content[:-1], content + b"x", bytes([content[0] ^ 1]) + content[1:]):
             shutil.copytree(unbroken, tmp_path / "copy")
             (tmp_path / "copy" / name).write_bytes(bad)
-            [fault] = packing.check(tmp_path / "copy")
-            assert fault.startswith(f"{name}: has ")
+            [fault] = write.verify(tmp_path / "copy", copy)
+            assert fault.startswith(f"{name} has ")
             shutil.rmtree(tmp_path / "copy")
-    assert packing.check(tmp_path) == ["index.json: is not there, packing was not finished"]
-    for bad in (b"", b"[]", b"{}", b'{"format": "packed images", "version": 1, "splits": {"train": {}}}'):
-        (tmp_path / "index.json").write_bytes(bad)
-        assert packing.check(tmp_path) == ["index.json: is damaged"]
-    (tmp_path / "index.json").write_text('{"format": "packed images", "version": 2}')
-    assert "another format or version" in packing.check(tmp_path)[0]
+
+
+def test_an_index_that_is_damaged_or_of_another_version_is_named(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    shutil.copytree(unbroken, target)
+    for bad in ("", "[]", "{}", '{"format": "packed images", "version": 1, "splits": {"train": {}}}', '{"version": 2}'):
+        (target / "index.json").write_text(bad)
+        with pytest.raises(InputError, match=rf"{target}/index\.json' is (damaged|not 'packed images')"):
+            write.pack(source, target, OPTIONS, say=quiet)
 
 
 def test_places_that_cannot_be(source: Path, tmp_path: Path) -> None:
     def refused(source: Path, target: Path) -> str:
         with pytest.raises(InputError) as caught:
-            packing.pack(source, target, OPTIONS, say=quiet)
+            write.pack(source, target, OPTIONS, say=quiet)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     inside = shutil.copytree(source, tmp_path / "in")
     for target in (inside, inside / "train", inside / "train" / "packed", inside / "val" / "n01"):
-        assert "is where the images of source= are" in refused(inside, target)
-    assert "holds other things ('in') and no packed copy" in refused(inside, tmp_path)
+        assert "the images of source= are there" in refused(inside, target)
+    assert "has other files ('in') and no packed copy" in refused(inside, tmp_path)
     (tmp_path / "file").write_text("")
-    assert "is no folder" in refused(inside, tmp_path / "file")
+    assert "is not a folder" in refused(inside, tmp_path / "file")
     assert "source=" in refused(tmp_path / "nope", tmp_path / "out")
     assert "has neither train/ nor val/" in refused(inside / "train", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -657,10 +667,10 @@ def large_source(tmp_path: Path) -> Path:
 
 def test_too_little_room_is_told_before_anything_is_packed(small_disk: Path, large_source: Path) -> None:
     with pytest.raises(MachineError) as caught:
-        packing.pack(large_source, small_disk, PackOptions(size=64, samples_per_shard=2), say=quiet)
-    assert f"the disk at {small_disk} is full: 0." in str(caught.value)
+        write.pack(large_source, small_disk, PackOptions(size=64, samples_per_shard=2), say=quiet)
+    assert f"data_dir='{small_disk}': cannot be written (No space left on device; 0." in str(caught.value)
     assert "MB needed, " in str(caught.value)
-    assert "kB free; make room" in str(caught.value)
+    assert "kB free): make room" in str(caught.value)
     assert list(small_disk.glob("*.bin")) == []
 
 
@@ -672,27 +682,27 @@ def test_a_disk_that_fills_up_meanwhile(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(total=0))  # as some network disks say
         with pytest.raises(MachineError) as caught:
-            packing.pack(large_source, small_disk, options, say=quiet)
-    assert f"the disk at {small_disk} is full" in str(caught.value)
+            write.pack(large_source, small_disk, options, say=quiet)
+    assert f"data_dir='{small_disk}': cannot be written (No space left on device" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(small_disk.glob(".*")) == []
     kept = len(list(small_disk.glob("*.bin")))
     assert 0 < kept < 8
     subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
-    packing.pack(large_source, small_disk, options, say=quiet)
-    packing.pack(large_source, tmp_path / "roomy", options, say=quiet)
+    write.pack(large_source, small_disk, options, say=quiet)
+    write.pack(large_source, tmp_path / "roomy", options, say=quiet)
     assert contents(small_disk) == contents(tmp_path / "roomy")
 
 
 def test_the_need_is_what_is_written_and_less_when_some_is_there(source: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    index = packing.pack(source, tmp_path, OPTIONS, said.append)
+    index = packed_index(source, tmp_path, OPTIONS, said.append)
     size = sum(shard["bytes"] for split in index["splits"].values() for shard in split["shards"])
     assert "22 images, about " in said[0]
     need = float(said[0].split("about ")[1].split()[0]) * 1000
     assert need == pytest.approx(size + 22 * RECORD.size, rel=0.2)
     (tmp_path / "index.json").unlink()
-    packing.pack(source, tmp_path, OPTIONS, said.append)
+    write.pack(source, tmp_path, OPTIONS, said.append)
     assert float(said[1].split("about ")[1].split()[0]) * 1000 < need / 4
 
 
@@ -744,7 +754,7 @@ def test_prepare_packs_and_says_what_is_next(
         *(rf"skipped train/n00/bad\n{i}.jpg: is empty" for i in range(6)),
         *(rf"skipped val/n00/bad\n{i}.jpg: is empty" for i in range(4)),
     ]
-    assert "12 images skipped, the first 10 named above; index.json names all" in lines
+    assert "12 images skipped, the first 10 are named above; index.json names all" in lines
     assert lines[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
     assert prepare.main(argv) == 0
     out, err = capsys.readouterr()
@@ -755,8 +765,8 @@ def test_prepare_packs_and_says_what_is_next(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["data_dir=x"], "its licence wants an account at image-net.org"),
-        (["data_dir=x"], "a flat val/ has to be sorted into classes first"),
+        (["data_dir=x"], "its licence requires an account at image-net.org"),
+        (["data_dir=x"], "sort a flat val/ into class folders first"),
         (["source=x"], "data_dir= is missing"),
         (["data_dir=x", "source=x"], "data_dir="),
         (["data_dir=x", "source=y", "encoding=webp"], "encoding"),
@@ -803,9 +813,9 @@ def test_progress_elsewhere_is_a_plain_line_now_and_then(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    meter = prepare.Meter("imagenet", 0)
+    meter = prepare.Meter("imagenet")
     for now in range(100, 131, 2):
-        meter.packing(packing.Progress(total=1100, done=10 * (now - 100), kept=100, skipped=3))
+        meter.show(Progress(total=1100, done=10 * (now - 100), kept=100, skipped=3))
     meter.end()
     assert capsys.readouterr().err.splitlines() == [
         "imagenet: 100 of 1000 images, 10 images/s, 90 s left, 3 skipped, 100 kept",
@@ -820,12 +830,12 @@ def test_progress_on_a_terminal_has_pace_and_time_left(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    meter = prepare.Meter("imagenet", 0)
-    meter.packing(packing.Progress(total=1_281_167))
+    meter = prepare.Meter("imagenet")
+    meter.show(Progress(total=1_281_167))
     now += 0.1
-    meter.packing(packing.Progress(total=1_281_167, done=10))
+    meter.show(Progress(total=1_281_167, done=10))
     now += 99.9
-    meter.packing(packing.Progress(total=1_281_167, done=30_000, skipped=2))
+    meter.show(Progress(total=1_281_167, done=30_000, skipped=2))
     meter.end()
     assert capsys.readouterr().err.split("\r\033[K") == [
         "",
@@ -850,7 +860,7 @@ def test_the_real_sample_packs_and_stays_close_to_its_images(tmp_path: Path) -> 
     subprocess.run(["tar", "xf", str(archive), "-C", str(tmp_path / "in/train/a"), "--wildcards", "n021*"], check=True)
     files = sorted((tmp_path / "in/train/a").rglob("*.JPEG"))
     assert files
-    index = packing.pack(tmp_path / "in", tmp_path / "out", PackOptions(), say=quiet)
+    index = packed_index(tmp_path / "in", tmp_path / "out", PackOptions(), say=quiet)
     assert (index["splits"]["train"]["samples"], index["splits"]["train"]["skipped"]) == (len(files), [])
     for path, (payload, _, height, width) in zip(files, samples(tmp_path / "out", "train"), strict=True):
         assert min(height, width) <= 256

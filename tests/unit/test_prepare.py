@@ -12,7 +12,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import ssl
 import struct
 import subprocess
@@ -27,9 +26,9 @@ from typing import Any
 import pytest
 
 from recipes import prepare
-from recipes.core.data import download
-from recipes.core.data.download import DataFile, Dataset
-from recipes.core.data.packed import staging
+from recipes.core.data import datasets, download, idx
+from recipes.core.data.datasets import DataFile, DataFileError, Dataset
+from recipes.core.data.packed import format
 from recipes.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ PACKED = {name: gzip.compress(content) for name, content in PLAIN.items()}
 
 def dataset(*mirrors: str) -> Dataset:
     files = tuple(DataFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in PLAIN.items())
-    return Dataset(name="tiny", recipe="mnist", folder="TINY/raw", files=files, mirrors=mirrors)
+    return Dataset(name="tiny", recipe="mnist", folder="TINY/raw", files=files, mirrors=mirrors, ending=".gz")
 
 
 # ---------------------------------------------------------------- a server that can be told to misbehave
@@ -56,8 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: "Server"
 
     def do_GET(self) -> None:
-        requested = self.headers.get("Range")
-        self.server.requests.append((self.path, requested))
+        self.server.requests.append(self.path)
         name = self.path.rsplit("/", 1)[-1]
         with contextlib.suppress(OSError, ssl.SSLError):
             self.server.answers.get(name, whole)(self)
@@ -65,10 +63,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     @property
     def body(self) -> bytes:
         return PACKED[self.path.rsplit("/", 1)[-1].removesuffix(".gz")]
-
-    @property
-    def offset(self) -> int:
-        return int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
 
     def head(self, status: int, **headers: object) -> None:
         self.send_response(status)
@@ -87,7 +81,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[str, Answer] = {}
-        self.requests: list[tuple[str, str | None]] = []
+        self.requests: list[str] = []
 
     @property
     def url(self) -> str:
@@ -119,27 +113,18 @@ def serving(context: ssl.SSLContext | None = None) -> Iterator[Server]:
 
 
 def whole(handler: Handler) -> None:
-    start = handler.offset
-    rest = handler.body[start:]
-    if start:
-        end = len(handler.body) - 1
-        handler.head(206, Content_Length=len(rest), Content_Range=f"bytes {start}-{end}/{end + 1}")
-    else:
-        handler.head(200, Content_Length=len(rest))
-    handler.wfile.write(rest)
+    handler.head(200, Content_Length=len(handler.body))
+    handler.wfile.write(handler.body)
 
 
-def dropping(parts: int, ranges: bool = True) -> Answer:
-    """Closes the connection in the middle; with `ranges`, the next request goes on from there."""
+def dropping(parts: int) -> Answer:
+    """Closes the connection after 1/parts of the body, at each further request after one part more."""
 
     def answer(handler: Handler) -> None:
         size = len(handler.body)
-        start = handler.offset if ranges else 0
-        status, extra = (206, {"Content_Range": f"bytes {start}-{size - 1}/{size}"}) if start else (200, {})
-        handler.head(status, Content_Length=size - start, **extra)
-        requests = len([path for path, _ in handler.server.requests if path == handler.path])
-        stop = size * requests // parts
-        handler.wfile.write(handler.body[start:stop])
+        handler.head(200, Content_Length=size)
+        requests = len([path for path in handler.server.requests if path == handler.path])
+        handler.wfile.write(handler.body[: size * requests // parts])
 
     return answer
 
@@ -189,7 +174,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
 
     def go(*mirrors: str, source: str = "", data_dir: Path = tmp_path / "data") -> tuple[int, str, str]:
-        monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_files, dataset(*mirrors)))
+        monkeypatch.setitem(
+            prepare.DATASETS, "tiny", functools.partial(prepare.prepare_mnist, dataset=dataset(*mirrors))
+        )
         code = prepare.main(["tiny", f"data_dir={data_dir}", f"source={source}"])
         out, err = capsys.readouterr()
         assert err.count("\n") == (code != 0), "a user's error is one line"
@@ -201,10 +188,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 RUNNER = """
 import functools, json, sys
 from recipes import prepare
-from recipes.core.data.download import DataFile, Dataset
+from recipes.core.data.datasets import DataFile, Dataset
 spec = json.loads(sys.argv[1])
 spec["files"] = tuple(DataFile(**file) for file in spec["files"])
-prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_files, Dataset(**spec))
+prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_mnist, dataset=Dataset(**spec))
 sys.exit(prepare.main(sys.argv[2:]))
 """
 
@@ -224,8 +211,13 @@ def raw(data_dir: Path) -> Path:
     return data_dir / "TINY" / "raw"
 
 
+def there(data_dir: Path) -> dict[str, bytes]:
+    """What is in the data's folder beside the lock."""
+    return {path.name: path.read_bytes() for path in raw(data_dir).iterdir() if path.name != prepare.LOCK}
+
+
 def assert_complete(data_dir: Path) -> None:
-    assert {path.name: path.read_bytes() for path in raw(data_dir).iterdir()} == PLAIN
+    assert there(data_dir) == PLAIN
 
 
 # ---------------------------------------------------------------- sources
@@ -240,7 +232,7 @@ def test_from_a_mirror_then_kept(run: Run, server: Server, tmp_path: Path) -> No
     code, out, _ = run(server.url)
     assert code == 0
     assert out.count("already there, verified") == 2
-    assert [path for path, _ in server.requests] == [f"/data/{IMAGES}.gz", f"/data/{LABELS}.gz"]
+    assert server.requests == [f"/data/{IMAGES}.gz", f"/data/{LABELS}.gz"]
 
 
 @pytest.mark.parametrize("below", ["", "TINY/raw", "tiny"])
@@ -290,13 +282,12 @@ def test_source_as_a_url(run: Run, server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("http://example.org/mnist/", "use https://"),
-        ("ftp://127.0.0.1/", "use https://"),
-        ("file:///etc/", "is no URL"),
-        ("https://127.0.0.1:port/", "is no URL"),
-        ("https://example.org/a b/", "is no URL"),
-        ("https://example.org/ü/", "is no URL"),
-        ("/no/such/folder", "is no folder"),
+        ("ftp://127.0.0.1/", "not a plain base URL"),
+        ("file:///etc/", "not a plain base URL"),
+        ("https://127.0.0.1:port/", "not a plain base URL"),
+        ("https://example.org/a b/", "not a plain base URL"),
+        ("https://example.org/ü/", "not a plain base URL"),
+        ("/no/such/folder", "is not a folder"),
     ],
 )
 def test_a_source_that_cannot_be_one(run: Run, tmp_path: Path, source: str, words: str) -> None:
@@ -322,12 +313,12 @@ def test_a_source_without_a_file(run: Run, tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "cut": (PACKED[IMAGES][:-20], "cut short"),
-    "crc": (PACKED[IMAGES][:-8] + b"\0\0\0\0" + PACKED[IMAGES][-4:], "CRC"),
-    "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "wrong content"),
-    "other size": (gzip.compress(PLAIN[IMAGES][:-1]), f"holds {len(PLAIN[IMAGES]) - 1} bytes"),
-    "web page": (b"<html>please log in</html>", "holds 26 bytes"),
-    "bomb": (gzip.compress(bytes(50_000_000)), "holds more than"),
+    "cut": (PACKED[IMAGES][:-20], "truncated"),
+    "crc": (PACKED[IMAGES][:-8] + b"\0\0\0\0" + PACKED[IMAGES][-4:], "incorrect data check"),
+    "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "invalid content"),
+    "other size": (gzip.compress(PLAIN[IMAGES][:-1]), f"has {len(PLAIN[IMAGES]) - 1} bytes"),
+    "web page": (b"<html>please log in</html>", "has 26 bytes"),
+    "bomb": (gzip.compress(bytes(50_000_000)), "has more than"),
 }
 
 
@@ -339,7 +330,7 @@ def test_a_damaged_source(run: Run, tmp_path: Path, data: bytes, words: str) -> 
     assert code == 2
     assert words in err
     assert str(tmp_path / IMAGES) in err
-    assert list(raw(tmp_path / "data").iterdir()) == []
+    assert there(tmp_path / "data") == {}
 
 
 def test_a_wrong_file_is_named_and_replaced_only_by_a_good_one(run: Run, server: Server, tmp_path: Path) -> None:
@@ -349,9 +340,10 @@ def test_a_wrong_file_is_named_and_replaced_only_by_a_good_one(run: Run, server:
     server.answers[f"{IMAGES}.gz"] = status(404)
     code, out, err = run(server.url)
     assert code == 3
-    assert f"{final} has the wrong content" in out
+    assert f"{final} has invalid content" in out
     assert f"from {final}" not in out
     assert "HTTP 404" in err
+    assert len(server.requests) == 1
     assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
     server.answers.clear()
     assert run(server.url)[0] == 0
@@ -361,47 +353,10 @@ def test_a_wrong_file_is_named_and_replaced_only_by_a_good_one(run: Run, server:
 # ---------------------------------------------------------------- mirrors that misbehave
 
 
-def test_a_dropped_connection_is_resumed(run: Run, server: Server, tmp_path: Path) -> None:
-    server.answers[f"{IMAGES}.gz"] = dropping(parts=3)
+def test_a_dropped_connection_is_tried_again(run: Run, server: Server, tmp_path: Path) -> None:
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=2)
     assert run(server.url)[0] == 0
     assert_complete(tmp_path / "data")
-    size = len(PACKED[IMAGES])
-    asked = [requested for path, requested in server.requests if IMAGES in path]
-    assert asked == [None, f"bytes={size // 3}-", f"bytes={size * 2 // 3}-"]
-
-
-def test_a_server_without_ranges_starts_again(run: Run, server: Server, tmp_path: Path) -> None:
-    server.answers[f"{IMAGES}.gz"] = dropping(parts=2, ranges=False)
-    assert run(server.url)[0] == 0
-    assert_complete(tmp_path / "data")
-
-
-@pytest.mark.parametrize("shift", [-100, 100])
-def test_a_server_that_resumes_at_another_byte_than_was_asked_for(
-    run: Run, server: Server, tmp_path: Path, shift: int
-) -> None:
-    def answer(handler: Handler) -> None:
-        size, start = len(handler.body), handler.offset
-        if len(handler.server.requests) > 20:
-            return whole(handler)  # whoever asks without an end
-        if not start:
-            handler.head(200, Content_Length=size)
-            handler.wfile.write(handler.body[: size // 2])
-            return
-        start += shift
-        handler.head(206, Content_Length=size - start, Content_Range=f"bytes {start}-{size - 1}/{size}")
-        handler.wfile.write(handler.body[start:])
-
-    server.answers[f"{IMAGES}.gz"] = answer
-    code, _, err = run(server.url)
-    middle = len(PACKED[IMAGES]) // 2
-    if shift < 0:
-        assert code == 0
-        assert_complete(tmp_path / "data")
-    else:
-        assert code == 3
-        assert f"sent bytes from {middle + 100} on, {middle} were asked for" in err
-        assert len(server.requests) == 1 + download.RETRIES
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(
@@ -412,7 +367,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 
     def synced(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        done.append(("sync", "part" if path.suffix == ".part" else path.name))
+        done.append(("sync", "part" if path.name.startswith(".") else path.name))
         assert path.is_dir() or path.stat().st_size == len(PLAIN[IMAGES if IMAGES in path.name else LABELS])
         sync(descriptor)
 
@@ -432,8 +387,8 @@ def test_a_server_that_always_drops_is_given_up(run: Run, server: Server) -> Non
     server.answers[f"{IMAGES}.gz"] = dropping(parts=50)
     code, _, err = run(server.url)
     assert code == 3
-    assert "closed after" in err
-    assert len(server.requests) == 1 + download.RETRIES
+    assert "bytes missing" in err
+    assert len(server.requests) == download.ATTEMPTS
 
 
 @pytest.mark.parametrize("code", [429, 503])
@@ -452,30 +407,18 @@ def test_a_busy_server_is_asked_again(run: Run, server: Server, tmp_path: Path, 
         status(404),
         content(b"<html>"),
         content(DAMAGED["other content"][0]),
-        status(302, Location="http://example.org/"),
+        status(302, Location="ftp://[x"),
     ],
-    ids=["404", "web page", "wrong bytes", "redirect to http"],
+    ids=["404", "web page", "wrong bytes", "redirect to no URL"],
 )
 def test_the_next_mirror_is_tried_and_then_stays_first(
     run: Run, server: Server, tmp_path: Path, answer: Answer
 ) -> None:
     with serving() as bad:
         bad.answers = {f"{name}.gz": answer for name in PLAIN}
-        code, out, _ = run(bad.url, server.url)
-        assert code == 0
+        assert run(bad.url, server.url)[0] == 0
         assert_complete(tmp_path / "data")
-        assert "trying the next" in out
         assert len(bad.requests) == 1
-
-
-def test_a_redirect_from_https_to_http_is_refused() -> None:
-    # over plain http to loopback, where the same handler decides
-    with serving() as server:
-        server.answers[f"{IMAGES}.gz"] = status(302, Location="http://example.org/x")
-        stream = download._open_place(f"{server.url}{IMAGES}.gz", dataset().files[0])
-        with pytest.raises(OSError, match=r"redirects to http://example\.org"):
-            stream.read(1)
-        stream.close()
 
 
 @pytest.mark.parametrize(
@@ -511,7 +454,7 @@ def test_a_dripping_server_is_given_up_in_time(run: Run, server: Server, monkeyp
     start = time.monotonic()
     code, _, err = run(server.url)
     assert code == 3
-    assert "given up" in err
+    assert "too slow" in err
     assert time.monotonic() - start < 5
 
 
@@ -581,41 +524,21 @@ def test_a_proxy_is_used(run: Run, server: Server, monkeypatch: pytest.MonkeyPat
     assert "Tunnel connection failed: 501" in err  # this server knows no CONNECT: it was asked
 
 
-def test_loopback_is_not_asked_for_at_a_proxy(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setenv("no_proxy", "")
-    assert run(source=server.url)[0] == 0
-
-
 # ---------------------------------------------------------------- many at once, killed, interrupted
 
 
-def test_two_at_once_both_succeed(server: Server, tmp_path: Path) -> None:
-    together = threading.Barrier(2)
-
-    def both_here(handler: Handler) -> None:
-        together.wait(20)
-        whole(handler)
-
-    server.answers[f"{IMAGES}.gz"] = both_here
-    with process(tmp_path, [server.url]) as one, process(tmp_path, [server.url]) as two:
-        assert [child.wait(30) for child in (one, two)] == [0, 0]
-    assert_complete(tmp_path)
-
-
-def test_the_second_of_two_keeps_the_firsts_file_and_spares_its_part(run: Run, server: Server, tmp_path: Path) -> None:
+def test_the_second_of_two_waits_and_finds_the_firsts_files(server: Server, tmp_path: Path) -> None:
     half_sent, go_on = threading.Event(), threading.Event()
     server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
-    with process(tmp_path, [server.url]) as slow:
+    with process(tmp_path, [server.url]) as first:
         assert half_sent.wait(20)
-        server.answers.clear()
-        assert run(server.url, data_dir=tmp_path)[0] == 0
-        assert list(raw(tmp_path).glob(".*.part"))
-        inode = (raw(tmp_path) / IMAGES).stat().st_ino
-        go_on.set()
-        assert slow.wait(20) == 0
+        with process(tmp_path, [server.url]) as second:
+            assert second.stdout
+            assert "waiting for another process" in second.stdout.readline()
+            go_on.set()
+            assert [child.wait(20) for child in (first, second)] == [0, 0]
     assert_complete(tmp_path)
-    assert (raw(tmp_path) / IMAGES).stat().st_ino == inode
+    assert len(server.requests) == 2
 
 
 def test_killed_in_the_middle_then_again(run: Run, server: Server, tmp_path: Path) -> None:
@@ -626,28 +549,10 @@ def test_killed_in_the_middle_then_again(run: Run, server: Server, tmp_path: Pat
         child.kill()
         child.wait(20)
     go_on.set()
-    assert [path.suffix for path in raw(tmp_path).iterdir()] == [".part"]
+    assert [name.startswith(f".{IMAGES}.") for name in there(tmp_path)] == [True]
     server.answers.clear()
     assert run(server.url, data_dir=tmp_path)[0] == 0
     assert_complete(tmp_path)
-
-
-def test_a_dead_processs_part_beside_complete_files_is_removed(run: Run, server: Server, tmp_path: Path) -> None:
-    assert run(server.url)[0] == 0
-    (raw(tmp_path / "data") / f".{IMAGES}.{socket.gethostname()}.aa.part").write_bytes(b"half")
-    assert run()[0] == 0
-    assert_complete(tmp_path / "data")
-
-
-def test_another_hosts_part_is_removed_only_when_old(run: Run, server: Server, tmp_path: Path) -> None:
-    raw(tmp_path).mkdir(parents=True)
-    young, old = (raw(tmp_path) / f".{IMAGES}.otherhost.{token}.part" for token in ("aa", "bb"))
-    for path in (young, old):
-        path.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    assert run(server.url, data_dir=tmp_path)[0] == 0
-    assert young.exists()
-    assert not old.exists()
 
 
 def test_ctrl_c(server: Server, tmp_path: Path) -> None:
@@ -660,7 +565,7 @@ def test_ctrl_c(server: Server, tmp_path: Path) -> None:
         assert child.returncode == 130
         assert err.count("\n") == 1
     go_on.set()
-    assert list(raw(tmp_path).iterdir()) == []
+    assert there(tmp_path) == {}
 
 
 # ---------------------------------------------------------------- disks
@@ -671,8 +576,7 @@ def test_too_little_room_is_found_before_fetching(run: Run, server: Server, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, free))
     code, _, err = run(server.url)
     assert code == 3
-    assert "is full: 0.3 MB needed, 0.3 MB free" in err
-    assert "the disk at /" in err
+    assert "(No space left on device; 0.3 MB needed, 0.3 MB free): make room" in err
     assert server.requests == []
 
 
@@ -686,9 +590,9 @@ def test_a_disk_that_fills_up_meanwhile(
     monkeypatch.setattr(os, "fsync", full)
     code, _, err = run(server.url)
     assert code == 3
-    assert "the disk at /" in err
+    assert f"({os.strerror(number)}; 0.3 MB needed, " in err
     assert "make room" in err
-    assert list(raw(tmp_path / "data").iterdir()) == []
+    assert there(tmp_path / "data") == {}
 
 
 def test_a_file_size_limit(server: Server, tmp_path: Path) -> None:
@@ -700,7 +604,7 @@ def test_a_file_size_limit(server: Server, tmp_path: Path) -> None:
     assert child.returncode == 3
     assert "File too large" in err
     assert err.count("\n") == 1
-    assert list(raw(tmp_path).iterdir()) == []
+    assert there(tmp_path) == {}
 
 
 def test_a_data_dir_that_is_a_file(run: Run, server: Server, tmp_path: Path) -> None:
@@ -762,7 +666,7 @@ def test_where_one_may_not_look_is_said_of_its_key(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("find", [download.find_mnist, download.find_cifar10, staging.is_packed, staging.read_index])
+@pytest.mark.parametrize("find", [datasets.find_mnist, datasets.find_cifar10, datasets.is_packed, format.read_index])
 def test_where_one_may_not_look_for_data_is_one_line(find: Callable[[Path], Any], reachable: Path) -> None:
     (reachable / "locked").mkdir(mode=0)
     with not_root(), pytest.raises(InputError, match=r"'/.*/locked/.*' cannot be read \(Permission denied\)"):
@@ -778,8 +682,8 @@ def test_where_one_may_not_look_for_data_is_one_line(find: Callable[[Path], Any]
         (["mnits"], ["'mnits'", "did you mean 'mnist'?"]),
         (["mnist", "datadir=x"], ["datadir=x", "did you mean 'data_dir'?"]),
         (["mnist", "xyz=1"], ["xyz=1", "data_dir, source"]),
-        (["data_dir=x"], ["one dataset is wanted", "none"]),
-        (["mnist", "mnist2"], ["one dataset is wanted", "'mnist2'"]),
+        (["data_dir=x"], ["give one dataset", "none"]),
+        (["mnist", "mnist2"], ["give one dataset", "'mnist2'"]),
         (["mn\nist"], ["mn\\nist"]),
     ],
 )
@@ -801,7 +705,7 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_data_dir_defaults_to_recipes_data(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_files, dataset(server.url)))
+    monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_mnist, dataset=dataset(server.url)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RECIPES_DATA", raising=False)
     assert prepare.main(["tiny"]) == 0
@@ -834,14 +738,14 @@ def test_nothing_heavy_is_imported() -> None:
 def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
     try:
-        download.find_mnist(source)
-    except download.DataFileError as err:
+        datasets.find_mnist(source)
+    except DataFileError as err:
         pytest.skip(str(err))
     assert prepare.main(["mnist", f"data_dir={tmp_path}", f"source={source}"]) == 0
-    found = download.find_mnist(tmp_path)
-    shape, pixels = download.read_idx(found["test_images"])
+    found = datasets.find_mnist(tmp_path)
+    shape, pixels = idx.read_idx(found["test_images"])
     assert shape == (10000, 28, 28)
-    assert download.read_idx(found["train_images"])[0] == (60000, 28, 28)
+    assert idx.read_idx(found["train_images"])[0] == (60000, 28, 28)
     assert prepare.main(["mnist", f"data_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.count("already there, verified") == 4
 
@@ -849,5 +753,5 @@ def test_the_real_mnist_reads_alike_here_and_in_torchvision(tmp_path: Path, caps
     torchvision = pytest.importorskip("torchvision")
     theirs = torchvision.datasets.MNIST(str(tmp_path), train=False)
     assert torch.equal(torch.frombuffer(pixels, dtype=torch.uint8).view(shape), theirs.data)
-    labels = download.read_idx(found["test_labels"])[1]
+    labels = idx.read_idx(found["test_labels"])[1]
     assert list(labels[:5]) == theirs.targets[:5].tolist() == [7, 2, 1, 0, 4]

@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data.packed import staging
-from recipes.core.data.packed.staging import stage
+from recipes.core import files
+from recipes.core.data.packed import stage
+from recipes.core.data.packed.stage import to_local_disk
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS, SHARD_BYTES = 6, 300_000
-STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.staging import stage; "
-STAGE += "print(stage(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
+STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.stage import to_local_disk; "
+STAGE += "print(to_local_disk(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
 
 
 def make(folder: Path, shards: int = SHARDS, size: int = SHARD_BYTES) -> Path:
@@ -40,6 +41,7 @@ def make(folder: Path, shards: int = SHARDS, size: int = SHARD_BYTES) -> Path:
             (folder / name).write_bytes(content)
         listed = [{"file": n, "bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files]
         splits[split] = {"samples": 10, "index_sha256": hashlib.sha256(records).hexdigest(), "shards": listed}
+        splits[split] |= {"skipped": [], "converted": {}}
     index = {"format": "packed images", "version": 1, "encoding": "jpeg", "size": 256, "quality": 90, "classes": ["a"]}
     (folder / "index.json").write_text(json.dumps({**index, "splits": splits}))
     return folder
@@ -56,13 +58,13 @@ def ignore(done: int, total: int) -> None:
 
 def same(folder: Path, staged: Path) -> bool:
     """Whether ``staged`` has ``folder``'s files and no more, but for the lock."""
-    found = {path.name: path.read_bytes() for path in staged.iterdir() if path.name != staging.LOCK}
+    found = {path.name: path.read_bytes() for path in staged.iterdir() if path.name != stage.LOCK}
     return found == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
-    staged = stage(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
+    staged = to_local_disk(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
     digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
     assert staged == tmp_path / "node" / f"packed-256-{digest[:12]}-{os.geteuid()}"
     assert same(packed, staged)
@@ -70,28 +72,28 @@ def test_a_copy_is_whole_private_and_made_once(packed: Path, tmp_path: Path, mon
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
     assert told[0] == (0, total)
     assert told[-1] == (total, total)
-    monkeypatch.setattr(staging, "_copy_all", lambda *arguments: pytest.fail("copied again"))
-    assert stage(packed, tmp_path / "node", ignore) == staged
+    monkeypatch.setattr(stage, "_copy_all", lambda *arguments: pytest.fail("copied again"))
+    assert to_local_disk(packed, tmp_path / "node", ignore) == staged
 
 
 def test_a_copy_that_has_lost_or_cut_a_file_gets_that_again(packed: Path, tmp_path: Path) -> None:
-    staged = stage(packed, tmp_path / "node", ignore)
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
     (staged / "train-00001.bin").unlink()
     (staged / "train-00002.bin").write_bytes(b"short")
     kept = (staged / "train-00003.bin").stat().st_ino
     told: list[tuple[int, int]] = []
-    assert same(packed, stage(packed, tmp_path / "node", lambda *now: told.append(now)))
+    assert same(packed, to_local_disk(packed, tmp_path / "node", lambda *now: told.append(now)))
     total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
     assert (told[0], told[-1]) == ((total - 2 * SHARD_BYTES, total), (total, total))
     assert (staged / "train-00003.bin").stat().st_ino == kept
 
 
 def test_an_index_that_has_rotten_is_brought_again(packed: Path, tmp_path: Path) -> None:
-    staged = stage(packed, tmp_path / "node", ignore)
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
     content = bytearray((staged / "train.index").read_bytes())
     content[50] ^= 1
     (staged / "train.index").write_bytes(content)
-    assert same(packed, stage(packed, tmp_path / "node", ignore))
+    assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
 
 
 def test_a_disk_that_fails_is_said(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_a_disk_that_fails_is_said(packed: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "statvfs", broken)
     with pytest.raises(MachineError, match=r"^stage_dir='.*node': cannot be written \(Input/output error\)"):
-        stage(packed, tmp_path / "node", ignore)
+        to_local_disk(packed, tmp_path / "node", ignore)
 
 
 def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
@@ -110,11 +112,9 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
     chance, parts = random.Random(0), 0
     names = {path.name: path.stat().st_size for path in packed.iterdir()}
     slow = STAGE.replace(
-        "print(", "import os; from recipes.core.data.packed import staging; import time; w = staging._write; "
-    )
-    slow = slow.replace(
-        "stage(Path", "staging._write = lambda *a: (os.write(1, b'w'), time.sleep(0.05), w(*a)); print(stage(Path", 1
-    )
+        "print(", "import os; from recipes.core.data.packed import stage; import time; r = stage._reading; "
+        "stage._reading = lambda path: (os.write(1, b'w'), time.sleep(0.05), r(path))[2]; print(",
+    )  # fmt: skip
     for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", slow, packed, node], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -126,16 +126,16 @@ def test_killed_at_any_moment_the_next_goes_on(tmp_path: Path) -> None:
         process.communicate()
         for path in node.glob("*/*"):
             assert path.name.startswith(".") or path.stat().st_size == names[path.name], "a part under its final name"
-            parts += path.name.startswith(staging.TEMPORARY)
+            parts += path.name.startswith(".train-")
     assert parts, "killed too late or too early each time"
-    assert same(packed, stage(packed, node, ignore))
+    assert same(packed, to_local_disk(packed, node, ignore))
 
 
 def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     counted = STAGE.replace(
-        "print(", "import os; from recipes.core.data.packed import staging; c = staging._Copying.copy; "
-        "staging._Copying.copy = lambda self, file: (os.write(1, f'copied {file.name}\\n'.encode()), c(self, file)); print(",
+        "print(", "import os; from recipes.core.data.packed import stage; c = stage._Copying.copy; "
+        "stage._Copying.copy = lambda self, file: (os.write(1, f'copied {file.name}\\n'.encode()), c(self, file)); print(",
     )  # fmt: skip
     command = [sys.executable, "-c", counted, packed, tmp_path / "node"]
     ranks = [subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE) for _ in range(4)]
@@ -148,14 +148,14 @@ def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> Non
 
 
 def test_who_waits_is_told_how_far_it_is(packed: Path, tmp_path: Path) -> None:
-    staged = stage(packed, tmp_path / "node", ignore)
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
     (staged / "index.json").unlink()
     (staged / "train-00000.bin").unlink()
-    lock = os.open(staged / staging.LOCK, os.O_RDWR)
+    lock = os.open(staged / stage.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     told: list[tuple[int, int]] = []
     waiting = threading.Thread(
-        target=stage, args=(packed, tmp_path / "node", lambda *now: told.append(now)), daemon=True
+        target=to_local_disk, args=(packed, tmp_path / "node", lambda *now: told.append(now)), daemon=True
     )
     waiting.start()
     helpers.wait_until(lambda: told, 20, "a word on how far it is")
@@ -176,21 +176,21 @@ def test_a_damaged_source_is_named_and_never_staged(packed: Path, tmp_path: Path
     with pytest.raises(
         InputError, match=r"train-00002\.bin' (is damaged|has (\d+|more) bytes|cannot be read)"
     ) as caught:
-        stage(packed, tmp_path / "node", ignore)
+        to_local_disk(packed, tmp_path / "node", ignore)
     assert "\n" not in str(caught.value)
     (staged,) = (tmp_path / "node").iterdir()
     left = {path.name for path in staged.iterdir()}
     assert not left & {"train-00002.bin", "index.json"}
-    assert not [name for name in left if name.startswith(staging.TEMPORARY)]
+    assert left <= {stage.LOCK, *(path.name for path in packed.iterdir())}
 
 
 def test_what_is_no_packed_copy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "files" / "train").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"stage_dir=: wants a packed copy .*no index\.json.*prepare imagenet"):
-        stage(tmp_path / "files", tmp_path / "node", ignore)
+    with pytest.raises(InputError, match=r"stage_dir=: needs a packed copy .*no index\.json.*prepare imagenet"):
+        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
     (tmp_path / "files" / "packing.json").write_text("{}")
-    with pytest.raises(InputError, match=r"packing was not finished"):
-        stage(tmp_path / "files", tmp_path / "node", ignore)
+    with pytest.raises(InputError, match=r"packing is not finished"):
+        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
     assert not (tmp_path / "node").exists()
 
 
@@ -200,7 +200,7 @@ def test_a_name_that_leads_outside_is_refused(packed: Path, tmp_path: Path, name
     index["splits"]["train"]["shards"][0]["file"] = name
     (packed / "index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"index\.json' is damaged"):
-        stage(packed, tmp_path / "node", ignore)
+        to_local_disk(packed, tmp_path / "node", ignore)
 
 
 def target(packed: Path, node: Path) -> Path:
@@ -223,9 +223,9 @@ def test_what_another_user_may_have_planted_is_refused(packed: Path, tmp_path: P
         if kind == "others may write":
             planted.chmod(0o777)
         else:
-            (planted / staging.LOCK).symlink_to(elsewhere / "made")
+            (planted / stage.LOCK).symlink_to(elsewhere / "made")
     with pytest.raises(MachineError, match=r"^stage_dir='.*node': ") as caught:
-        stage(packed, node, ignore)
+        to_local_disk(packed, node, ignore)
     assert "\n" not in str(caught.value)
     assert list(elsewhere.iterdir()) == []
 
@@ -235,8 +235,8 @@ def test_another_users_folder_is_refused(packed: Path, tmp_path: Path) -> None:
     planted = target(packed, tmp_path / "node")
     planted.mkdir(parents=True, mode=0o700)
     os.chown(planted, 65534, 65534)
-    with pytest.raises(MachineError, match="no folder that is yours alone"):
-        stage(packed, tmp_path / "node", ignore)
+    with pytest.raises(MachineError, match=r"is not a folder that you own"):
+        to_local_disk(packed, tmp_path / "node", ignore)
 
 
 def test_a_planted_link_for_a_file_is_not_written_through(packed: Path, tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_a_planted_link_for_a_file_is_not_written_through(packed: Path, tmp_path
     staged.mkdir(parents=True, mode=0o700)
     precious = tmp_path / "precious"
     precious.write_text("kept")
-    for name in (f"{staging.TEMPORARY}train-00000.bin", "train-00001.bin", "index.json"):
+    for name in ("train-00001.bin", "index.json"):
         (staged / name).symlink_to(precious)
-    assert same(packed, stage(packed, tmp_path / "node", ignore))
+    assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
     assert precious.read_text() == "kept"
     assert not (staged / "train-00001.bin").is_symlink()
 
@@ -258,31 +258,31 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_too_little_room_is_said_before_anything_is_copied(packed: Path, small_disk: Path) -> None:
-    with pytest.raises(MachineError, match=r"no room: 2\.10 MB are to be written, 1\.0\d MB are free: make room"):
-        stage(packed, small_disk, ignore)
-    assert [path.name for path in target(packed, small_disk).iterdir()] == [staging.LOCK]
+    with pytest.raises(MachineError, match=r"^stage_dir='.*2\.1 MB needed, 1\.0 MB free\): make room"):
+        to_local_disk(packed, small_disk, ignore)
+    assert [path.name for path in target(packed, small_disk).iterdir()] == [stage.LOCK]
 
 
 def test_a_disk_that_fills_meanwhile_is_named_and_whole_files_are_kept(
     packed: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "COPIERS", 1)
+    monkeypatch.setattr(stage, "COPIERS", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_free", lambda folder: None)
-        with pytest.raises(MachineError, match=r"no room: \d\.\d\d MB are to be written: make room"):
-            stage(packed, small_disk, ignore)
+        patch.setattr(files, "free_bytes", lambda folder: None)
+        with pytest.raises(MachineError, match=r"\d\.\d MB needed\): make room"):
+            to_local_disk(packed, small_disk, ignore)
     left = {path.name: path.stat().st_size for path in target(packed, small_disk).iterdir()}
-    assert not [name for name in left if name.startswith(staging.TEMPORARY)]
+    assert set(left) <= {stage.LOCK, *(path.name for path in packed.iterdir())}
     assert sum(size == SHARD_BYTES for size in left.values()) == 3
     # Only what is missing is asked for: 3 of 7 are there.
-    with pytest.raises(MachineError, match=r"no room: 1\.20 MB are to be written"):
-        stage(packed, small_disk, ignore)
+    with pytest.raises(MachineError, match=r"1\.2 MB needed"):
+        to_local_disk(packed, small_disk, ignore)
 
 
 def test_a_stage_dir_that_cannot_be_written_is_said(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"^stage_dir='.*file': cannot be written \("):
-        stage(packed, tmp_path / "file", ignore)
+        to_local_disk(packed, tmp_path / "file", ignore)
 
 
 def test_a_file_system_without_locks_is_said(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,5 +290,5 @@ def test_a_file_system_without_locks_is_said(packed: Path, tmp_path: Path, monke
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(MachineError, match=r"has no file locks \(No locks available\): give a node's own disk"):
-        stage(packed, tmp_path / "node", ignore)
+    with pytest.raises(MachineError, match=r"has no locks: give a folder of a node's own disk"):
+        to_local_disk(packed, tmp_path / "node", ignore)

@@ -1,19 +1,35 @@
-"""A folder of images in class folders, ``FOLDER/<class>/*.jpg``, listed compactly: 1.28 M files take about 45 MB. Standard library only."""
+"""Lists class folders, ``FOLDER/<class>/*.jpg``, compactly: 1.28 M files take about 45 MB. Standard library only."""
 
 import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.errors import InputError
 
-# torchvision's IMG_EXTENSIONS (datasets/folder.py), and other usual endings of the same formats.
+# torchvision's IMG_EXTENSIONS (datasets/folder.py), and other common endings of the same formats.
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
 
 
+@dataclass
+class Progress:
+    """Counts images: all, done in this call, kept from an earlier call, and skipped in both."""
+
+    total: int
+    done: int = 0
+    kept: int = 0
+    skipped: int = 0
+
+
+def allowed(samples: int, max_skipped: int | None = None) -> int:
+    """How many of a split's images may be unreadable: ``max_skipped``, by default 1 % and at least 10."""
+    return max(10, samples // 100) if max_skipped is None else max_skipped
+
+
 class Listing:
-    """The images below ``folder``, sorted by class and then by name, both as bytes. No Python object is kept a sample."""
+    """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
 
     def __init__(self, folder: Path, classes: tuple[str, ...]):
         self.folder = folder
@@ -30,7 +46,7 @@ class Listing:
         return self._labels[i]
 
     def name(self, i: int) -> str:
-        """The sample's path below ``folder``: ``<class>/<file>``; bytes that are no UTF-8 as `os.fsdecode` gives them."""
+        """The sample's path below ``folder``: ``<class>/<file>``; bytes that are not UTF-8 are decoded as by `os.fsdecode`."""
         if i < 0:
             i += len(self)
         file = self._names[self._ends[i] : self._ends[i + 1]]
@@ -55,28 +71,28 @@ class Listing:
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises InputError if there is none."""
-    wants = f"wants a folder for each class with its images in it, {str(folder)!r}/<class>/*.jpg"
+    needs = f"each class needs a folder with its images, {str(folder)!r}/<class>/*.jpg"
     loose = 0
     found = []
-    for entry in _entries(os.fsencode(folder), wants):
+    for entry in _entries(os.fsencode(folder), needs):
         if _is_image(entry):
             loose += 1
         elif _is_folder(entry):
             found.append(entry.name)
     if not found and loose:
-        raise InputError(f"{str(folder)!r} has {loose} images and no class folders: sort them, it {wants}")
+        raise InputError(f"{str(folder)!r} has {loose} images and no class folders: {needs}")
     if not found:
-        raise InputError(f"{str(folder)!r} has no class folders: it {wants}")
+        raise InputError(f"{str(folder)!r} has no class folders: {needs}")
     return tuple(os.fsdecode(name) for name in sorted(found))
 
 
 def scan(
     folder: Path, classes: Sequence[str] | None = None, tell: Callable[[object], None] = lambda done: None
 ) -> Listing:
-    """Lists ``folder``. Folders below a class belong to it; hidden files and folders are left out; links are followed.
+    """Lists ``folder``. Folders below a class belong to it; hidden files and folders are skipped; links are followed.
 
-    classes: those that labels are positions in (a validation set's are its training set's); default: the folder's own.
-    tell: told how many classes are done, at each.
+    classes: labels are positions in these (for a validation set, the training set's); default: the folder's own.
+    tell: called with the number of classes done, at each class.
     Raises InputError (one line) when there is no folder, class or image, a class without any, or one not in ``classes``.
     """
     folder = Path(folder)
@@ -97,7 +113,7 @@ def scan(
             empty.append(name)
         listing._add(positions[name], files)
     if len(empty) == len(own):
-        raise InputError(f"{str(folder)!r} has class folders and no image: it wants <class>/*.jpg, .jpeg, .png, …")
+        raise InputError(f"{str(folder)!r} has class folders without images: add <class>/*.jpg, .jpeg, .png, …")
     if empty:
         raise InputError(
             f"{str(folder)!r} has no image in the class folder {empty[0]!r}{_more(empty)}: fill or remove it"
@@ -110,7 +126,7 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _images(folder: bytes, below: bytes, parents: tuple[tuple[int, int], ...]) -> Iterator[bytes]:
-    """Paths, relative to the class, of the images in ``folder`` and its folders. parents: those that it is in, against loops."""
+    """Paths, relative to the class, of the images in ``folder`` and below. parents: the folders above, to detect loops."""
     try:
         status = os.stat(folder)
     except OSError as error:
@@ -125,30 +141,32 @@ def _images(folder: bytes, below: bytes, parents: tuple[tuple[int, int], ...]) -
             yield from _images(entry.path, below + entry.name + b"/", (*parents, here))
 
 
-def _entries(folder: bytes, wants: str = "") -> Iterator["os.DirEntry[bytes]"]:
-    """What is in the folder and not hidden."""
+def _entries(folder: bytes, needs: str = "") -> Iterator["os.DirEntry[bytes]"]:
+    """The entries of ``folder`` that are not hidden."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.name.startswith(b"."):
                     yield entry
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{os.fsdecode(folder)!r} is no folder: {wants or 'it is gone'}") from None
+        raise InputError(f"{os.fsdecode(folder)!r} is not a folder{f': {needs}' if needs else ' any more'}") from None
     except OSError as error:
         raise _unreadable(folder, error) from None
 
 
 def _is_image(entry: "os.DirEntry[bytes]") -> bool:
-    # A link's target is not looked at: that would cost a call to the file system for each of a folder of links.
+    # A link's target is not checked: in a folder of links that would be one more file system call for each.
     return entry.name.lower().endswith(ENDINGS) and (entry.is_file(follow_symlinks=False) or entry.is_symlink())
 
 
 def _is_folder(entry: "os.DirEntry[bytes]") -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link in a circle, or to where one may not look
+    except OSError:  # a circular link, or one without permission
         return False
 
 
 def _unreadable(folder: bytes, error: OSError) -> InputError:
-    return InputError(f"{os.fsdecode(folder)!r} cannot be read ({error.strerror}): make it readable, or give another")
+    return InputError(
+        f"{os.fsdecode(folder)!r} cannot be read ({error.strerror}): make it readable, or give another folder"
+    )

@@ -1,8 +1,7 @@
-"""Which samples each rank takes at each step, and small sets held in memory."""
+"""Small image sets in memory, and their augmentation on the device."""
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,86 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes.core.data import download
+from recipes.core.data import datasets, idx, sampling
+from recipes.core.data.datasets import DataFileError
 from recipes.core.errors import InputError
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part of one global batch.
-
-    epoch, batch: which, from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
-    What a loader adds, it adds as tensors of one row a sample.
-    """
-
-    epoch: int
-    batch: int
-    indices: Tensor
-    global_size: int
-
-    def pieces(self, count: int) -> "list[Shard]":
-        """The shard cut into ``count`` parts, into fewer where it has fewer samples, for one forward pass after another."""
-        count = max(1, min(count, len(self.indices)))
-        if count == 1:
-            return [self]
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
-        return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
-
-
-def share(count: int, rank: int, world_size: int) -> slice:
-    """Rank's contiguous part of ``count`` items; the first ``count % world_size`` ranks take one more."""
-    each, more = divmod(count, world_size)
-    begin = rank * each + min(rank, more)
-    return slice(begin, begin + each + (rank < more))
-
-
-@dataclass(frozen=True)
-class GlobalBatches:
-    """The same batches of the same samples in the same order on any number of ranks: a permutation drawn from (seed, epoch).
-
-    Every sample is there exactly once an epoch. What does not fill a batch at its end is shared by the last two, so that none
-    is so small that a rank has no sample of it, or batch normalisation next to none. data: what tells the set from another of
-    as many samples, for a resumed run.
-    """
-
-    num_samples: int
-    global_batch_size: int
-    seed: int
-    rank: int
-    world_size: int
-    data: str = ""
-
-    @property
-    def per_epoch(self) -> int:
-        return -(-self.num_samples // self.global_batch_size)
-
-    def _size(self, batch: int) -> int:
-        from_end = self.per_epoch - batch
-        if from_end > 2 or self.per_epoch == 1:
-            return min(self.num_samples, self.global_batch_size)
-        both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
-        return (both + 1) // 2 if from_end == 2 else both // 2
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
-        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
-        order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
-        begin = 0
-        for batch in range(self.per_epoch):
-            size = self._size(batch)
-            if batch >= first_batch:
-                part = share(size, self.rank, self.world_size)
-                yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
-            begin += size
-
-
-def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """A generator of its own for each (seed, epoch, stream, batch), the same on every rank.
-
-    stream: 0 the order, 1 augmentation, 2 and on what a recipe draws besides.
-    """
-    mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
-    return torch.Generator().manual_seed(mixed % 2**63)
 
 
 @dataclass(frozen=True)
@@ -103,7 +25,7 @@ class ImageSet:
         return len(self.labels)
 
     def digest(self) -> str:
-        """The same where images and labels are, in their order."""
+        """Equal for equal images and labels in the same order."""
         found = hashlib.blake2b(digest_size=8)
         for tensor in (self.images, self.labels):
             found.update(tensor.cpu().contiguous().numpy().data)
@@ -114,11 +36,11 @@ class ImageSet:
 
 
 def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """MNIST's training and test set from a folder, 28x28. Raises DataFileError naming the prepare command.
+    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`.
 
-    data_dir: empty for the default, `datafiles.default_dir`.
+    Raises DataFileError with the prepare command.
     """
-    paths = download.find_mnist(data_dir or download.default_dir())
+    paths = datasets.find_mnist(data_dir)
     return _image_set(paths, "train"), _image_set(paths, "test")
 
 
@@ -126,38 +48,36 @@ def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
     """From the IDX files ``PART_images``, (N, H, W) or (N, C, H, W), and ``PART_labels``."""
 
     def tensor(name: str) -> Tensor:
-        shape, payload = download.read_idx(paths[name])
-        buffer = bytearray(payload) if isinstance(payload, bytes) else payload  # a mapped file is used where it lies
+        shape, payload = idx.read_idx(paths[name])
+        buffer = bytearray(payload) if isinstance(payload, bytes) else payload  # a mapped file is not copied
         return torch.frombuffer(buffer, dtype=torch.uint8).reshape(shape)
 
     images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
     if len(images) != len(labels):
-        raise download.DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
+        raise DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
     if len(labels) and int(labels.max()) > 9:
-        raise download.DataFileError(
-            f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)"
-        )
+        raise DataFileError(f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
     return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
 
 def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """CIFAR-10's training and test set as ``prepare cifar10`` has packed them. Raises DataFileError naming that command.
+    """CIFAR-10's training and test set as ``prepare cifar10`` writes them. data_dir: as in `datasets.folder_of`.
 
-    data_dir: empty for the default, `datafiles.default_dir`.
+    Raises DataFileError with the prepare command.
     """
-    paths = download.find_cifar10(data_dir or download.default_dir())
+    paths = datasets.find_cifar10(data_dir)
     return _image_set(paths, "train"), _image_set(paths, "test")
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
-    """scikit-learn's 1,797 real handwritten digits, 8x8 brought to 28x28; every fifth is of the test set.
+    """scikit-learn's 1,797 real handwritten digits, 8x8 resized to 28x28; every fifth is in the test set.
 
     Raises InputError where scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise InputError("dataset=digits: wants scikit-learn: pip install scikit-learn, or make install") from None
+        raise InputError("dataset=digits: needs scikit-learn: pip install scikit-learn, or make install") from None
     found = load_digits()
     small = torch.from_numpy(found.images).float().unsqueeze(1) / 16
     images = (functional.interpolate(small, size=28, mode="bilinear", antialias=True) * 255).round().to(torch.uint8)
@@ -178,13 +98,13 @@ def fake(train: int, test: int, shape: tuple[int, int, int], classes: int) -> tu
 
 
 class AugmentedImages:
-    """Images of a set, each shifted, mirrored and partly covered in its own way when it is taken.
+    """Images of a set with random shifts, flips and cutouts, drawn for each image and epoch.
 
-    reach: the most pixels of a shift; what comes in from outside is 0, or the image's own border mirrored (``reflect``).
-    flip: half of the images are mirrored left to right. cutout: side, in pixels, of a square that is covered by ``fill``.
+    reach: largest shift in pixels; the border is padded with 0, or with the mirrored image (``reflect``).
+    flip: half of the images are mirrored left to right. cutout: side, in pixels, of a square that is replaced by ``fill``.
 
-    An image is taken as one run of bytes from the padded set, whose start makes the shift: to copy whole rows costs no more
-    than to read them. All is drawn from (seed, epoch) for the whole set, so it does not depend on the number of ranks.
+    An image is one contiguous run of bytes of the padded set, whose start makes the shift: copying complete rows is
+    fastest. Everything is drawn from (seed, epoch) for the whole set, so it does not depend on the number of ranks.
     """
 
     def __init__(
@@ -202,9 +122,9 @@ class AugmentedImages:
         self._reach, self._flip, self._cutout, self._fill = reach, flip, cutout, fill
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
-        # Rows of pixels of all channels: a run of bytes is an image, and it comes out in channels_last.
+        # Rows of pixels with all channels: a run of bytes is an image in channels_last.
         padded = _pad(images, reach, reflect).permute(0, 2, 3, 1).flatten()
-        # So that the last image's lowest, rightmost run ends within.
+        # Makes room for the last image's lowest, rightmost run.
         padded = functional.pad(padded, (0, 2 * reach * self._channels))
         self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
         self._starts = torch.arange(count, device=images.device) * self._stride
@@ -213,22 +133,22 @@ class AugmentedImages:
         self._drawn: tuple[int, int] | None = None
 
     def draw(self, seed: int, epoch: int) -> None:
-        """How each image is taken in an epoch; drawn once, whoever asks how often."""
+        """Draws the augmentation of an epoch; further calls for the same epoch do nothing."""
         if self._drawn == (seed, epoch):
             return
         self._drawn = (seed, epoch)
-        count, device, random = len(self._starts), self._starts.device, generator(seed, epoch, stream=1)
+        count, device, random = len(self._starts), self._starts.device, sampling.generator(seed, epoch, stream=1)
         y, x = torch.randint(0, 2 * self._reach + 1, (2, count), generator=random)
         base = torch.arange(count) * self._stride
         self._starts = (base + y * self._row + x * self._channels).to(device)
         if self._flip:
             self._flips = (torch.rand(count, generator=random) < 0.5).to(device)
-        if self._cutout:  # its middle anywhere in the image, so that it may stand out at the border
+        if self._cutout:  # its centre is anywhere in the image, so it can extend over the border
             middle = torch.rand(2, count, generator=random) * torch.tensor([[self._height], [self._width]])
             self._holes = (middle.floor().long() - self._cutout // 2).to(device)
 
     def take(self, indices: Tensor) -> Tensor:
-        """Images ``indices``, uint8 (B, C, H, W), in channels_last where there are several."""
+        """Images ``indices``, uint8 (B, C, H, W); several channels are in channels_last."""
         runs = self._runs.index_select(0, self._starts[indices])
         rows = runs.view(-1, self._height, self._row)[..., : self._width * self._channels]
         images = rows.unflatten(-1, (self._width, self._channels))  # (B, H, W, C)
@@ -236,7 +156,7 @@ class AugmentedImages:
             images = torch.where(self._flips[indices][:, None, None, None], images.flip(2), images)
         if self._cutout:
             images = images.masked_fill(self._covered(indices)[..., None], self._fill)
-        # Of one channel, strides say which of the two formats is meant, and convolutions go by them.
+        # With one channel, the strides alone tell the memory format, and convolutions select their kernels by them.
         return images.permute(0, 3, 1, 2) if self._channels > 1 else images.squeeze(3).unsqueeze(1)
 
     def _covered(self, indices: Tensor) -> Tensor:
@@ -249,9 +169,9 @@ class AugmentedImages:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 (B, C, H, W) to float, less ``mean`` and over ``std``, each (C,) in units of a pixel; in channels_last.
+    """uint8 (B, C, H, W) to float in channels_last, minus ``mean``, divided by ``std``, each (C,) in units of a pixel.
 
-    A row of pixels is one vector here: on CPUs that is eight times as fast as to spread C values over H and W.
+    Each row of pixels is one vector: on CPUs this is eight times as fast as broadcasting C values over H and W.
     """
     _, channels, _, width = images.shape
     rows = images.permute(0, 2, 3, 1).flatten(2).float()
@@ -260,7 +180,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def _pad(images: Tensor, reach: int, reflect: bool) -> Tensor:
-    """(N, C, H, W) with ``reach`` pixels more on each side. torch's own reflection knows no uint8."""
+    """(N, C, H, W) with ``reach`` more pixels on each side. torch's reflection padding does not support uint8."""
     if not reflect:
         return functional.pad(images, (reach,) * 4)
     for dim in (2, 3):

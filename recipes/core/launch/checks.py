@@ -22,7 +22,7 @@ from recipes.core import errors, files
 from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, Backend, Device, RunKeys
-from recipes.core.data import download
+from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.place import processes
 from recipes.core.run import dryrun
@@ -138,11 +138,11 @@ def look_for_data(settings: Settings, root: Path, base: Path) -> str:
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir} is known on the nodes alone: the data was not looked for"
     named = parser.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
-    folder = named or str(root / download.default_dir())
-    if (named or os.environ.get("RECIPES_DATA")) and not download.kind(Path(folder)):
+    folder = str(root / datasets.folder_of(named))
+    if (named or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if named else "RECIPES_DATA"
         return f"{key}={folder} does not exist on this machine: the data was not looked for, and the nodes must have it"
-    {"mnist": download.find_mnist, "cifar10": download.find_cifar10, "imagenet": download.find_imagenet}[dataset](
+    {"mnist": datasets.find_mnist, "cifar10": datasets.find_cifar10, "imagenet": datasets.find_imagenet}[dataset](
         folder
     )
     return ""
@@ -160,7 +160,7 @@ def room(run_dir: Path, keep: int, found: Found | None) -> str:
         usage = shutil.disk_usage(folder)
     except OSError as error:
         raise MachineError(f"run_dir={run_dir}: {folder} cannot be looked at ({error.strerror})") from None
-    free = f"{download.megabytes(usage.free)} free in {folder}" if usage.total else f"{folder} does not tell its room"
+    free = f"{files.size_text(usage.free)} free in {folder}" if usage.total else f"{folder} does not tell its room"
     if found is None:
         return f"{free}; what a checkpoint takes is not known"
     size = found.checkpoint_bytes
@@ -168,11 +168,11 @@ def room(run_dir: Path, keep: int, found: Found | None) -> str:
         return f"{free}, for no checkpoints"
     there = sum(1 for _ in (run_dir / "checkpoints").glob("step-*.pt"))
     count = max(BESIDE_KEPT, keep + BESIDE_KEPT - there) if keep else BESIDE_KEPT
-    each = download.megabytes(size)
+    each = files.size_text(size)
     if usage.total and usage.free < count * size:
         mend = f"make room there, or {OTHER_RUN_DIR}" + (" or a smaller keep_checkpoints" if keep > 1 else "")
         raise MachineError(
-            f"run_dir={run_dir}: {count} checkpoints of {each} take {download.megabytes(count * size)}, {free}: {mend}"
+            f"run_dir={run_dir}: {count} checkpoints of {each} take {files.size_text(count * size)}, {free}: {mend}"
         )
     return f"{count} checkpoints of {each}, {free}" if keep else f"all checkpoints stay, of {each} each, {free}"
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import files
-from recipes.core.data import download
 from recipes.core.errors import InputError, MachineError
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -242,10 +241,10 @@ class Saver:
             raise MachineError(self._words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), need))
 
     def _words(self, error: OSError, need: int) -> str:
-        size = f" of {download.megabytes(need)}" if need else ""
+        size = f" of {files.size_text(need)}" if need else ""
         free = ""
         with contextlib.suppress(OSError):
-            free = f", {download.megabytes(shutil.disk_usage(self._folder).free)} free"
+            free = f", {files.size_text(shutil.disk_usage(self._folder).free)} free"
         return (
             f"run_dir={self._folder.parent}: a checkpoint{size} cannot be written ({error.strerror}{free}): make room there; "
             f"{after_a_restart(self._folder)}"

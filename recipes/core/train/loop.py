@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
-from recipes.core.data.in_memory import Shard
+from recipes.core.data.sampling import Shard
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock

@@ -1,1 +1,6 @@
-"""Packed copies of image folders: writing, reading, and copying them to a node's local disk."""
+"""Packed copies of image folders: a few large files in place of millions of small ones.
+
+`format` describes the files and is the only module that reads or writes index.json and index records. `write` packs, with
+the processes of `workers`. `read` serves samples to a loader. `stage` copies to a node's own disk. All but `read` work
+without torch. Only `recipes.core.data` and `recipes.prepare` import this package.
+"""

@@ -1,0 +1,193 @@
+"""The files of each dataset: names, sizes, SHA-256, mirrors, and where they are searched. Standard library only."""
+
+import os
+import shlex
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.core import files
+from recipes.core.errors import InputError
+
+
+class DataFileError(InputError):
+    """A data file is missing or invalid. One line: the file, the fault, the fix."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file's name, size in bytes and SHA-256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset of a few files. folder: where they are below data_dir. mirrors: base URLs.
+
+    ending: what the names of the files have in addition on mirrors; ``.gz`` where they are served compressed.
+    """
+
+    name: str
+    recipe: str
+    folder: str
+    files: tuple[DataFile, ...]
+    mirrors: tuple[str, ...]
+    ending: str = ""
+
+
+# The names and the first mirror are torchvision 0.30's (datasets/mnist.py), the second mirror is used by TensorFlow's
+# examples. Both serve the same bytes; yann.lecun.com has no working https copy. The hashes are of the unpacked files,
+# since the same content can be compressed to different bytes.
+MNIST = Dataset(
+    name="mnist",
+    recipe="mnist",
+    folder="MNIST/raw",
+    files=(
+        DataFile(
+            "train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
+        ),
+        DataFile("train-labels-idx1-ubyte", 60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+        DataFile("t10k-images-idx3-ubyte", 7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+        DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+    ),
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    ending=".gz",
+)
+IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+# Size and SHA-256 are of the only file that https://www.cs.toronto.edu/~kriz/cifar.html serves.
+CIFAR10 = Dataset(
+    name="cifar10",
+    recipe="cifar",
+    folder="cifar10",
+    files=(
+        DataFile(
+            "cifar-10-binary.tar.gz",
+            170052171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        ),
+    ),
+    mirrors=("https://www.cs.toronto.edu/~kriz/",),
+)
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+# The files that prepare writes, in the order of IDX_KEYS: images of shape (N, 3, 32, 32).
+CIFAR10_IDX = (
+    "train-images-idx4-ubyte",
+    "train-labels-idx1-ubyte",
+    "test-images-idx4-ubyte",
+    "test-labels-idx1-ubyte",
+)
+
+
+def folder_of(data_dir: str | Path) -> Path:
+    """The folder that a ``data_dir`` key means: empty is ``$RECIPES_DATA``, otherwise ``data`` in the working directory."""
+    return Path(data_dir or os.environ.get("RECIPES_DATA") or "data").expanduser()
+
+
+def kind(path: Path, key: str = "data_dir") -> str:
+    """``file`` or ``folder``, links followed; "" for neither. Raises DataFileError with ``key`` where permission is missing."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:  # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
+        raise DataFileError(
+            f"{key}: {str(path)!r} cannot be read ({error.strerror}): make it readable, or give another {key}="
+        ) from None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
+
+
+def fault_of(path: Path, file: DataFile) -> str | None:
+    """What is wrong with the file at ``path``, as a clause for a message; None if its size and SHA-256 are correct."""
+    try:
+        size = path.stat().st_size
+        if size != file.size:
+            return f"has {size} bytes instead of {file.size}"
+        return sha256_fault(files.sha256(path), file)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def sha256_fault(found: str, file: DataFile) -> str | None:
+    if found == file.sha256:
+        return None
+    return f"has invalid content (SHA-256 {found[:8]}… instead of {file.sha256[:8]}…)"
+
+
+def search_folders(data_dir: str | Path, dataset: Dataset) -> list[Path]:
+    """The folders that may have the dataset's files, in the order of search: torchvision's layout, by name, ``data_dir`` itself."""
+    base = folder_of(data_dir)
+    return [base / dataset.folder, base / dataset.name, base]
+
+
+def local_copies(data_dir: str | Path, dataset: Dataset, file: DataFile, key: str = "data_dir") -> list[Path]:
+    """The unverified copies of ``file`` below ``data_dir``, the value of ``key``, best first: unpacked before compressed.
+
+    Raises DataFileError as `kind` does.
+    """
+    endings = ("", dataset.ending) if dataset.ending else ("",)
+    candidates = [folder / (file.name + end) for folder in search_folders(data_dir, dataset) for end in endings]
+    return [path for path in candidates if kind(path, key) == "file"]
+
+
+def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
+    """The command that provides the data, ready to be pasted into a shell."""
+    return f"python -m recipes.prepare {dataset_name} data_dir={shlex.quote(str(data_dir))}"
+
+
+def find_mnist(data_dir: str | Path) -> dict[str, Path]:
+    """MNIST's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
+    found = {key: local_copies(data_dir, MNIST, file) for key, file in zip(IDX_KEYS, MNIST.files, strict=True)}
+    missing = [file.name for file, paths in zip(MNIST.files, found.values(), strict=True) if not paths]
+    if missing:
+        folders = ", ".join(str(folder) for folder in search_folders(data_dir, MNIST))
+        folder = str(folder_of(data_dir))
+        raise DataFileError(
+            f"data_dir={folder!r} lacks {', '.join(missing)} (plain or .gz; looked in {folders}): "
+            f"on a machine with internet, run {prepare_command('mnist', folder)}"
+        )
+    return {key: paths[0] for key, paths in found.items()}
+
+
+def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
+    """CIFAR-10's files as prepare writes them below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing.
+
+    index.json is beside them, written last: classes, source, samples, sha256.
+    """
+    base = folder_of(data_dir)
+    folder = base / CIFAR10.folder
+    missing = [name for name in (*CIFAR10_IDX, "index.json") if kind(folder / name) != "file"]
+    if missing:
+        raise DataFileError(
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} (looked in {folder}): on a machine with internet, "
+            f"or with source=FOLDER of a copy, run {prepare_command('cifar10', base)}"
+        )
+    return {key: folder / name for key, name in zip(IDX_KEYS, CIFAR10_IDX, strict=True)}
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether ``folder`` has a packed copy, finished or not. Raises DataFileError where permission is missing."""
+    return bool(kind(folder / "index.json") or kind(folder / "packing.json"))
+
+
+def find_imagenet(data_dir: str | Path) -> Path:
+    """The folder that has ``train/`` and ``val/``, or a packed copy: ``data_dir``, or ``imagenet`` in it.
+
+    The content is not checked. Raises DataFileError if there is none.
+    """
+    base = folder_of(data_dir)
+    for folder in (base, base / "imagenet"):
+        if is_packed(folder) or all(kind(folder / split) == "folder" for split in ("train", "val")):
+            return folder
+    raise DataFileError(
+        f"data_dir={str(base)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give the "
+        f"folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
+    )

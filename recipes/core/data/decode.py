@@ -1,0 +1,131 @@
+"""Decoders: JPEG bytes to RGB pixels, by torchvision or OpenCV, and by Pillow for what these cannot read."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from recipes.core.data import pillow
+from recipes.core.data.pillow import Unreadable
+from recipes.core.errors import InputError
+
+JPEG_START = b"\xff\xd8"
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that are followed by the image's size
+ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9), 0xFF})  # and those without a length
+MOST_PIXELS = 178_956_970  # of an image: Pillow's own limit
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """decode: gives a JPEG's upright RGB pixels (H, W, 3); raises RuntimeError or ValueError for other content.
+
+    resize: writes its first argument into the second one, at that one's size.
+    """
+
+    name: str
+    decode: Callable[[bytes], Pixels]
+    resize: Callable[[Pixels, Pixels], None]
+
+
+def make_decoder(name: str) -> Decoder:
+    """torchvision: the same pixels as Pillow and torchvision's transforms, within 1. opencv: faster, but other pixels.
+
+    OpenCV resizes without antialiasing, after a faster and coarser inverse DCT. Raises InputError where a library is missing.
+    """
+    return _opencv() if name == "opencv" else _torchvision()
+
+
+def _torchvision() -> Decoder:
+    import torchvision.io  # registers the operator
+
+    assert torchvision.io
+    try:
+        # torchvision.io.decode_jpeg itself warns at each call from torchvision 0.29 on, and is not made for threads.
+        decode_jpeg = torch.ops.image.decode_jpeg
+    except AttributeError:
+        raise InputError(
+            "decoder=torchvision: this torchvision cannot decode JPEGs: pip install 'torchvision<0.30', or give decoder=opencv"
+        ) from None
+
+    def decode(data: bytes) -> Pixels:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return decode_jpeg(tensor, 3, True).permute(1, 2, 0).numpy()  # 3: RGB; True: EXIF's orientation
+
+    def resize(pixels: Pixels, out: Pixels) -> None:
+        # Contiguous: torch would otherwise copy with its own threads, in each of ours. Writable: torch would otherwise warn.
+        source = torch.from_numpy(np.require(pixels, None, ["C", "W"])).permute(2, 0, 1)[None]
+        done = functional.interpolate(source, size=out.shape[:2], mode="bilinear", antialias=True)
+        out[...] = done[0].permute(1, 2, 0).numpy()
+
+    return Decoder("torchvision", decode, resize)
+
+
+def _opencv() -> Decoder:
+    try:
+        import cv2
+        import simplejpeg
+    except ImportError:
+        raise InputError(
+            "decoder=opencv: needs opencv-python-headless and simplejpeg: pip install opencv-python-headless simplejpeg, "
+            "or make install"
+        ) from None
+    cv2.setNumThreads(1)  # the loader's threads already run in parallel
+    decode_jpeg, cv2_resize, linear = simplejpeg.decode_jpeg, cv2.resize, cv2.INTER_LINEAR
+
+    def decode(data: bytes) -> Pixels:
+        pixels = decode_jpeg(data, fastdct=True, fastupsample=True)
+        return _upright(pixels, data) if b"Exif" in data[:4096] else pixels
+
+    def resize(pixels: Pixels, out: Pixels) -> None:
+        cv2_resize(pixels, (out.shape[1], out.shape[0]), out, interpolation=linear)
+
+    return Decoder("opencv", decode, resize)
+
+
+def _upright(pixels: Pixels, data: bytes) -> Pixels:
+    """Applies EXIF's orientation."""
+    from PIL import Image
+
+    try:
+        orientation = Image.open(io.BytesIO(data)).getexif().get(0x0112, 1)
+    except Exception:  # damaged EXIF data; the pixels can still be valid
+        return pixels
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    down, right = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if right else 1])
+
+
+def _pillow(data: bytes) -> tuple[Pixels, str]:
+    """An image's pixels by Pillow, converted as in a packed copy, and the kinds of conversion. Raises Unreadable."""
+    content, height, width, kinds = pillow.encode(data, "raw", 1 << 30, 0)
+    return np.frombuffer(content, np.uint8).reshape(height, width, 3), ", ".join(kinds)
+
+
+def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
+    """Pixels, by Pillow where the decoder cannot read the image; the second result is the reason then, otherwise empty. Raises Unreadable."""
+    try:
+        if data[:2] != JPEG_START:
+            raise ValueError("not a JPEG")
+        if _announced(data) > MOST_PIXELS:
+            raise Unreadable("has more than 178 million pixels")
+        return decoder.decode(data), ""
+    except (RuntimeError, ValueError) as error:
+        pixels, kinds = _pillow(data)
+        return pixels, kinds or f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+
+def _announced(data: bytes) -> int:
+    """The number of pixels in a JPEG's header, 0 without one. A decoder allocates memory for them before it reads further."""
+    at = data.find(b"\xff", 2)
+    while 0 <= at <= len(data) - 9:
+        if data[at + 1] in FRAMES:
+            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(data[at + 7 : at + 9], "big")
+        at += 1 if data[at + 1] in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        at = data.find(b"\xff", at)
+    return 0

@@ -1,0 +1,188 @@
+"""Sets of images too large for memory: class folders, packed copies, and random pixels for benchmarks."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from recipes.core.data import classfolder, datasets
+from recipes.core.data.decode import Pixels
+from recipes.core.data.packed import format, stage
+from recipes.core.data.packed.read import Packed
+from recipes.core.errors import InputError, Stopped
+
+if TYPE_CHECKING:
+    from recipes.core.train.session import Run
+
+
+class Images(Protocol):
+    """A set of images with labels. Files and packed JPEGs are read completely; of packed pixels, only the rows of a crop."""
+
+    kind: str  # for the user: files; packed jpeg, 256 px; packed raw, 256 px
+    place: str  # the folder, for error messages
+    raw: bool  # pixels: `shape` and `rows` are available, otherwise `read`
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    def __len__(self) -> int: ...
+    def label(self, i: int) -> int: ...
+    def name(self, i: int) -> str: ...
+    def digest(self) -> str:
+        """Equal for equal samples in the same order."""
+        ...
+
+    def read(self, i: int) -> bytes:
+        """A compressed image. Raises OSError, Unreadable."""
+        ...
+
+    def shape(self, i: int) -> tuple[int, int]:
+        """Height and width, where ``raw``."""
+        ...
+
+    def rows(self, i: int, first: int, count: int) -> Pixels:
+        """Rows of pixels (count, W, 3), where ``raw``; valid until this thread's next call. Raises OSError, Unreadable."""
+        ...
+
+
+class Files:
+    """``FOLDER/<class>/*.JPEG``; labels are positions in ``classes``, by default the folder's own."""
+
+    kind, raw = "files", False
+
+    def __init__(self, folder: Path, classes: Sequence[str] | None, tell: Callable[[object], None]) -> None:
+        self._listing = classfolder.scan(folder, classes, tell)
+        self.place = self._folder = str(folder)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self._listing.classes
+
+    def __len__(self) -> int:
+        return len(self._listing)
+
+    def label(self, i: int) -> int:
+        return self._listing.label(i)
+
+    def name(self, i: int) -> str:
+        return self._listing.name(i)
+
+    def digest(self) -> str:
+        return self._listing.digest()
+
+    def read(self, i: int) -> bytes:
+        with open(f"{self._folder}/{self._listing.name(i)}", "rb", buffering=0) as file:
+            return file.readall()
+
+    def shape(self, i: int) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def rows(self, i: int, first: int, count: int) -> Pixels:
+        raise NotImplementedError
+
+
+class Fake:
+    """dataset=fake: a few images of random pixels, repeated, that are read and cropped like packed pixels."""
+
+    kind, place, raw = "random pixels, 256 px", "dataset=fake", True
+
+    def __init__(self, samples: int, classes: int = 1000, size: int = 256) -> None:
+        self.classes = tuple(f"class {i}" for i in range(classes))
+        self._samples = samples
+        self._pixels = np.random.default_rng(0).integers(0, 256, (16, size, size, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def label(self, i: int) -> int:
+        return i % len(self.classes)
+
+    def name(self, i: int) -> str:
+        return f"fake sample {i}"
+
+    def digest(self) -> str:
+        return f"{self._samples} fake samples"
+
+    def read(self, i: int) -> bytes:
+        raise NotImplementedError
+
+    def shape(self, i: int) -> tuple[int, int]:
+        return self._pixels.shape[1], self._pixels.shape[2]
+
+    def rows(self, i: int, first: int, count: int) -> Pixels:
+        return self._pixels[i % len(self._pixels), first : first + count]
+
+
+def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None] = lambda done: None) -> Images:
+    """``train`` or ``val`` of a folder: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
+
+    Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
+    classes. tell: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
+    """
+    folder = Path(data_dir).expanduser()
+    if datasets.is_packed(folder):
+        return Packed(folder, format.read_index(folder), split)
+    if datasets.kind(folder / split) != "folder":
+        raise InputError(
+            f"data_dir={str(data_dir)!r} has no {split}/<class>/*.JPEG or a packed copy's index.json: give the folder that has "
+            f"them, or pack a copy: {datasets.prepare_command('imagenet', '…')} source=FOLDER"
+        )
+    classes = None
+    if split != "train" and datasets.kind(folder / "train") == "folder":
+        classes = classfolder.class_names(folder / "train")
+    return Files(folder / split, classes, tell)
+
+
+def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
+    """The training and the validation set of dataset=, data_dir= and stage_dir=; logs what they are.
+
+    Collective. Raises InputError and MachineError on all ranks where one of them fails, or where they see different samples.
+    """
+    if cfg.dataset == "fake":
+        return Fake(1_281_167), Fake(2000)
+    world = run.world
+
+    def staged(tell: Callable[[object], None]) -> Path:
+        folder = datasets.find_imagenet(cfg.data_dir)
+        stage_dir = os.path.expanduser(os.path.expandvars(cfg.stage_dir))
+        if "$" in stage_dir:
+            raise InputError(f"stage_dir={cfg.stage_dir}: a variable in it is not set: give a folder")
+
+        def beat(done: int, total: int) -> None:
+            if run.stop:
+                raise Stopped(run.stop.reason)
+            tell(done)
+            run.progress(f"to {stage_dir}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+        return stage.to_local_disk(folder, Path(stage_dir), beat) if stage_dir else folder
+
+    if cfg.stage_dir:
+        run.say(f"copying the packed copy to stage_dir={cfg.stage_dir}, unless it is there")
+    # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
+    folder = world.together("staging", staged)
+    sets = world.together("images", lambda tell: tuple(open_images(folder, split, tell) for split in ("train", "val")))
+    train, val = sets
+    first = world.broadcast_text("images", f"{train.digest()} {val.digest()}").split(" ")
+
+    def alike(tell: Callable[[object], None]) -> None:
+        for images, wanted in zip(sets, first, strict=True):
+            if images.digest() != wanted:
+                raise InputError(
+                    f"{images.place!r} has other samples on this host than on {world.hosts[0]}: give all ranks the same data"
+                )
+
+    world.together("alike", alike)
+    run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
+    return train, val
+
+
+class SetKeys(Protocol):
+    """The keys of a recipe that `open_sets` uses."""
+
+    @property
+    def dataset(self) -> str: ...
+    @property
+    def data_dir(self) -> str: ...
+    @property
+    def stage_dir(self) -> str: ...

@@ -1,0 +1,320 @@
+"""Batches of decoded images: read by threads, a few batches ahead.
+
+Crops and flips are drawn from (seed, epoch, batch) for the whole global batch: the same on any number of ranks and threads,
+and after a resume in the middle of an epoch.
+"""
+
+import contextlib
+import errno
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+
+from recipes.core.data import crops, decode
+from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
+from recipes.core.data.decode import Decoder
+from recipes.core.data.image_sets import Images
+from recipes.core.data.pillow import Unreadable
+from recipes.core.data.sampling import GlobalBatches, Shard, generator, share
+from recipes.core.errors import InputError, MachineError
+from recipes.core.run import watchdog
+
+IGNORE = -100  # the label of an image that cannot be read: cross_entropy's ignore_index
+AUGMENTATION = 1  # the stream of `generator`
+CHUNK = 16  # images that a thread decodes as one task
+AHEAD = 3  # batches that are decoded while one is used
+STALL_S = 300.0  # for one chunk
+NAMED = 10  # unreadable images that are named; further ones are only counted
+# A run fails after so many unreadable images in a row, in random order, or at such a fraction of at least so many images.
+IN_A_ROW = 10
+SAMPLES, FRACTION = 1000, 0.01
+MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # not an image's fault
+
+
+@dataclass(frozen=True)
+class LoadedShard(Shard):
+    """A shard with its images, on the rank's device.
+
+    images: uint8 (b, 3, S, S), in channels_last. labels: int64 (b,), IGNORE where the image cannot be read, which is 0 then.
+    flip: bool (b,), which images are to be mirrored.
+    """
+
+    images: Tensor
+    labels: Tensor
+    flip: Tensor
+
+
+class Loader:
+    """`GlobalBatches` with their images, randomly cropped.
+
+    size: pixels of a side, by epoch. min_crop: smallest fraction of an image's area in a crop. workers: number of threads,
+    which run in parallel since decoders release the interpreter's lock; 0 decodes each batch when it is requested.
+    warn: gets lines about images that cannot be read.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        batches: GlobalBatches,
+        *,
+        size: Callable[[int], int],
+        decoder: str,
+        workers: int,
+        device: torch.device,
+        warn: Callable[[str], None],
+        min_crop: float = 0.08,
+    ) -> None:
+        assert len(images) == batches.num_samples
+        self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
+        self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
+        self._to = _Mover(device)
+        self._tally = _Tally(images, self._decoder.name, warn, IN_A_ROW)
+        self._centre_tallies: dict[int, _Tally] = {}
+        self.num_samples = batches.num_samples
+        self.global_batch_size = batches.global_batch_size
+        self.seed, self.data = batches.seed, batches.data
+        self.per_epoch = batches.per_epoch
+
+    @property
+    def skipped(self) -> int:
+        """Number of samples that this rank could not read so far, each counted once."""
+        return sum(len(tally.skipped) for tally in self._tallies())
+
+    @property
+    def by_pillow(self) -> int:
+        """Number of this rank's images that Pillow read because the decoder could not."""
+        return sum(tally.by_pillow for tally in self._tallies())
+
+    def skipped_on_all(self) -> int:
+        """Number of samples that some rank could not read, each counted once. Collective."""
+        found: list[list[set[int]]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, [tally.skipped for tally in self._tallies()])
+        return sum(len(set().union(*of_one_set)) for of_one_set in zip(*found, strict=True))
+
+    def _tallies(self) -> "list[_Tally]":
+        return [self._tally, *self._centre_tallies.values()]
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on.
+
+        Closing the generator ends its threads. Raises InputError where too many images are unreadable, MachineError where a
+        read hangs.
+        """
+        size = self._size(epoch)
+
+        def jobs() -> Iterator[_Job]:
+            for shard in self._batches.epoch(epoch, first_batch):
+                random = generator(self.seed, epoch, AUGMENTATION, shard.batch)
+                uniform = torch.rand(shard.global_size, 2 * crops.TRIES + 3, dtype=torch.float64, generator=random)
+                mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
+                crop = RandomCrop(mine, self._min_crop)
+                samples = shard.indices.tolist()
+                yield _Job(
+                    self._images,
+                    self._decoder,
+                    crop,
+                    samples,
+                    self._to.empty(len(samples), size),
+                    shard,
+                    mine[:, -1] < 0.5,
+                )
+
+        with contextlib.closing(_worked(jobs(), self._workers)) as finished:
+            for job in finished:
+                shard = job.shard
+                assert shard is not None and job.flip is not None
+                yield LoadedShard(
+                    shard.epoch, shard.batch, shard.indices, shard.global_size,
+                    self._to(job.images), self._to(self._tally.labels(job)), self._to(job.flip),
+                )  # fmt: skip
+
+    def centres(
+        self, images: Images, part: slice, size: int, resize: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The centre crops of the images of ``part``, in order: ``size`` pixels, after the shorter side is resized to ``resize``.
+
+        Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
+        """
+        crop, samples = CentreCrop(resize), range(len(images))[part]
+        tally = self._centre_tallies.setdefault(id(images), _Tally(images, self._decoder.name, self._warn))
+
+        def jobs() -> Iterator[_Job]:
+            for begin in range(0, len(samples), batch_size):
+                some = list(samples[begin : begin + batch_size])
+                yield _Job(images, self._decoder, crop, some, self._to.empty(len(some), size))
+
+        with contextlib.closing(_worked(jobs(), self._workers)) as finished:
+            for job in finished:
+                yield self._to(job.images), self._to(tally.labels(job))
+
+
+@dataclass
+class _Job:
+    """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
+
+    bad, odd: by position in the batch, why an image is unreadable, or why Pillow had to read it. at: by chunk, its current position.
+    """
+
+    source: Images
+    decoder: Decoder
+    crop: Crop
+    samples: list[int]
+    host: Tensor
+    shard: Shard | None = None
+    flip: Tensor | None = None
+    bad: dict[int, str] = field(default_factory=dict)
+    odd: dict[int, str] = field(default_factory=dict)
+    at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def images(self) -> Tensor:
+        return self.host.permute(0, 3, 1, 2)
+
+    def run(self, begin: int, end: int) -> None:
+        """Decodes a chunk. Unreadable images become black and are noted in ``bad``."""
+        out, samples, crop = self.host.numpy(), self.samples, self.crop
+        for i in range(begin, end):
+            self.at[begin] = i
+            try:
+                if odd := crop(self.source, self.decoder, samples[i], i, out[i]):
+                    self.odd[i] = odd
+            except (OSError, Unreadable) as error:
+                if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
+                    name = self.source.name(samples[i])
+                    raise MachineError(
+                        f"{self.source.place!r}: {name!r} cannot be read ({error.strerror}): "
+                        "check this machine's memory and ulimit -n"
+                    ) from None
+                out[i] = 0
+                self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _worked(jobs: Iterable[_Job], workers: int) -> Generator[_Job, None, None]:
+    """Gives the jobs in their order, finished; with workers, further ones are decoded meanwhile."""
+    if not workers:
+        for job in jobs:
+            job.run(0, len(job.samples))
+            yield job
+        return
+    pool = ThreadPoolExecutor(workers, "images")
+    waiting: deque[tuple[_Job, dict[int, Future[None]]]] = deque()
+    hung = False
+    try:
+        for job in jobs:
+            count = len(job.samples)
+            chunk = max(1, min(CHUNK, -(-count // workers)))
+            chunks = range(0, count, chunk)
+            waiting.append((job, {begin: pool.submit(job.run, begin, min(begin + chunk, count)) for begin in chunks}))
+            if len(waiting) > max(AHEAD, 2 * workers // max(1, count)):
+                yield _finished(*waiting.popleft())
+        while waiting:
+            yield _finished(*waiting.popleft())
+    except MachineError:
+        hung = True
+        raise
+    finally:
+        pool.shutdown(wait=not hung, cancel_futures=True)
+
+
+def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
+    """Waits for a job. chunks: by their first position."""
+    for begin, chunk in chunks.items():
+        clock = watchdog.RunningClock()
+        end = clock.now() + STALL_S
+        while not wait([chunk], watchdog.POLL_S).done and clock.now() < end:
+            pass
+        try:
+            chunk.result(0)
+        except FutureTimeout:
+            name = job.source.name(job.samples[job.at.get(begin, begin)])
+            raise MachineError(
+                f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
+            ) from None
+    return job
+
+
+class _Tally:
+    """Counts and reports images that cannot be read, or only by Pillow, and gives the labels of each batch.
+
+    in_a_row: this many unreadable images in a row end the run; None where images are read in the set's order.
+    """
+
+    def __init__(self, images: Images, decoder: str, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
+        self._images, self._decoder, self._warn, self._most_in_a_row = images, decoder, warn, in_a_row
+        self._seen = self._bad = self._in_a_row = 0
+        self.skipped: set[int] = set()
+        self.by_pillow = 0
+
+    def labels(self, job: _Job) -> Tensor:
+        """int64 (b,), IGNORE where a sample is unreadable. Raises InputError where too many are."""
+        labels = torch.tensor([self._images.label(sample) for sample in job.samples], dtype=torch.int64)
+        for i in job.bad:
+            labels[i] = IGNORE
+        for i in sorted(job.odd):
+            self._tell_odd(job.samples[i], job.odd[i])
+        if not job.bad:
+            self._in_a_row = 0 if job.samples else self._in_a_row
+            self._seen += len(job.samples)
+            return labels
+        for i, sample in enumerate(job.samples):
+            self._seen += 1
+            self._in_a_row = self._in_a_row + 1 if i in job.bad else 0
+            if i in job.bad:
+                self._note(sample, job.bad[i])
+        return labels
+
+    def _tell_odd(self, sample: int, odd: str) -> None:
+        self.by_pillow += 1
+        if self.by_pillow == 1:
+            name = self._images.name(sample)
+            self._warn(
+                f"{name!r} is read by Pillow ({odd}), like all images that decoder={self._decoder} cannot read; this is slower, and logged once"
+            )
+
+    def _note(self, sample: int, reason: str) -> None:
+        self._bad += 1
+        name = self._images.name(sample)
+        if sample not in self.skipped:
+            self.skipped.add(sample)
+            if len(self.skipped) <= NAMED:
+                last = "; further ones are only counted" if len(self.skipped) == NAMED else ""
+                self._warn(f"{name!r} cannot be read ({reason}) and is skipped{last}")
+        too_many = self._seen >= SAMPLES and self._bad > FRACTION * self._seen
+        if too_many or self._in_a_row == self._most_in_a_row:
+            many = f"{self._bad} of {self._seen} images" if too_many else f"{self._in_a_row} images in a row"
+            raise InputError(
+                f"data_dir: {many} of {self._images.place!r} cannot be read (the last: {name!r}: {reason}): "
+                "check that the data is complete"
+            )
+
+
+class _Mover:
+    """Copies a batch's tensors to the device: to a GPU from pinned memory, on its own stream, during computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def empty(self, count: int, size: int) -> Tensor:
+        shape = (count, size, size, 3)
+        if self._stream is None:
+            return torch.from_numpy(np.empty(shape, np.uint8))  # NumPy requests huge pages: far fewer page faults
+        # torch's cache of pinned memory reuses a block only after its copy has finished.
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self._stream is None:
+            return tensor.to(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        moved.record_stream(current)
+        return moved

@@ -1,0 +1,145 @@
+"""Samples of a packed copy, for a loader's threads."""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from recipes.core.data.datasets import DataFileError
+from recipes.core.data.decode import Pixels
+from recipes.core.data.packed import format
+from recipes.core.data.packed.format import PackedCopy
+from recipes.core.data.pillow import Unreadable
+
+FIELDS = np.dtype("<u8, <u4, <u4, <u4, <u2, <u2")  # format.Record's
+assert FIELDS.itemsize == format.RECORD.size
+
+
+class Packed:
+    """A split of a packed copy. No Python object is kept for a sample: its record is read from the index, which is mapped.
+
+    Shards are read, not mapped: a disk error then belongs to one sample and is no SIGBUS, each read fetches exactly
+    one sample, and the pages do not count as the job's memory.
+    """
+
+    def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
+        again = f"pack again: {format.prepare_command(folder)}"
+        if split not in copy.splits:
+            raise DataFileError(f"{str(folder)!r} has no {split}/: give a source= that has one, and {again}")
+        found = copy.splits[split]
+        for file in found.files:
+            there = _file_size(folder / file.name)
+            if there != file.size:
+                fault = "is missing" if there is None else f"has {there} bytes instead of {file.size}"
+                raise DataFileError(f"{str(folder / file.name)!r} {fault}: {again}")
+        if not found.samples:
+            raise DataFileError(f"{str(folder)!r} has no samples of {split}: {again}")
+        self.kind, self.raw = f"packed {copy.encoding}, {copy.size} px", copy.encoding == "raw"
+        self.classes, self.place = copy.classes, str(folder)
+        self._folder, self._split, self._samples = folder, split, found.samples
+        self._files = [file.name for file in found.shards]
+        path = folder / found.index.name
+        try:
+            with open(path, "rb") as opened:
+                self._index = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise DataFileError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
+        self._digest = hashlib.sha256(self._index).hexdigest()
+        if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
+            raise DataFileError(f"{str(path)!r} is damaged: {again}")
+        self._open: dict[int, int] = {}
+        self._opening, self._scratch = threading.Lock(), threading.local()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # A quarter for each of two sets, the rest for the process.
+        self._max_open = 1 << 20 if soft == resource.RLIM_INFINITY else soft // 4
+
+    def __del__(self) -> None:
+        for opened in getattr(self, "_open", {}).values():
+            os.close(opened)
+
+    def _is_valid(self, sizes: list[int]) -> bool:
+        """Whether every record has a known label and points into a shard. sizes: of the shards, in bytes."""
+        for begin in range(0, self._samples, 1 << 16):  # in parts, to bound the memory
+            count = min(1 << 16, self._samples - begin)
+            part = np.frombuffer(self._index, FIELDS, count, begin * FIELDS.itemsize)
+            offset, length, shard, label, height, width = (part[name] for name in FIELDS.names or ())
+            if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
+                return False
+            size = np.asarray(sizes, np.uint64)[shard]
+            if (offset > size).any() or (length > size - offset).any():  # offset + length could overflow
+                return False
+            if self.raw and (height.astype(np.int64) * width * 3 != length).any():
+                return False
+        return True
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def label(self, i: int) -> int:
+        return format.record(self._index, i).label
+
+    def name(self, i: int) -> str:
+        """Names the sample by its shard: a packed copy does not keep the original file's name."""
+        return f"{self._split} sample {i} ({self._files[format.record(self._index, i).shard]})"
+
+    def digest(self) -> str:
+        return self._digest
+
+    def read(self, i: int) -> bytes:
+        record = format.record(self._index, i)
+        with self._shard(record.shard) as opened:
+            content = os.pread(opened, record.length, record.offset)
+        if len(content) != record.length:
+            raise Unreadable("is truncated")
+        return content
+
+    def shape(self, i: int) -> tuple[int, int]:
+        record = format.record(self._index, i)
+        return record.height, record.width
+
+    def rows(self, i: int, first: int, count: int) -> Pixels:
+        record = format.record(self._index, i)
+        length = count * record.width * 3
+        scratch = getattr(self._scratch, "bytes", b"")
+        # One buffer for each thread: a new one would be filled with 0 for every sample.
+        if len(scratch) < length:
+            scratch = self._scratch.bytes = bytearray(length)
+        with self._shard(record.shard) as opened:
+            start = record.offset + first * record.width * 3
+            if os.preadv(opened, [memoryview(scratch)[:length]], start) != length:
+                raise Unreadable("is truncated")
+        return np.frombuffer(scratch, np.uint8, length).reshape(count, record.width, 3)
+
+    @contextlib.contextmanager
+    def _shard(self, shard: int) -> Iterator[int]:
+        """The shard's file descriptor, kept open until too many are open; further shards are opened for each read."""
+        opened = self._open.get(shard)
+        if opened is None:
+            opened = self._keep_open(shard)
+        if opened is not None:
+            yield opened
+            return
+        opened = os.open(self._folder / self._files[shard], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield opened
+        finally:
+            os.close(opened)
+
+    def _keep_open(self, shard: int) -> int | None:
+        with self._opening:
+            if shard not in self._open and len(self._open) < self._max_open:
+                self._open[shard] = os.open(self._folder / self._files[shard], os.O_RDONLY | os.O_CLOEXEC)
+            return self._open.get(shard)
+
+
+def _file_size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

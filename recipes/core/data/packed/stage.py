@@ -1,0 +1,184 @@
+"""Copies a packed copy to a node's own disk. Standard library only.
+
+No partial file has its final name, one process of a node copies at a time, and another user's folder is never used.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import IO
+
+from recipes.core import files
+from recipes.core.data import datasets
+from recipes.core.data.datasets import DataFile
+from recipes.core.data.packed import format
+from recipes.core.data.packed.format import PackedCopy
+from recipes.core.errors import InputError, MachineError
+
+CHUNK_BYTES = 4 << 20
+COPIERS = 4  # files at once: one stream saturates neither a parallel file system nor an NVMe disk
+BEAT_S = 0.5
+LOCK = ".lock"
+Beat = Callable[[int, int], None]
+
+
+def to_local_disk(folder: Path, stage_dir: Path, beat: Beat) -> Path:
+    """Copies a packed copy to a folder below ``stage_dir``, once for each node, and gives that folder.
+
+    Every rank of the node calls it: the first one copies, the others wait. An interrupted copy continues, complete files are
+    kept, and each file's SHA-256 is verified while it is copied. beat: gets the bytes done and their total at least once a second
+    during copying and waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and MachineError (disk full or
+    not writable, no locks, another user's folder).
+    """
+    try:
+        copy = format.read_index(folder)
+    except InputError as error:
+        raise InputError(f"stage_dir=: needs a packed copy as data_dir: {error}") from None
+    target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
+    total = sum(file.size for file in copy.files)
+
+    def waiting() -> None:
+        beat(min(total, _bytes_there(target)), total)
+        time.sleep(BEAT_S)
+
+    try:
+        _make_own_folder(target)
+        if not _is_finished(target, copy):
+            with files.locked(target / LOCK, waiting) as held:
+                if not held:
+                    raise MachineError(
+                        f"stage_dir={str(stage_dir)!r}: its file system has no locks: give a folder of a node's own disk"
+                    )
+                if not _is_finished(target, copy):
+                    _copy_all(folder, target, copy, beat)
+    except OSError as error:
+        raise files.disk_error(error, "stage_dir", target.parent) from None
+    return target
+
+
+def _make_own_folder(target: Path) -> None:
+    """Makes ``target`` with mode 0700, or checks that it is this user's own folder and nobody else can write to it."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        target.mkdir(mode=0o700)
+    found = target.lstat()  # not through a link: in /tmp, anyone can create one
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise MachineError(
+            f"stage_dir={str(target.parent)!r}: {str(target)!r} is not a folder that you own and only you can write to: "
+            "remove it, or give another stage_dir="
+        )
+
+
+def _is_finished(target: Path, copy: PackedCopy) -> bool:
+    """Whether index.json, which is written last, and all other files are there."""
+    try:
+        return (target / format.INDEX).read_bytes() == copy.content and not _missing(target, copy)
+    except OSError:
+        return False
+
+
+def _missing(target: Path, copy: PackedCopy) -> list[DataFile]:
+    return [file for file in copy.files if not _is_complete(target / file.name, file)]
+
+
+def _is_complete(path: Path, file: DataFile) -> bool:
+    """Checks a shard's size only. An index is hashed too: a damaged one would fail every start."""
+    if _size(path) != file.size:
+        return False
+    return not path.name.endswith(".index") or datasets.fault_of(path, file) is None
+
+
+def _size(path: Path) -> int:
+    """The size of a plain file, -1 where there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+
+
+def _bytes_there(target: Path) -> int:
+    with os.scandir(target) as entries:
+        return sum(max(0, _size(Path(entry.path))) for entry in entries)
+
+
+def _copy_all(folder: Path, target: Path, copy: PackedCopy, beat: Beat) -> None:
+    """Copies the missing files, then index.json. The caller holds the lock. Raises MachineError, InputError, OSError."""
+    files.remove_temporary(target)
+    (target / format.INDEX).unlink(missing_ok=True)  # of a copy that has lost a file since
+    missing, total = _missing(target, copy), sum(file.size for file in copy.files)
+    need = sum(file.size for file in missing) + len(copy.content)
+    work = _Copying(folder, target, total - sum(file.size for file in missing))
+    try:
+        files.check_free(target, need)
+        beat(work.done, total)
+        with ThreadPoolExecutor(COPIERS) as pool:
+            pending = {pool.submit(work.copy, file) for file in missing}
+            try:
+                while pending:
+                    finished, pending = wait(pending, BEAT_S, FIRST_EXCEPTION)
+                    for one in finished:
+                        one.result()
+                    beat(work.done, total)
+            except BaseException:
+                work.stopped = True
+                pool.shutdown(cancel_futures=True)
+                raise
+        files.write_whole(target / format.INDEX, lambda out: out.write(copy.content))
+    except OSError as error:
+        raise files.disk_error(error, "stage_dir", target.parent, total + len(copy.content) - work.done) from None
+
+
+class _Copying:
+    """Copies files, several at once. done: bytes so far, with those that were there before."""
+
+    def __init__(self, folder: Path, target: Path, done: int) -> None:
+        self.folder, self.target, self.done = folder, target, done
+        self.stopped = False
+        self._lock = threading.Lock()
+
+    def copy(self, file: DataFile) -> None:
+        """Raises OSError where the target cannot be written, InputError where the source is not what index.json says."""
+        files.write_whole(self.target / file.name, functools.partial(self._fill, file))
+
+    def _fill(self, file: DataFile, out: IO[bytes]) -> None:
+        path, digest, size = self.folder / file.name, hashlib.sha256(), 0
+        again = f"pack again: {format.prepare_command(self.folder)}"
+        chunk = memoryview(bytearray(CHUNK_BYTES))
+        with _reading(path):
+            source = open(path, "rb", buffering=0)  # noqa: SIM115
+        with source:
+            while size <= file.size and not self.stopped:
+                with _reading(path):
+                    count = source.readinto(chunk)
+                if not count:
+                    break
+                size += count
+                digest.update(chunk[:count])
+                out.write(chunk[:count])
+                with self._lock:
+                    self.done += count
+        if self.stopped:
+            raise InputError("stopped")  # the other file's error is reported
+        if size != file.size:
+            raise InputError(
+                f"{str(path)!r} has {'more' if size > file.size else size} bytes instead of {file.size}: {again}"
+            )
+        if digest.hexdigest() != file.sha256:
+            raise InputError(f"{str(path)!r} is damaged (its SHA-256 is not that of index.json): {again}")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Distinguishes errors in reading the source from errors in writing the target."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None

@@ -1,0 +1,142 @@
+"""Images through Pillow: decoding every format and colour mode to upright RGB, and encoding for a packed copy.
+
+Pillow is imported inside the functions: `python -m recipes.prepare` must start without it.
+"""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.core import errors
+from recipes.core.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
+LONGEST = 65500  # pixels of a side: libjpeg's limit
+UPRIGHT = 1
+TRANSPOSED = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"} | {
+    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}  # EXIF's orientation: Pillow's operation that undoes it  # fmt: skip
+
+
+class Unreadable(Exception):
+    """An image that is skipped. The message is a clause that follows its name."""
+
+
+def read_file(path: Path) -> bytes:
+    """The file's bytes. Raises Unreadable where only this file is affected, InputError where the folder may be missing."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if isinstance(error, PermissionError | IsADirectoryError) or path.is_symlink():
+            raise Unreadable(f"cannot be read ({error.strerror})") from None
+        raise InputError(
+            f"source=: {str(path)!r} cannot be read ({error.strerror}): make it readable and run the same command to continue"
+        ) from None
+
+
+def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, int, int, list[str]]:
+    """An image for a packed copy: payload, height, width, and the kinds of conversion that were necessary.
+
+    An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
+    """
+    image, kinds, plain = _decode(data)
+    small = _reduced(image, size)
+    if max(small.size) > LONGEST:
+        raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
+    if encoding == "raw":
+        payload = small.tobytes()
+    elif plain and small is image:
+        payload = data
+    else:
+        small.info = {}  # comments and profiles would be stored too
+        buffer = io.BytesIO()
+        small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+        payload = buffer.getvalue()
+    return payload, small.height, small.width, kinds
+
+
+def _decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
+    """The image upright in RGB, the kinds of conversion, and whether it is a JPEG that needed none."""
+    from PIL import Image
+
+    image = open_image(data)
+    kinds = [] if image.format in ("JPEG", "MPO") else [str(image.format).lower()]
+    plain = image.format == "JPEG" and image.mode == "RGB"
+    kinds += _mode_kinds(image)
+    way = TRANSPOSED.get(_orientation(image))
+    image = to_rgb(image)
+    if way:
+        image = image.transpose(Image.Transpose[way])
+        kinds.append("rotated")
+        plain = False
+    return image, kinds, plain
+
+
+def open_image(data: bytes) -> "Image.Image":
+    """The first image in a file's bytes, decoded, in its original mode. Raises Unreadable."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise Unreadable("is empty")
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        deep = ";16" in str(getattr(image, "tile", [])[:1])
+        image.load()
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise Unreadable("is not an image") from None
+    except Image.DecompressionBombError:
+        raise Unreadable("has more than 178 million pixels") from None
+    except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
+        raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
+    if deep:  # Pillow reads 16-bit colour as 8-bit; only its tiles, which loading removes, name the raw mode
+        image.info["deep"] = True
+    return image
+
+
+def _mode_kinds(image: "Image.Image") -> list[str]:
+    mode = image.mode
+    kinds = ["16-bit"] if "deep" in image.info or mode.startswith("I") else []
+    if mode in ("1", "L", "LA", "La", "F") or mode.startswith("I"):
+        kinds.append("grey")
+    elif mode in ("P", "PA"):
+        kinds.append("palette")
+    elif mode not in ("RGB", "RGBA", "RGBa", "RGBX"):
+        kinds.append(mode.lower())  # cmyk, or a TIFF's lab
+    if mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        kinds.append("alpha")
+    return kinds
+
+
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """The image in RGB; 16-bit values are reduced to their upper 8 bits."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
+        high = slice(0, None, 2) if image.mode == "I;16B" else slice(1, None, 2)
+        return Image.frombytes("L", image.size, image.tobytes()[high]).convert("RGB")
+    if image.mode == "I":
+        return image.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _orientation(image: "Image.Image") -> int:
+    try:
+        return int(image.getexif().get(0x0112, UPRIGHT))
+    except Exception:  # damaged EXIF data; the pixels can still be valid
+        return UPRIGHT
+
+
+def _reduced(image: "Image.Image", size: int) -> "Image.Image":
+    from PIL import Image
+
+    width, height = image.size
+    short = min(width, height)
+    if short <= size:
+        return image
+    wanted = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    return image.resize(wanted, Image.Resampling.LANCZOS)

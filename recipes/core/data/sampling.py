@@ -1,0 +1,86 @@
+"""Which samples each rank takes at each step, and the random generators of an epoch."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of one global batch.
+
+    epoch, batch: from 0. indices: this rank's samples, int64. global_size: samples of the batch over all ranks.
+    A subclass adds tensors with one row for each sample.
+    """
+
+    epoch: int
+    batch: int
+    indices: Tensor
+    global_size: int
+
+    def pieces(self, count: int) -> "list[Shard]":
+        """The shard in ``count`` parts, or one for each sample if it has fewer, for gradient accumulation."""
+        count = max(1, min(count, len(self.indices)))
+        if count == 1:
+            return [self]
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
+        return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
+
+
+def share(count: int, rank: int, world_size: int) -> slice:
+    """Rank's contiguous part of ``count`` items; the first ``count % world_size`` ranks take one more."""
+    each, more = divmod(count, world_size)
+    begin = rank * each + min(rank, more)
+    return slice(begin, begin + each + (rank < more))
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """The batches of an epoch: a permutation drawn from (seed, epoch), the same on any number of ranks.
+
+    Every sample occurs once in an epoch. The last two batches share the samples that do not fill a batch, so that neither is
+    so small that a rank has no sample of it, or that batch normalisation has too few. data: a digest of the set, by which a resumed
+    run detects another one of the same size.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    rank: int
+    world_size: int
+    data: str = ""
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.num_samples // self.global_batch_size)
+
+    def _size(self, batch: int) -> int:
+        from_end = self.per_epoch - batch
+        if from_end > 2 or self.per_epoch == 1:
+            return min(self.num_samples, self.global_batch_size)
+        both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
+        return (both + 1) // 2 if from_end == 2 else both // 2
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
+        order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
+        begin = 0
+        for batch in range(self.per_epoch):
+            size = self._size(batch)
+            if batch >= first_batch:
+                part = share(size, self.rank, self.world_size)
+                yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
+            begin += size
+
+
+def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
+    """An independent generator for each (seed, epoch, stream, batch), the same on every rank.
+
+    stream: 0 is the order, 1 augmentation; 2 and above are for recipes.
+    """
+    mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
+    return torch.Generator().manual_seed(mixed % 2**63)
