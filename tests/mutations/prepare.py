@@ -44,7 +44,7 @@ MUTATIONS = [
         "            raise DataFileError(describe(error)) from None",
         "            raise FetchError(describe(error), retry=True) from None",
         "a mirror that does not have the file is asked again before the next one",
-        f"{PREPARE}::test_the_next_mirror_is_tried_and_then_stays_first",
+        f"{PREPARE}::test_a_wrong_file_is_named_and_replaced_only_by_a_good_one",
     ),
     Mutation(
         FILES,
@@ -304,6 +304,20 @@ MUTATIONS = [
         "options = PackOptions(\n        keys.encoding.value, keys.quality, keys.size,",
         "size= and quality= change places in a packed copy",
         f"{PACKING}::test_prepare_packs_and_says_what_is_next",
+    ),
+    Mutation(
+        FILES,
+        "if fault := datasets.sha256_fault(digest.hexdigest(), file):",
+        "if fault := None:",
+        "content with another SHA-256 is accepted",
+        f"{PREPARE}::test_a_damaged_source",
+    ),
+    Mutation(
+        RECIPE,
+        "with files.locked(folder / LOCK, waiting if wait else None) as held:",
+        "with contextlib.nullcontext(True) as held:",
+        "two processes at once fetch the same and remove each other's temporary files",
+        f"{PREPARE}::test_the_second_of_two_waits_and_finds_the_firsts_files",
     ),
     # the index of a packed copy
     Mutation(

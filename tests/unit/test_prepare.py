@@ -343,6 +343,7 @@ def test_a_wrong_file_is_named_and_replaced_only_by_a_good_one(run: Run, server:
     assert f"{final} has invalid content" in out
     assert f"from {final}" not in out
     assert "HTTP 404" in err
+    assert len(server.requests) == 1
     assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
     server.answers.clear()
     assert run(server.url)[0] == 0
