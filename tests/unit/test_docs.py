@@ -52,6 +52,19 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
+def test_files_that_are_named_exist() -> None:
+    named = [(page, name) for page in PAGES for name in re.findall(r"`([a-z_/]+\.(?:py|sh))`", page.read_text())]
+    assert len(named) > 20
+    places = [ROOT, ROOT / "recipes", *(ROOT / "recipes/core").glob("**/")]
+    written = {"job.sh"}  # in a run directory
+    missing = [
+        (page.name, name)
+        for page, name in named
+        if name not in written and not any((place / name).exists() for place in places)
+    ]
+    assert missing == []
+
+
 def test_the_front_page_and_each_page_for_a_task() -> None:
     front = (ROOT / "README.md").read_text()
     assert len(front.splitlines()) < 130
