@@ -1,16 +1,16 @@
-"""CIFAR-10: a ResNet, trained data-parallel, with all images on the device from the first step on.
+"""CIFAR-10: data-parallel training of a ResNet. All images are on the device during the whole training.
 
-    python -m recipes.prepare cifar10 data_dir=/data                               # once, where there is internet
+    python -m recipes.prepare cifar10 data_dir=/data                               # once, on a machine with internet
     python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data
     sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data
 
-What to expect: not measured.
+Expected accuracy and speed: not measured.
 """
 
 from recipes.core.data import sampling
 from recipes.core.run import entry
 
-# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
 START = entry.begin("cifar") if __name__ == "__main__" else None
 
 from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
-MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels, red, green, blue
-GREY = 121  # what covers the part of an image that cutout takes away
+MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels (red, green, blue)
+GREY = 121  # pixel value of the area that cutout removes
 EVAL_BATCH = 1000
 
 
 def resnet18(classes: int) -> nn.Module:
-    """torchvision's ResNet-18 for images of 32 px: its first layer neither strides nor pools."""
+    """torchvision's ResNet-18 for images of 32 px: the first layer has stride 1, and no max pooling follows it."""
     net = torchvision.models.resnet18(num_classes=classes, zero_init_residual=True)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     net.maxpool = nn.Identity()
@@ -43,7 +43,7 @@ def resnet18(classes: int) -> nn.Module:
 
 
 class ResNet9(nn.Module):
-    """Images (B, 3, H, W), H and W at least 8, to logits (B, classes). After D. Page, "How to train your ResNet" (2018)."""
+    """Maps images (B, 3, H, W), H and W at least 8, to logits (B, classes). From D. Page, "How to train your ResNet" (2018)."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -73,19 +73,22 @@ def make_net(cfg: Config, run: Run) -> nn.Module:
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum; weight decay is for weights, norms and biases have none."""
+    """SGD with Nesterov momentum. Weight decay applies to weights, not to norms and biases."""
     groups = loop.decay_groups(net, cfg.weight_decay)
     return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=cfg.momentum > 0)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
-    """One cycle: the share of the peak learning rate at a step; up in a line, then down in a line to zero."""
+    """The learning rate of a step as a fraction of its peak. One cycle: it rises linearly, then falls linearly to zero."""
     rise = cfg.warmup * total_steps
     return (step + 1) / (rise + 1) if step < rise else max(0.0, (total_steps - step) / max(1.0, total_steps - rise))
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:
-    """Pixels of the training images in an epoch: in steps of 4 from ``small_px`` to 32, which the last third has in full."""
+    """Side of the training images in an epoch, in pixels.
+
+    It grows from ``small_px`` to 32 in steps of 4, and is 32 in the last third of the epochs.
+    """
     grown = min(1.0, epoch / max(1.0, epochs * 2 / 3))
     return cfg.small_px + int((32 - cfg.small_px) * grown) // 4 * 4
 
@@ -93,7 +96,7 @@ def side(cfg: Config, epochs: int, epoch: int) -> int:
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
+    torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     if cfg.num_workers:
         run.say(f"num_workers={cfg.num_workers} has no effect here: the set lies in memory")
     sets = (
@@ -136,7 +139,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
-        """Over all ranks, each test image once."""
+        """Accuracy over all ranks. Each test image is evaluated once. Called by all ranks."""
         with loop.evaluated(run) as best:
             return loop.count_right(run, answers(best))
 

@@ -1,10 +1,10 @@
-"""Message passing: every operation of torch.distributed, explained in a line, checked on every rank, and timed.
+"""Message passing: every operation of torch.distributed, explained in one line, checked on every rank, and timed.
 
-    python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # learn it here
+    python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # explains and checks each operation
     srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
-    srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true     # which pair of nodes is slow?
+    srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true     # finds slow pairs of nodes
 
-What to expect: right answers. Speeds of gloo over one machine's loopback: README. On GPUs: not measured.
+Expected: correct results on every rank. How to measure gloo on one machine: docs/doctor.md#bandwidth. On GPUs: not measured.
 """
 
 from recipes.core.run import entry
@@ -32,12 +32,12 @@ from recipes.core.errors import InputError, RunError
 from recipes.core.train.session import Run
 
 T = TypeVar("T")
-Answer = tuple[Tensor, Tensor]  # what came, and what is right
+Answer = tuple[Tensor, Tensor]  # the result and the expected result
 
 
 @dataclass(frozen=True)
 class Here:
-    """What a lesson works with: this rank among ``size``, and the next and the last one round the ring; what all can read."""
+    """The arguments of a lesson: this rank among ``size`` ranks, its neighbours in the ring, and a store that all ranks can read."""
 
     rank: int
     size: int
@@ -53,7 +53,7 @@ class Here:
         return (self.rank - 1) % self.size
 
     def of(self, *ranks: int) -> Tensor:
-        """Two numbers that tell whose they are, of each rank: 10 and 11 of rank 0, 20 and 21 of rank 1."""
+        """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for rank 1."""
         return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=self.device)
 
     def empty(self, ranks: int = 1) -> Tensor:
@@ -61,16 +61,17 @@ class Here:
 
     @property
     def all(self) -> Tensor:
-        """Everybody's numbers, (size, 2)."""
+        """The numbers of all ranks, (size, 2)."""
         return self.of(*range(self.size)).view(self.size, 2)
 
 
-# The lessons. Each does one thing on every rank and gives what came and what is right.
+# The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstrings.
 
 
 def in_turn(here: Here, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
-    """Round the ring even ranks send first, and odd ones receive."""
-    first_alone = here.size % 2 == 1 and here.rank == here.size - 1  # an odd ring's last rank meets an even one
+    """Sends to the next rank of the ring and receives from the previous one: even ranks send first, odd ranks receive first."""
+    # In a ring of odd size, the last rank and rank 0, to which it sends, are both even.
+    first_alone = here.size % 2 == 1 and here.rank == here.size - 1
     calls = (send, receive) if here.rank % 2 == 0 and not first_alone else (receive, send)
     return [call() for call in calls]
 
@@ -176,7 +177,7 @@ def barrier(here: Here) -> Answer:
     """nobody goes on before all have come: the last rank comes 0.1 s late and leaves word, which all find when they leave"""
     if here.rank == here.size - 1:
         time.sleep(0.1)
-        here.store.add("the last has come", 1)  # which comes back when it is done
+        here.store.add("the last has come", 1)  # returns only when the store has it
     dist.barrier()
     return torch.tensor(here.store.check(["the last has come"])), torch.tensor(True)
 
@@ -185,7 +186,7 @@ Lesson = Callable[[Here], Answer]
 
 
 def lessons() -> Iterator[tuple[str, str, Lesson]]:
-    """Name, explanation and function of each, in the order in which they are best learnt."""
+    """Name, explanation and function of each lesson, in the order in which they are best learnt."""
     for lesson in (send_and_recv, isend_and_irecv, batch_isend_irecv, broadcast):
         yield lesson.__name__, str(lesson.__doc__), lesson
     kinds: tuple[tuple[str, ReduceOp.RedOpType, Callable[[Tensor], Tensor]], ...] = (
@@ -203,7 +204,10 @@ def lessons() -> Iterator[tuple[str, str, Lesson]]:
 
 
 def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
-    """``call``'s result, or why this backend has no such operation; every rank gets the same. Any other error is raised."""
+    """Returns the result of ``call``, and why the backend does not support it ("" if it does). Raises any other error.
+
+    Called by all ranks, which get the same reason. name: unique in a run.
+    """
     result, why = None, ""
     try:
         with run.world.meeting():
@@ -211,7 +215,7 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())[:120]
         missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
-        # "operation not supported" may be the device's own word, too.
+        # "operation not supported" can also be an error of the device.
         if not missing or "CUDA error" in why or "NCCL error" in why:
             raise
     run.world.store.set(f"{name}/{run.world.rank}", why)
@@ -220,7 +224,7 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def learn(run: Run) -> dict[str, Any]:
-    """Each lesson on every rank. Raises RunError, on all ranks, where an answer is wrong."""
+    """Runs each lesson on every rank. Raises RunError, on all ranks, if a result is wrong."""
     world, missing = run.world, []
     here = Here(world.rank, world.size, world.device, world.store)
     run.say(f"{'operation':<20}{'on every rank':<16}what it does")
@@ -245,7 +249,7 @@ def learn(run: Run) -> dict[str, Any]:
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:
-    """Each operation at each size, in the forms that torch has; rank 0 writes a row of each as it comes."""
+    """Measures each operation at each size, in each form that torch has. Rank 0 writes one row of JSON per measurement."""
     world, missing = run.world, []
     sizes = bandwidth.that_fit(sizes_of(cfg.sizes), world, run.say)
     found: list[Figure] = []
@@ -282,7 +286,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
 
 
 def pairs(run: Run, cfg: Config) -> dict[str, Any]:
-    """Every pair of nodes, by their first ranks, or of ranks where there is one node; as many at a time as do not meet."""
+    """Measures every pair of nodes by their first ranks; on a single node, every pair of ranks. Disjoint pairs run at the same time."""
     world = run.world
     members = bandwidth.first_ranks(world)
     if len(members) < 2:

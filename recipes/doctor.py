@@ -1,15 +1,15 @@
 """The doctor finds bad nodes in an allocation, and explains why a run failed.
 
-    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # all nodes of an allocation; status 0 or 3
+    srun --ntasks-per-node=1 --gpus-per-node=8 python -m recipes.doctor      # all nodes of an allocation; exit status 0 or 3
     python -m recipes.doctor                                                 # this machine alone, for example a login node
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
     python -m recipes.doctor env my.env                                      # check an env file
     python -m recipes.doctor network                                         # lines for an env file of this site
 
-Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120`` whatever hangs.
-The nodes exchange messages as files in run_dir, since the network may be broken. This process never imports torch: whatever needs
-torch, or may hang, runs in a process of its own.
+Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
+The nodes exchange messages as files in run_dir, since the network may be broken. This process never imports torch: checks that need
+torch or can hang run in their own processes.
 """
 
 import gc
@@ -35,7 +35,7 @@ from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line, rundir, source
 from recipes.core.run.scontrol import Queue
 
-OVER_S = 5.0  # after ``seconds``, before this process ends even if it hangs itself
+OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
 
 def main(argv: list[str]) -> int:
@@ -79,8 +79,8 @@ def main(argv: list[str]) -> int:
 
 
 def _shared_id(info: RankInfo) -> str | None:
-    """An id that is the same on all ranks without a scheduler; None for a single rank."""
-    launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another one
+    """An id that is the same on all ranks, also without a scheduler; None for a single rank."""
+    launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another value
     run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
     return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
 
@@ -156,7 +156,7 @@ if __name__ == "__main__":
     except (ConfigError, ranks.RankError, envfile.EnvFileError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
-    except BrokenPipeError:  # the reader of the pipe has ended, as head does
+    except BrokenPipeError:  # the reader of the pipe has closed it, for example head
         status = 128 + signal.SIGPIPE
     except OSError as error:
         why = f"{error.filename or ''} {error.strerror or error}"

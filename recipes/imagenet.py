@@ -1,10 +1,10 @@
-"""ImageNet: ResNet-50, or any classifier of torchvision's, trained data-parallel from JPEG files or a packed copy of them.
+"""ImageNet: data-parallel training of ResNet-50, or any other torchvision classifier, from JPEG files or a packed copy of them.
 
-    python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev      # see it run, on random images
-    python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256      # once: smaller, faster to read
+    python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev      # a short trial on random images
+    python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256      # once: smaller and faster to read
     sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'
 
-What to expect: not measured on the whole of ImageNet.
+Expected accuracy and speed: not measured on the full ImageNet.
 """
 
 from recipes.core.data.loader import Loader
@@ -12,7 +12,7 @@ from recipes.core.data import image_sets
 from recipes.core.data import sampling
 from recipes.core.run import entry
 
-# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
 START = entry.begin("imagenet") if __name__ == "__main__" else None
 
 import math
@@ -33,7 +33,7 @@ from recipes.core.data.loader import LoadedShard
 from recipes.core.train.lars import LARS
 from recipes.core.train.session import Run
 
-# Of ImageNet's pixels, 0 to 255, as all of torchvision's weights want them.
+# Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
@@ -46,7 +46,7 @@ def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
 
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Norms and biases have no weight decay, and under LARS no rate of their own."""
+    """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; under LARS they have no rate of their own."""
     weights, others = loop.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
@@ -54,7 +54,7 @@ def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimi
 
 
 def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) -> float:
-    """The learning rate of a step, as a share of its peak."""
+    """The learning rate of a step as a fraction of its peak."""
     rise = min(cfg.warmup_epochs * steps_per_epoch, total_steps / 2)
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -64,14 +64,20 @@ def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) ->
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:
-    """Pixels of the training images in an epoch: from ``small_px`` to ``px`` in steps of 32; the last quarter has all of them."""
+    """Side of the training images in an epoch, in pixels.
+
+    It grows from ``small_px`` to ``px`` in steps of 32, and is ``px`` in the last quarter of the epochs.
+    """
     small = cfg.small_px or cfg.px
     grown = min(1.0, epoch / max(1.0, epochs * 3 / 4))
     return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32
 
 
 def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """mixup (Zhang et al., 2018): each image blended with another of the rank's; the other's label, and the share of its own."""
+    """mixup (Zhang et al., 2018): blends each image with another image of the same rank.
+
+    Returns the images, the labels of the other images, and the share of each image itself (1 without mixup).
+    """
     if not cfg.mixup:
         return x, shard.labels, 1.0
     share = random.Random(f"{cfg.seed} {shard.epoch} {shard.batch}").betavariate(cfg.mixup, cfg.mixup)
@@ -81,7 +87,7 @@ def mixed(cfg: Config, shard: LoadedShard, x: Tensor) -> tuple[Tensor, Tensor, f
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    torch.backends.cudnn.benchmark = True  # shapes are the same from step to step
+    torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     train_set, val_set = image_sets.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     loop.want_full_batches(cfg, batches, run.ranks)
@@ -122,7 +128,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
-        """Over all ranks, each image once."""
+        """Accuracy over all ranks. Each image is evaluated once. Called by all ranks."""
         with loop.evaluated(run) as best:
             return loop.count_right(run, answers(best))
 

@@ -1,17 +1,17 @@
-"""MNIST: a small CNN, trained data-parallel. The recipe to copy when you write your own.
+"""MNIST: data-parallel training of a small CNN. Copy this recipe to write your own.
 
     python -m recipes.mnist dataset=digits                                         # one process, no download
-    python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu       # two ranks here
+    python launch.py recipe=mnist launcher=local ranks_per_node=2 device=cpu       # two ranks on this machine
     sbatch sbatch/mnist_2x8.sh data_dir=/data                                      # two nodes of eight GPUs
 
-What to expect of `dataset=mnist`: 99.4 % of the test set right after 4 epochs (mean of 5 seeds, 99.37 to 99.46 %; two
-ranks on two shared x86 cores, 20 to 40 s). digits: 97.9 % (5 seeds, 97.5 to 98.6 %), seconds. On GPUs: not measured.
+Expected test accuracy with `dataset=mnist`: 99.4 % after 4 epochs (mean of 5 seeds, 99.37 to 99.46 %; two ranks on two
+shared x86 cores, 20 to 40 s). With `dataset=digits`: 97.9 % (5 seeds, 97.5 to 98.6 %), within seconds. On GPUs: not measured.
 """
 
 from recipes.core.data import sampling
 from recipes.core.run import entry
 
-# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
 START = entry.begin("mnist") if __name__ == "__main__" else None
 
 import math
@@ -30,12 +30,12 @@ from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
-MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels
-REACH = 1  # pixels by which a training image is shifted at most; 2 was worse
+MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels, scale 0 to 255
+REACH = 1  # maximum shift of a training image, in pixels; 2 was worse
 
 
 class Net(nn.Module):
-    """Images (B, 1, 28, 28) to the logits of ten classes (B, 10). Nothing in it depends on how a batch is cut into ranks."""
+    """Maps images (B, 1, 28, 28) to logits (B, 10). Nothing in it depends on how a batch is divided among ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,22 +59,25 @@ def load(cfg: Config) -> tuple[ImageSet, ImageSet]:
 
 
 def normalise(images: Tensor) -> Tensor:
-    """uint8 (B, 1, H, W) to float, mean 0 and standard deviation 1 over MNIST."""
+    """Converts uint8 (B, 1, H, W) to float, with mean 0 and standard deviation 1 over MNIST."""
     return images.float().sub_(MEAN).div_(STD)
 
 
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay is for weights; biases have none."""
+    """AdamW or SGD. Weight decay applies to weights, not to biases."""
     groups = loop.decay_groups(net, cfg.weight_decay)
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
-    # Where a gradient is next to nothing, 1e-8 makes a whole step of its rounding, and the losses of 1 and 3 ranks part (4e-4 after
-    # 20 steps; 2e-6 with this).
+    # With eps=1e-8, the rounding error of a gradient near zero becomes a full step, and the losses of 1 and 3 ranks differ by 4e-4 after
+    # 20 steps; with 1e-6 they differ by 2e-6.
     return torch.optim.AdamW(groups, cfg.lr, eps=1e-6)
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
-    """The learning rate of a step, as a share of its peak: up in a line, then down along a cosine to zero."""
+    """The learning rate of a step as a fraction of its peak.
+
+    It rises linearly, then falls to zero along a cosine, or stays constant (``schedule``).
+    """
     rise = cfg.warmup * total_steps
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -115,7 +118,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
-        """Over all ranks, each test sample once."""
+        """Accuracy over all ranks. Each test sample is evaluated once. Called by all ranks."""
         with loop.evaluated(run) as net:
             return loop.count_right(run, answers(net))
 

@@ -32,7 +32,7 @@ from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 LOCK = "prepare.lock"
-WAIT_S = 0.5  # between two looks at a lock
+WAIT_S = 0.5  # between two attempts to take a lock
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
 
@@ -87,7 +87,7 @@ class WeightsKeys:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line ``argv`` (default: sys.argv's) and gives the exit status."""
+    """Runs the command line ``argv`` (default: that of sys.argv) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         errors.show(USAGE.format(datasets="\n".join(map(_help, DATASETS))).rstrip("\n"))
@@ -120,7 +120,7 @@ def _help(dataset: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Any]:
-    """The dataset's name and the keys. Raises ConfigError."""
+    """The dataset's name and its keys. Raises ConfigError."""
     names = [word for word in argv if "=" not in word]
     if len(names) != 1:
         got = " ".join(repr(name[: errors.MAX_SHOWN]) for name in names[:4]) or "none"
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
 
 
 def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
-    """Puts all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
+    """Writes all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     _check_source(keys.source)
     folder = data_dir / dataset.folder
@@ -156,9 +156,9 @@ def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
 
 @contextlib.contextmanager
 def _prepared(folder: Path, need: int, wait: bool = False) -> Iterator[None]:
-    """Makes ``folder`` and holds its lock; ``need`` bytes are free, and temporary files of killed processes are removed.
+    """Creates ``folder`` and holds its lock, removes temporary files of killed processes, and checks that ``need`` bytes are free.
 
-    wait: wait for another process that has the lock, otherwise MachineError. Raises OSError.
+    wait: wait for another process that has the lock. Otherwise MachineError is raised. Raises OSError.
     """
     said = False
 
@@ -196,7 +196,7 @@ def _check_source(source: str) -> None:
 
 
 def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirrors: list[str]) -> list[str]:
-    """Where the file may be, in the order of search: URLs and paths."""
+    """URLs and paths where the file may be, in the order in which to try them."""
     if "://" in source:
         return [f"{source.rstrip('/')}/{file.name}{dataset.ending}"]
     if source:
@@ -217,7 +217,7 @@ def _fetch(dataset: Dataset, file: DataFile, sources: list[str], folder: Path, k
 
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
-    """Puts CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
+    """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     dataset = datasets.CIFAR10
     folder, archive = data_dir / dataset.folder, dataset.files[0]
@@ -242,7 +242,10 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
 
 
 def _convert_local(sources: Sequence[Path], folder: Path, last: bool) -> bool:
-    """Converts the first undamaged copy; False where there is none. last: nothing can be tried after these: InputError then."""
+    """Converts the first undamaged copy. Returns False if there is none, or raises InputError if ``last``.
+
+    last: there is nothing to try after these sources.
+    """
     for source in sources:
         _say(f"cifar10: from {_plain(str(source))}")
         try:
@@ -256,7 +259,7 @@ def _convert_local(sources: Sequence[Path], folder: Path, last: bool) -> bool:
 
 
 def _fetch_and_convert(archive: DataFile, urls: list[str], folder: Path, keys: PrepareKeys) -> None:
-    """Converts the archive from the first URL that has it, and removes it again, unless it was there before."""
+    """Fetches the archive from the first URL that has it, converts it, and removes it unless it existed before."""
     path = folder / archive.name
     was_there = os.path.lexists(path)
     try:
@@ -277,7 +280,7 @@ def _convert_cifar10(source: Path, folder: Path, name: str = "") -> None:
 
 
 def prepare_imagenet(keys: ImagenetKeys) -> None:
-    """Puts a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
+    """Writes a packed copy of a folder of images into data_dir. Raises InputError, MachineError."""
     if not keys.data_dir:
         raise InputError("data_dir= is missing: give the folder for the packed copy, data_dir=FOLDER")
     target = Path(keys.data_dir).expanduser().absolute()
@@ -309,9 +312,9 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
 
 
 def prepare_weights(keys: WeightsKeys) -> None:
-    """Puts torchvision's weights where torch searches them. Raises InputError, MachineError.
+    """Fetches torchvision's weights into torch's cache. Raises InputError, MachineError.
 
-    The hash in their name verifies them; a damaged file is fetched again.
+    The hash in the file's name verifies them. A damaged file is fetched again.
     """
     import torch
 
@@ -353,12 +356,12 @@ def _tell_skipped(skipped: Sequence[Mapping[str, str]], most: int = 10) -> None:
 
 
 def _plain(text: str) -> str:
-    """In one line: file names may have any bytes."""
+    """``text`` in one line. File names may contain any bytes."""
     return errors.shown(text, 1000)
 
 
 class Meter:
-    """One progress line on a terminal; elsewhere a plain line every ten seconds."""
+    """Shows progress: one line that is rewritten on a terminal, otherwise a plain line every ten seconds."""
 
     def __init__(self, name: str):
         self._name = name

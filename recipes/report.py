@@ -1,10 +1,10 @@
-"""What came of runs, in a table: ``python -m recipes.report runs/cifar``. Reads run directories; never torch.
+"""Prints the results of runs as a table. It reads run directories and does not import torch.
 
     python -m recipes.report                       # every run under runs/
     python -m recipes.report runs/cifar/1234_*     # the elements of a job array
     python -m recipes.report --json runs/cifar
 
-Keys stand in the table where the runs differ in them. A run that still says running tells when it has last said a word.
+The table shows the keys in which the runs differ. For a run whose status is running, it shows how long ago that status was updated.
 """
 
 import json

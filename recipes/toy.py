@@ -1,18 +1,18 @@
-"""The tutorial of data-parallel training as one file: an MLP on made data, its loop written out. The file to read first.
+"""A tutorial of data-parallel training in one file: an MLP on generated data, with an explicit step loop. Read this file first.
 
     python -m recipes.toy                                             # one process
-    python -m recipes.toy spawn=2 device=cpu                          # two, which torch.multiprocessing starts
-    torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, which torchrun starts; again with resume: the same line
+    python -m recipes.toy spawn=2 device=cpu                          # two, started by torch.multiprocessing
+    torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, started by torchrun; the same line again resumes
     python launch.py recipe=toy nodes=2                               # two nodes of a cluster
 
-The loop of the other recipes is `recipes.core.train.loop.fit`, which does what this one does, and waits less for it.
-What to expect: the loss falls from 0.5 to below 0.01 in 20 epochs, a second or two on a CPU.
+The other recipes use the loop `recipes.core.train.loop.fit`. It does the same as this one, with less waiting between the ranks.
+Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
 """
 
 from recipes.core.data import sampling
 from recipes.core.run import entry
 
-# Keys, env files and the network come before torch, which reads some of the variables when it is imported.
+# This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
 START = entry.begin("toy") if __name__ == "__main__" else None
 
 import time
@@ -32,7 +32,7 @@ from recipes.core.train.session import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
-    """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them: the same on every rank."""
+    """Inputs (samples, 20), uniform in [0, 1), and targets (samples, 1), a smooth function of them. The same on every rank."""
     random = sampling.generator(cfg.seed, 0, stream=2)
     inputs = torch.rand(cfg.samples, 20, generator=random)
     return inputs, torch.sin(inputs @ torch.randn(20, 1, generator=random))
@@ -44,30 +44,30 @@ def make_net() -> nn.Module:
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
-    torch.manual_seed(cfg.seed)  # so that every rank begins with the same weights
+    torch.manual_seed(cfg.seed)  # every rank begins with the same weights
     inputs, targets = (tensor.to(world.device) for tensor in make_data(cfg))
     net = make_net().to(world.device)
-    model = world.parallel(net, compile=cfg.compile)  # DistributedDataParallel, where there is more than one rank
+    model = world.parallel(net, compile=cfg.compile)  # DistributedDataParallel, if there is more than one rank
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
     autocast = loop.autocast(run, cfg)
 
     def loss_sum(indices: Tensor) -> Tensor:
-        """The sum of the losses of this rank's samples: ranks may have different numbers of them."""
+        """The sum of the losses of this rank's samples. A sum, since ranks may have different numbers of samples."""
         with autocast:
             outputs = model(inputs[indices])
         return F.mse_loss(outputs.float(), targets[indices], reduction="sum")
 
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
-        """Over the whole set; each rank takes its share."""
+        """The mean loss over the whole set. Each rank evaluates its share. Called by all ranks."""
         part = sampling.share(cfg.samples, world.rank, world.size)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"loss": world.sum(total).item() / cfg.samples}
 
     state = State(net, optimizer, scheduler)
-    run.resume(state, loop.sampler_state(batches))  # the newest snapshot in the run directory, if there is one
+    run.resume(state, loop.sampler_state(batches))  # loads the newest checkpoint of the run directory, if there is one
     if cfg.evaluate:
         return loop.evaluate_only(run, mean_loss)
 
@@ -75,7 +75,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         run.say(f"already finished: step {state.step}; more epochs= continue it")
     steps, samples, begin = loop.total_steps(cfg, batches), 0, time.perf_counter()
     while state.step < steps and not run.stopping:
-        epoch, first = divmod(state.step, batches.per_epoch)  # a run may have stopped in the middle of an epoch
+        epoch, first = divmod(state.step, batches.per_epoch)  # a run can resume in the middle of an epoch
         print(
             f"[GPU{world.rank}] Epoch {epoch + 1} | Batchsize: {-(-cfg.global_batch_size // world.size)} | Steps: {batches.per_epoch}",
             flush=True,
@@ -83,7 +83,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         for shard in batches.epoch(epoch, first):
             optimizer.zero_grad()
             loss = loss_sum(shard.indices.to(world.device))
-            # DDP takes the mean of the ranks' gradients; times their number it is the sum, and so this the mean over the batch.
+            # DDP averages the ranks' gradients. Multiplied by the number of ranks and divided by the batch size, they are the mean over the
+            # global batch.
             (loss * world.size / shard.global_size).backward()
             optimizer.step()
             scheduler.step()
@@ -91,7 +92,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             samples += shard.global_size
 
             last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == steps
-            stop, save = run.agree()  # a signal may have reached one rank alone: all stop at one step
+            stop, save = run.agree()  # a signal may reach only one rank; agree() makes all ranks stop at the same step
             run.stopping = "" if last else stop
             if (
                 save

@@ -1,4 +1,4 @@
-"""How fast messages pass between ranks: what is timed, how, and algbw and busbw as nccl-tests gives them (its doc/PERFORMANCE.md)."""
+"""Bandwidth of messages between ranks: the operations, their timing, and algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md)."""
 
 import contextlib
 import statistics
@@ -18,12 +18,12 @@ from recipes.core import outliers
 from recipes.core.train.distributed import World
 
 WARM_UP = 2
-A_BATCH_S = 0.02  # repetitions are timed together, so that starting the clock on all ranks weighs nothing
+A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchronising the ranks is negligible
 MOST_REPEATED, MOST_BATCHES, LEAST_BATCHES = 1000, 50, 3
-WIDEST = 16  # names beside each other in a table
-SHARE = 0.5  # of the memory that is free, the most that is taken for what is timed
-# What a link carries, over what an operation is given: busbw is the same for all operations and any number of ranks, if the
-# hardware is all that limits them.
+WIDEST = 16  # maximum number of columns of a table
+SHARE = 0.5  # maximum share of the free memory that the timed arrays use
+# Bytes that a link carries, divided by the bytes of the operation. With these factors busbw is the same for all operations and any
+# number of ranks, if only the hardware limits them.
 FACTORS: Mapping[str, Callable[[int], float]] = {
     "send_recv": lambda ranks: 1.0,
     "broadcast": lambda ranks: 1.0,
@@ -35,16 +35,17 @@ FACTORS: Mapping[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
-# Of these each rank holds the whole array; of the others it is cut into ranks' parts.
+# For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation in one form: with a result of its own, or in place of what was given.
+    """One operation in one form: out of place or in place.
 
-    fill: tensors and what is put into them, in this order. right: tensors and what they then hold, on this rank.
+    fill: tensors and the values to write into them before the call, in this order. right: tensors and their expected values after the
+    call, on this rank.
     """
 
     form: str
@@ -54,9 +55,10 @@ class Case:
 
 
 def cases(operation: str, size: int, world: World) -> Iterator[Case]:
-    """The forms that torch has of an operation on ``size`` bytes of float32, which is cut into ranks' parts of whole 16 bytes.
+    """The forms in which torch offers an operation, on ``size`` bytes of float32. Each rank's part is a multiple of 16 bytes.
 
-    None where no part is left. Each rank gives its number from 1 on; to what is summed `addend` of it, so that sums stay exact.
+    Yields nothing if a part would be empty. Each rank contributes its number plus 1. To a sum it contributes `addend` of its number, so
+    that sums are exact.
     """
     n, rank = world.size, world.rank
     count = used_bytes(operation, size, n) // 4 // (1 if operation in WHOLE else n)
@@ -117,12 +119,15 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
 
 
 def used_bytes(operation: str, size: int, ranks: int) -> int:
-    """Bytes of ``size`` that an operation is timed with: whole numbers of float32, or ranks' parts of whole 16 bytes."""
+    """``size`` rounded down to bytes that an operation can use: whole float32 numbers, or a multiple of 16 bytes for each rank."""
     return size // 4 * 4 if operation in WHOLE else size // (16 * ranks) * 16 * ranks
 
 
 def addend(rank: int) -> float:
-    """What a rank gives to a sum. Small: float32 is exact up to 2^24, which ranks' own numbers pass from some hundred ranks on."""
+    """The value that a rank contributes to a sum. It is small, since float32 is exact only up to 2^24.
+
+    With the ranks' own numbers, sums would exceed that from some hundred ranks on.
+    """
     return rank % 13 + 1.0
 
 
@@ -133,9 +138,9 @@ def _ring(data: Tensor, came: Tensor, to: int, of: int) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation at one size. size: bytes of the whole array. Seconds are the slowest rank's, over batches of repetitions.
+    """The result of one operation at one size. size: bytes of the whole array.
 
-    wrong: how many ranks had a wrong answer.
+    Times in seconds are those of the slowest rank, over batches of repetitions. wrong: number of ranks with a wrong result.
     """
 
     operation: str
@@ -149,12 +154,12 @@ class Figure:
 
     @property
     def algbw(self) -> float:
-        """1e9 bytes a second, by the median."""
+        """Algorithm bandwidth in GB/s (1e9 bytes per second), from the median time."""
         return self.size / self.median_s / 1e9
 
     @property
     def busbw(self) -> float:
-        """1e9 bytes a second, by the median."""
+        """Bus bandwidth in GB/s (1e9 bytes per second), from the median time."""
         return self.algbw * FACTORS[self.operation](self.ranks)
 
     def row(self) -> dict[str, Any]:
@@ -170,7 +175,10 @@ HEADING = f"{'operation':<15}{'form':<13}{'bytes':>13}{'min us':>12}{'median us'
 
 
 def measure(operation: str, size: int, world: World, budget_s: float) -> list[Figure]:
-    """The figures of each form of an operation. Called by all ranks, which get the same. budget_s: of each, about."""
+    """Measures each form of an operation. Called by all ranks, which get the same result.
+
+    budget_s: approximate time for each form, in seconds.
+    """
     found = []
     used = used_bytes(operation, size, world.size)
     for case in cases(operation, size, world):
@@ -185,9 +193,9 @@ def measure(operation: str, size: int, world: World, budget_s: float) -> list[Fi
 
 
 def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> list[float]:
-    """Seconds of one ``call``, several times over: each the mean of a batch of repetitions, on the rank that was slowest.
+    """Durations of one ``call`` in seconds. Each is the mean over a batch of repetitions, on the slowest rank.
 
-    Called by all ranks, which get the same. budget_s: of all of it, about.
+    Called by all ranks, which get the same result. budget_s: approximate total time, in seconds.
     """
 
     def batch(repeated: int) -> float:
@@ -212,7 +220,7 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
 
 
 def shown_size(size: int) -> str:
-    """16M is 16 · 2^20 bytes."""
+    """A size in bytes as a short text: 16M means 16 · 2^20 bytes."""
     for unit, power in (("G", 30), ("M", 20), ("K", 10)):
         if size >= 1 << power and size % (1 << power) == 0:
             return f"{size >> power}{unit}"
@@ -220,13 +228,13 @@ def shown_size(size: int) -> str:
 
 
 def synchronize(world: World) -> None:
-    """Until this rank's GPU has done what it was given."""
+    """Waits until this rank's GPU has completed its queued work."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 
 
 def wrong_ranks(right: bool, world: World) -> list[int]:
-    """The ranks on which ``right`` is not so; called by all ranks, which get the same."""
+    """The ranks on which ``right`` is False. Called by all ranks, which get the same result."""
     wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
     wrong[world.rank] = not right
     dist.all_reduce(wrong)
@@ -234,7 +242,10 @@ def wrong_ranks(right: bool, world: World) -> list[int]:
 
 
 def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> list[int]:
-    """The sizes of which two arrays a rank fit into the memory that is free, on the node that has least; tells of the others."""
+    """The sizes for which two arrays per rank fit into the free memory of the node that has the least. Logs how many do not fit.
+
+    Called by all ranks.
+    """
     if world.device.type == "cuda":
         room = torch.cuda.mem_get_info(world.device)[0] * SHARE
     else:
@@ -250,22 +261,22 @@ def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> 
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process could take: Linux's estimate of the machine's, or what its cgroups leave of a job's share.
+    """Bytes of memory that this process can allocate: Linux's estimate for the machine, or less if its cgroups have a limit.
 
-    root: where ``proc`` and ``sys`` are.
+    root: the folder that contains ``proc`` and ``sys``.
     """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     left = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
     groups = root / "proc/self/cgroup"
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         number, controllers, path = line.split(":", 2)
-        alone = number == "0"  # version 2 has one tree
+        alone = number == "0"  # cgroup version 2 has a single tree
         if not alone and "memory" not in controllers.split(","):
             continue
         tree = root / "sys/fs/cgroup" / ("" if alone else "memory")
         folder = tree / path.lstrip("/")
         limit, used, of_all = ("max", "current", "") if alone else ("limit_in_bytes", "usage_in_bytes", "total_")
-        for place in (folder, *folder.parents):  # a group has no more than those that it is in
+        for place in (folder, *folder.parents):  # the limit of a parent group applies to its child groups too
             with contextlib.suppress(OSError, ValueError):
                 most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
                 stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
@@ -285,7 +296,7 @@ def best(found: Iterable[Figure]) -> dict[str, float]:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of ``count`` once, in rounds in which nobody stands twice: a tournament, by the circle method."""
+    """Every pair of ``count`` members once, in rounds in which no member occurs twice (round-robin by the circle method)."""
     seats = list(range(count)) + ([-1] if count % 2 else [])
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -295,16 +306,16 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def first_ranks(world: World) -> list[int]:
-    """The first rank of each node; all ranks where there is one node."""
+    """The first rank of each node; all ranks if there is only one node."""
     if world.ranks.num_nodes == 1:
         return list(range(world.size))
     return [rank for rank, host in enumerate(world.hosts) if host not in world.hosts[:rank]]
 
 
 def every_pair(world: World, members: Sequence[int], size: int, budget_s: float) -> Tensor:
-    """Bytes a second each way between every two of the ranks ``members``, (m, m), NaN with themselves; on all ranks.
+    """Bytes per second in each direction between each pair of the ranks ``members``: (m, m), NaN on the diagonal.
 
-    As many pairs at a time as do not meet. Called by all ranks.
+    Pairs that have no rank in common are measured at the same time. Called by all ranks, which get the same result.
     """
     found: dict[tuple[int, int], float] = {}
     for pairs in rounds(len(members)):
@@ -318,13 +329,13 @@ def every_pair(world: World, members: Sequence[int], size: int, budget_s: float)
     whole = torch.full((len(members), len(members)), float("nan"), dtype=torch.float64)
     for rank in members:
         for (one, other), value in everybodys[rank].items():
-            if rank == members[one]:  # one clock a pair
+            if rank == members[one]:  # use the clock of only one rank of each pair
                 whole[one, other] = whole[other, one] = value
     return whole
 
 
 def pair_lines(found: Tensor, names: Sequence[str]) -> list[str]:
-    """The matrix (m, m) in GB/s as a table, where it is not too wide, and which node or pair is slow."""
+    """Lines for the matrix (m, m) in GB/s: a table if it is not too wide, the median, and the slow nodes and pairs."""
     rows: list[list[float]] = found.tolist()
     lines = []
     if len(names) <= WIDEST:
@@ -342,7 +353,7 @@ def pair_lines(found: Tensor, names: Sequence[str]) -> list[str]:
 
 
 def exchange(world: World, peer: int, size: int, budget_s: float) -> float:
-    """Bytes a second, each way at once, between this rank and ``peer``: the median. The two call it, and nobody else."""
+    """Median bytes per second between this rank and ``peer``, in both directions at once. Only these two ranks call it."""
     data, came = (torch.zeros(size, dtype=torch.uint8, device=world.device) for _ in range(2))
 
     def both_ways() -> float:
@@ -351,9 +362,9 @@ def exchange(world: World, peer: int, size: int, budget_s: float) -> float:
         synchronize(world)
         return time.perf_counter() - begin
 
-    once = min(both_ways() for _ in range(WARM_UP))  # the first one connects, too
+    once = min(both_ways() for _ in range(WARM_UP))  # the first one also opens the connection
     count = torch.tensor([max(3, min(100, int(budget_s / once)))], device=world.device)
-    if world.rank < peer:  # both repeat as often as the lower one says
+    if world.rank < peer:  # the lower rank decides how often both repeat
         dist.send(count, peer)
     else:
         dist.recv(count, peer)

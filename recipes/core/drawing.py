@@ -1,4 +1,4 @@
-"""Plots, where matplotlib is installed; where it is not, that is said, and nothing else is lost."""
+"""Plots with matplotlib, which is optional. If it is not installed, a line says so and no plot is drawn."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from recipes.core.bandwidth import Figure, shown_size
 
 
 def _figure(path: Path, say: Callable[[str], None], inches: tuple[float, float]) -> Any:
-    """An empty figure of matplotlib's with one pair of axes; None, which is said, where there is no matplotlib."""
+    """An empty matplotlib figure. If matplotlib is not installed, prints a line and returns None."""
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
@@ -18,7 +18,7 @@ def _figure(path: Path, say: Callable[[str], None], inches: tuple[float, float])
 
 
 def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]) -> None:
-    """busbw over the size, a line for each operation and form."""
+    """Plots busbw over the size, with one line for each operation and form."""
     canvas = _figure(path, say, (9, 5.5))
     if canvas is None:
         return
@@ -26,7 +26,7 @@ def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]
     operations = list(dict.fromkeys(f.operation for f in figures))
     for operation, form in dict.fromkeys((f.operation, f.form) for f in figures):
         points = [(f.size, f.busbw) for f in figures if (f.operation, f.form) == (operation, form) and f.busbw]
-        if not points:  # one rank has none of most operations
+        if not points:  # with one rank most operations have no busbw
             continue
         style = {"color": f"C{operations.index(operation)}", "linestyle": "-" if form == "out of place" else "--"}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{operation}, {form}", **style)
@@ -40,7 +40,7 @@ def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]
 
 
 def matrix(rows: Sequence[Sequence[float]], names: Sequence[str], path: Path, say: Callable[[str], None]) -> None:
-    """GB/s between every two of ``names``, as colours; as numbers too where they are few."""
+    """Plots GB/s between each pair of ``names`` as colours, and as numbers too for up to 16 names."""
     side = max(4.0, min(16.0, 0.5 * len(names) + 2))
     canvas = _figure(path, say, (side + 1.5, side))
     if canvas is None:

@@ -1,7 +1,7 @@
-"""Env files: `NAME=value` lines that Python and `set -a; . file` in dash and bash read alike.
+"""Env files: `NAME=value` lines with the same meaning for Python and for `set -a; . file` in dash and bash.
 
-An env file says how a network is used, never which code runs, so nothing in it is ever evaluated: what a shell
-would expand, split or run is refused here with the file, the line and the mend. Standard library only.
+An env file says how a network is used, never which code runs. Therefore nothing in it is evaluated. Text that a shell
+would expand, split or execute is refused with the file, the line and the fix. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 MAX_BYTES = 64 * 1024
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# A POSIX shell takes each of these literally anywhere in an assignment; `~`, `*`, `{` and the rest need quotes.
+# A POSIX shell takes each character listed here literally anywhere in an assignment; `~`, `*`, `{` and others need quotes.
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.,:/@%+=^-]")
 _NOT_QUOTABLE = re.compile(r"[^ -~]|[$`\\]")
 
@@ -31,7 +31,7 @@ _REFUSED = (
         "set it in your own shell or load a module",
     ),
     (
-        # Every variable that bash 5.2 or dash reads as a setting, keeps read-only, or gives a value of its own.
+        # Every variable that bash 5.2 or dash reads as a setting, makes read-only, or assigns itself.
         r"ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|FUNCNAME|FUNCNEST"
         r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
         r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_",
@@ -65,14 +65,14 @@ _UNPRINTABLE = {
 
 
 class EnvFileError(ValueError):
-    """An env file, or the name of one, that cannot be used. One line: the file and line, what is wrong, the mend."""
+    """An env file, or its name, is invalid. The message is one line: the file and line, the problem, the fix."""
 
 
 def parse(text: str, name: str) -> dict[str, str]:
-    """Returns the settings in an env file's `text`, in the file's order; nothing in it is expanded or run.
+    """Returns the settings in an env file's `text`, in the file's order. Nothing in it is expanded or executed.
 
-    `name` is the file's name for messages. Raises EnvFileError at the first line that is not a comment, blank or an
-    allowed `NAME=value`. The dialect is the part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) that holds no expansion.
+    `name` is the file's name for messages. Raises EnvFileError at the first line that is not a comment, a blank line or
+    a permitted `NAME=value`. The syntax is the part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) that contains no expansion.
     """
     settings: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -92,7 +92,7 @@ def parse(text: str, name: str) -> dict[str, str]:
 def read(path: str | PathLike[str]) -> dict[str, str]:
     """Returns the settings in the env file at `path` (UTF-8, at most 64 KiB).
 
-    Raises EnvFileError as `parse` does, and for a file that is missing, unreadable, no ordinary file, too big or not
+    Raises EnvFileError as `parse` does, and if the file is missing, unreadable, not an ordinary file, too large or not
     UTF-8.
     """
     name = fspath(path)
@@ -106,7 +106,7 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
 
 
 def merge(*layers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of all `layers` together; of a name that several have, the last one's value."""
+    """Returns the settings of all `layers`. If several layers have a name, the last one's value is used."""
     merged: dict[str, str] = {}
     for layer in layers:
         merged.update(layer)
@@ -114,9 +114,9 @@ def merge(*layers: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Sets in `environ` those settings whose name it does not have, and returns them.
+    """Adds to `environ` the settings whose names it does not have, and returns these settings.
 
-    A name that is there stays as the user left it, also with an empty value.
+    A variable that the user has set is unchanged, even if its value is empty.
     """
     added = {name: value for name, value in settings.items() if name not in environ}
     environ.update(added)
@@ -124,15 +124,15 @@ def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dic
 
 
 def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[Path]:
-    """Returns the env files of a run, weakest first: common, the fabric's, the site's.
+    """Returns the env files of a run, lowest precedence first: common, then the fabric's, then the site's.
 
-    `root` is the folder of env files (`env/`). `network` is a fabric's name (`root/<network>.env`), or a file where it
-    holds a `/` or ends in `.env` (relative to the current folder), or empty for no fabric. `site_files` are relative to
-    `root`. Raises EnvFileError for a fabric that `root` does not have; the files themselves are looked at by `read`.
+    `root` is the folder of env files (`env/`). `network` is the name of a fabric (`root/<network>.env`), or a file if it
+    contains a `/` or ends in `.env` (relative to the current folder), or empty for no fabric. `site_files` are relative
+    to `root`. Raises EnvFileError for a fabric that `root` does not have. The files themselves are checked by `read`.
     """
     files = [root / "common.env"]
     if "/" in network or network.endswith(".env"):
-        files.append(Path(os.path.expanduser(network)))  # Path's own raises where there is no such user
+        files.append(Path(os.path.expanduser(network)))  # Path.expanduser would raise for an unknown user
     elif network:
         files.append(_fabric_file(network, root))
     return files + [root / site_file for site_file in site_files]
@@ -151,7 +151,7 @@ def _fabric_file(network: str, root: Path) -> Path:
 def _read_bytes(path: Path) -> bytes:
     shown = _shown(str(path))
     try:
-        # Asked before opening: open() on a named pipe would wait for a writer.
+        # Checked before opening: open() on a named pipe would wait for a writer.
         is_ordinary = stat.S_ISREG(path.stat().st_mode)
         data = _head(path) if is_ordinary else b""
     except FileNotFoundError:
@@ -212,7 +212,7 @@ def _refuse_name(name: str, where: str) -> None:
 
 
 def _parse_value(value: str, where: str) -> str:
-    """The value without its quotes. The messages never show it: it may be what should not be in a log."""
+    """The value without its quotes. Messages never show a value, since it may be secret."""
     if value.startswith("'"):
         raise EnvFileError(f"{where} is in single quotes; use double quotes")
     if value.startswith('"'):
@@ -252,6 +252,6 @@ def _mend(character: str, quoted: bool = False) -> str:
 
 
 def _shown(text: str, limit: int = 300) -> str:
-    """`text` as it may stand in a one-line message."""
+    """`text` in a form that is safe in a one-line message."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text if text.isprintable() and text else repr(text)

@@ -1,1 +1,1 @@
-"""Who and where this process is: rank, hosts, network, GPUs. Standard library only; all other rooms may import it."""
+"""Identity and place of this process: rank, hosts, network, GPUs. Standard library only. All other packages may import it."""

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, by its environment and the driver. Standard library only."""
+"""Which GPUs this process may use, from its environment and the driver. Standard library only."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def shortage(environ: Mapping[str, str], seen: int) -> str:
-    """Why torch sees too few GPUs (``seen``), in a line without the host name; "" if it sees as many as were granted or named."""
+    """Why torch sees too few GPUs (``seen``), in one line without the host name; "" if it sees all that were granted or named."""
     named = named_gpus(environ)
     source, expected = (f"{named[0]} names", named[1]) if named else ("Slurm granted", granted_gpus(environ))
     return f"{source} {expected} GPUs and torch sees {seen}" if seen < expected else ""
@@ -17,7 +17,7 @@ def shortage(environ: Mapping[str, str], seen: int) -> str:
 def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     """Whether this rank, one of ``ranks`` on its node, sees only its own GPU (--gpus-per-task, --gpu-bind, or a variable).
 
-    False where Slurm granted the node fewer GPUs than ranks.
+    False if Slurm granted the node fewer GPUs than ranks.
     """
     named, granted = named_gpus(environ), granted_gpus(environ)
     if are_slices(environ):
@@ -26,23 +26,26 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
 
 
 def are_slices(environ: Mapping[str, str]) -> bool:
-    """Whether several MIG slices are named. CUDA shows a process only the first."""
+    """Whether CUDA_VISIBLE_DEVICES names several MIG slices. CUDA shows a process only the first."""
     listed = environ.get("CUDA_VISIBLE_DEVICES", "")
     return listed.startswith("MIG-") and "," in listed
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that Slurm granted on this node; 0 where it does not say."""
+    """Number of GPUs that Slurm granted on this node; 0 if unknown."""
     granted = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(granted) if granted.isdecimal() else 0
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that a process here may use, without torch: those that a variable names, otherwise those of NVIDIA's or AMD's driver."""
+    """Number of GPUs that a process here may use, without torch: from a variable, otherwise from NVIDIA's or AMD's driver.
+
+    root: the folder that contains ``proc`` and ``sys``.
+    """
     if (named := named_gpus(environ)) is not None:
         return named[1]
     nvidia = list(root.glob("proc/driver/nvidia/gpus/*"))
-    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # 0 is a CPU
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # gpu_id 0 is a CPU
     return len(nvidia) or sum(node.read_text().strip() != "0" for node in nodes)
 
 
@@ -53,7 +56,7 @@ def named_gpus(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def listed_gpus(listed: str) -> int:
-    """GPUs that a value of such a variable shows: those before the first invalid one; one of several MIG slices."""
+    """Number of GPUs that such a value makes visible: those before the first invalid one; at most one for MIG slices."""
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
     return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import chain, product
 
-MAX_ITEMS = 65_536  # Slurm's own MAX_SLURM_NODES; also keeps a hostile list from filling the memory
-MAX_NAME = 255  # characters of a name; DNS has none that is longer
+MAX_ITEMS = 65_536  # Slurm's MAX_SLURM_NODES; also prevents a malicious list from filling the memory
+MAX_NAME = 255  # characters of a name; DNS allows no longer name
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9._-]*")
@@ -14,16 +14,16 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 class HostListError(ValueError):
-    """A list that Slurm would not write: one line that names the text and what is wrong with it."""
+    """The text is not a list in Slurm's format. The message is one line with the text and the problem."""
 
 
 def expand(text: str) -> list[str]:
     """The hosts of a Slurm host list, in its order and with its duplicates.
 
-    Takes every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero padding (the width
+    Accepts every form of the "Slurm host list" in slurm.conf(5): ranges and lists in brackets, zero padding (the width
     of a range is that of its lower end, as in Slurm), several brackets in a name (the last varies fastest), and also
-    text behind the last bracket. Raises HostListError on anything else, and on more than 65,536 hosts, before any
-    host is made.
+    text after the last bracket. Raises HostListError for anything else, and for more than 65,536 hosts, before it
+    creates any host name.
     """
     try:
         items = [_parse_item(item) for item in _split_outside_brackets(text)]
@@ -36,7 +36,7 @@ def expand(text: str) -> list[str]:
 def expand_counts(text: str) -> list[int]:
     """The counts of `2(x3),1`: [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE.
 
-    Raises HostListError on a malformed text, a count of zero, and more than 65,536 counts.
+    Raises HostListError for a malformed text, a count of zero, or more than 65,536 counts.
     """
     try:
         runs = [_parse_count(item) for item in text.split(",")]
@@ -46,7 +46,7 @@ def expand_counts(text: str) -> list[int]:
     return [count for count, times in runs for _ in range(times)]
 
 
-# An item is a sequence of parts, a part is a list of ranges (low, high, width) or a plain text.
+# An item is a sequence of parts. A part is a list of ranges (low, high, width) or a plain text.
 _Range = tuple[int, int, int]
 _Part = str | list[_Range]
 
@@ -73,7 +73,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 def _parse_item(item: str) -> list[_Part]:
     if not item:
         raise HostListError("an empty name")
-    # split() with one group alternates: text, inside of brackets, text, …
+    # split() with one group alternates: text, content of brackets, text, …
     pieces = re.split(r"\[([^]]*)\]", item)
     parts = [_parse_ranges(piece) if i % 2 else _parse_name(piece) for i, piece in enumerate(pieces)]
     if sum(map(_width, parts)) > MAX_NAME:
@@ -120,7 +120,7 @@ def _size(item: list[_Part]) -> int:
 
 
 def _width(part: _Part) -> int:
-    """Characters of the longest text that a part stands for."""
+    """Number of characters of the longest text that a part represents."""
     return len(part) if isinstance(part, str) else max(max(width, len(str(high))) for _, high, width in part)
 
 

@@ -1,4 +1,4 @@
-"""Which network interface do the ranks talk over? The one whose route reaches the other nodes: the kernel is asked."""
+"""The network interface for traffic between the ranks: the one on the kernel's route to the other nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RTN_UNICAST, _RTN_LOCAL = 1, 2
 _RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _MESSAGE = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
-_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's bits, …, type at 7, flags
+_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's prefix bits, …, type at 7, flags
 _ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix bits, flags, scope, interface index
 _ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
 
@@ -30,7 +30,7 @@ FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NA
 
 
 class NetworkError(RuntimeError):
-    """No interface was found that reaches the peer. what: one line that names host and peer. fix: what to do."""
+    """No interface reaches the peer. what: one line with host and peer. fix: what to do."""
 
     def __init__(self, what: str, fix: str = FIX_ROUTE) -> None:
         super().__init__(f"{what}: {fix}")
@@ -40,23 +40,23 @@ class NetworkError(RuntimeError):
 @dataclass(frozen=True)
 class Route:
     interface: str
-    source: str  # this machine's address on the way there; "" if the kernel names none
-    local: bool  # the address is one of this machine's own
+    source: str  # this machine's source address on that route; "" if the kernel names none
+    local: bool  # the target address is one of this machine's own
 
 
 @dataclass(frozen=True)
 class Choice:
     interface: str
-    address: str  # this node's address on it
-    peer: str  # host name of the node it was chosen for; "" for a lone node
+    address: str  # this node's address on the interface
+    peer: str  # host name of the node whose route decided; "" for a single node
     peer_address: str
     reason: str
 
 
 def route_to(address: str) -> Route:
-    """The kernel's route to an IPv4 or IPv6 address (as `ip route get`; a zone as in fe80::1%eth0 is respected).
+    """The kernel's route to an IPv4 or IPv6 address, like `ip route get`. A zone such as that of fe80::1%eth0 is respected.
 
-    Raises NetworkError if there is no route, the text is no address, or the kernel cannot be asked.
+    Raises NetworkError if there is no route, if the text is not an address, or if the kernel cannot be asked.
     """
     try:
         target = ipaddress.ip_address(address)
@@ -79,13 +79,13 @@ def route_to(address: str) -> Route:
 
 
 def choose(info: RankInfo) -> Choice | None:
-    """The interface for this node's traffic: the one whose route reaches the first other node; loopback for a lone one.
+    """The interface for this node's traffic: the one on the route to the first other node; loopback for a single node.
 
-    Where the nodes' names are unknown, the master stands for the peer, and the master's own node takes the interface
-    that carries the master's address. None where that is not to be known (the address is a loopback one, or several
-    interfaces carry it): then nothing is set, and NCCL and gloo choose. One name is resolved, once.
+    If the names of the nodes are unknown, the master is the peer. The master's own node then uses the interface that has
+    the master's address. The result is None if that interface cannot be determined (the address is a loopback address,
+    or several interfaces have it). Then no variable is set, and NCCL and gloo choose. Only one name is resolved, once.
 
-    Raises NetworkError if the peer's name does not resolve, or no route reaches it.
+    Raises NetworkError if the peer's name does not resolve, or if no route reaches it.
     """
     if info.num_nodes == 1:
         loopback = _loopback()
@@ -98,10 +98,10 @@ def choose(info: RankInfo) -> Choice | None:
 
 
 def settings(choice: Choice, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make NCCL and gloo use the interface, less those that `environ` has already.
+    """The variables that make NCCL and gloo use the interface, without those that `environ` already has.
 
-    NCCL takes the name as a prefix unless it begins with `=` (NCCL's user guide, "Environment Variables"); gloo takes
-    exact names.
+    NCCL treats the name as a prefix unless it begins with `=` (NCCL's user guide, "Environment Variables"). gloo
+    expects exact names.
     """
     names = {"NCCL_SOCKET_IFNAME": f"={choice.interface}", "GLOO_SOCKET_IFNAME": choice.interface}
     return {name: value for name, value in names.items() if name not in environ}
@@ -115,7 +115,7 @@ def _towards(peer: str) -> Choice:
         except NetworkError as error:
             failures.append(error.what)
             continue
-        # An address of our own is no way to another node, even where the peer has it too (every docker0 is 172.17.0.1).
+        # This machine's own address does not lead to another node, even if the peer has it too (every docker0 is 172.17.0.1).
         if route.local:
             own.append(address)
             continue
@@ -129,7 +129,7 @@ def _towards(peer: str) -> Choice:
 
 
 def _carrier(master: str) -> Choice | None:
-    """The one interface that carries the master's address, on the master's node."""
+    """The only interface that has the master's address, on the master's node; None if there is not exactly one."""
     carriers = {address: interface for interface, address in own_addresses()}
     found = [address for address in _resolve(master) if address in carriers and not _is_loopback(address)]
     if len({carriers[address] for address in found}) != 1:
@@ -138,7 +138,7 @@ def _carrier(master: str) -> Choice | None:
 
 
 def _resolve(host: str) -> list[str]:
-    """All addresses of a host, in the resolver's order."""
+    """All addresses of a host, in the resolver's order. Raises NetworkError if there is none."""
     try:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -157,12 +157,12 @@ def _loopback() -> str | None:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of this machine."""
+    """All pairs (interface, address) of this machine."""
     found = []
     request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     try:
         for fields, attributes in _ask(_RTM_GETADDR, _NLM_F_DUMP, request, _RTM_NEWADDR, _ADDRESS):
-            # On a point-to-point link IFA_ADDRESS is the other end's.
+            # On a point-to-point link IFA_ADDRESS is the address of the other end.
             packed = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
             if packed:
                 found.append((socket.if_indextoname(fields[4]), str(ipaddress.ip_address(packed))))
@@ -178,7 +178,7 @@ def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 def _ask(
     kind: int, flags: int, body: bytes, answer: int, header: struct.Struct
 ) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
-    """The kernel's answers of one type: the header's fields and the attributes. Raises OSError with its error."""
+    """Asks the kernel and yields its answers of one type: header fields and attributes. Raises OSError with its error."""
     if not hasattr(socket, "AF_NETLINK"):
         raise OSError(errno.EAFNOSUPPORT, "asking for routes needs Linux")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:

@@ -1,4 +1,4 @@
-"""A process that ends with its parent. Standard library only."""
+"""Child processes that end with their parent. Standard library only."""
 
 import ctypes
 import os
@@ -11,7 +11,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """What a rank does before it starts: asks the kernel to be killed when the launcher dies, however that happens."""
+    """Returns a function for a child process to call: after it, the kernel kills the child when its parent ends, for any reason.
+
+    parent: process id of the parent. The function is also suitable as ``preexec_fn``.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:

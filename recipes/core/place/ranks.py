@@ -1,4 +1,4 @@
-"""Who is this process among all the processes of a run? One pure function from an environment to a RankInfo."""
+"""The place of this process among all processes of a run. `detect` is a pure function from an environment to a RankInfo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Environ = Mapping[str, str]
 
 
 class RankError(ValueError):
-    """The environment contradicts itself: one line that names the variable, its value and the mend."""
+    """The environment is contradictory or incomplete. The message is one line with the variable, its value and the fix."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class RankInfo:
     local_rank: int
     node_rank: int
     world_size: int
-    local_world_size: int  # ranks on this node; may differ from node to node
+    local_world_size: int  # number of ranks on this node; nodes may have different numbers
     num_nodes: int
     master_addr: str  # "" for one process that needs no rendezvous
     master_port: int  # 0 for one process that needs no rendezvous
     launcher: str  # "env", "slurm", "openmpi", "pmi" or "single"
-    nodes: tuple[str, ...]  # host names in order of node_rank; () where unknown
-    in_slurm: bool  # inside a Slurm job, whatever launched the rank
+    nodes: tuple[str, ...]  # host names in order of node_rank; () if unknown
+    in_slurm: bool  # inside a Slurm job, with any launcher
     run_id: str | None  # "<job>" or "<array>_<task>", with ".<step>" for steps after the first; None outside Slurm
-    restart_count: int  # earlier attempts of this job
+    restart_count: int  # number of earlier attempts of this job
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class _Layout:
 
 _SINGLE = _Layout(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, num_nodes=1)
 
-# What mpirun tells a process: rank, size, and the pairs that may name rank and size on the node.
-# Open MPI: docs.open-mpi.org, "Environment variables set for MPI applications"; seen with 4.1.
+# Variables that mpirun sets: rank, size, and the pairs that may hold rank and size on the node.
+# Open MPI: docs.open-mpi.org, "Environment variables set for MPI applications"; observed with 4.1.
 # PMI: Hydra (MPICH 4.0, Intel MPI) sets MPI_LOCAL*, Cray PALS sets PMI_LOCAL_*.
 _MPI = {
     "openmpi": (
@@ -63,36 +63,38 @@ _MPI = {
     ),
 }
 
-# slurm.h: step ids from here on are no steps of srun; these two are the batch script, since and before 20.11. Slurm up to
-# 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script, -6 in the shell
-# that salloc starts on a node.
+# slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
+# 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
+# -6 in the shell that salloc starts on a node.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
 
-# As the resolver takes it: it raises for an empty or a longer label.
+# The form that the resolver accepts. It raises for an empty label and for a longer one.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 _MEND_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
 
 
 def detect(environ: Environ) -> RankInfo:
-    """This process's place in the run, from the environment alone; nothing else is read.
+    """This process's place in the run, from the environment only. Nothing else is read.
 
-    The innermost launcher wins:
+    The innermost launcher takes precedence:
     1. "env": RANK with WORLD_SIZE and LOCAL_RANK, as torchrun sets them, also inside a Slurm step. MASTER_ADDR and
-       MASTER_PORT are required if WORLD_SIZE > 1. Where GROUP_RANK is missing (set by hand), the layout is Slurm's if
-       the numbers are the Slurm task's own, else equal nodes of LOCAL_WORLD_SIZE ranks, filled one after the other;
-       LOCAL_WORLD_SIZE may be left out if MASTER_ADDR is a loopback address (one node). Anything else is an error.
+       MASTER_PORT are required if WORLD_SIZE > 1. If GROUP_RANK is missing (variables set by hand) and the numbers equal
+       those of the Slurm task, the layout is Slurm's. Otherwise it is equal nodes of LOCAL_WORLD_SIZE ranks, filled one
+       after the other. LOCAL_WORLD_SIZE may be omitted if MASTER_ADDR is a loopback address (one node). Anything else is
+       an error.
     2. "openmpi", "pmi": mpirun or mpiexec, unless its rank and size are those of the Slurm step (`srun --mpi=pmi2`).
-       MPI tells no node number: equal nodes filled one after the other are required. MASTER_ADDR is required if there
-       are several nodes.
-    3. "slurm": a task of srun. The step's variables come before the job's; nodes may have different numbers of tasks.
-       With `-m arbitrary` on several nodes MASTER_ADDR is required: no variable tells where rank 0 is.
+       MPI gives no node number, so equal nodes that are filled one after the other are required. MASTER_ADDR is required
+       if there are several nodes.
+    3. "slurm": a task of srun. The step's variables take precedence over the job's. Nodes may have different numbers of
+       tasks. With `-m arbitrary` on several nodes MASTER_ADDR is required, since no variable says where rank 0 is.
     4. "single": one process, also in the shell of salloc.
 
-    A preset MASTER_ADDR or MASTER_PORT wins, each on its own. A world of one gets "" and 0 unless both are set.
+    A preset MASTER_ADDR or MASTER_PORT takes precedence, each separately. A world of one rank gets "" and 0 unless both
+    are set.
 
-    Raises RankError: contradictory, malformed or missing variables, or the batch shell without srun.
+    Raises RankError if variables are contradictory, malformed or missing, or in the batch shell without srun.
     """
     if "RANK" in environ:
         return _from_env(environ)
@@ -105,9 +107,9 @@ def detect(environ: Environ) -> RankInfo:
 
 
 def port_for(job_id: int, step_id: int = 0, restart_count: int = 0) -> int:
-    """A port from 10000 to 32767, below Linux's default ephemeral range, where any client may already sit.
+    """A port from 10000 to 32767. This is below Linux's default ephemeral range, whose ports clients may already use.
 
-    Linear, so that jobs up to 270 ids apart, each with up to 21 steps and 4 attempts, never meet.
+    The formula is linear, so that jobs up to 270 ids apart, each with up to 21 steps and 4 attempts, never have the same port.
     """
     return 10_000 + (84 * job_id + 4 * step_id + restart_count) % 22_768
 
@@ -160,7 +162,7 @@ def _group_world_size(environ: Environ, world_size: int, local_size: int) -> int
     if "GROUP_WORLD_SIZE" not in environ and world_size % local_size == 0:
         return world_size // local_size
     num_nodes = _number(environ, "GROUP_WORLD_SIZE", least=1, mend="set it to the number of nodes")
-    # Every other node has a rank at least; a lone node has them all.
+    # Every other node has at least one rank. A single node has all ranks.
     most = world_size - num_nodes + 1
     if local_size > most or (num_nodes == 1 and local_size != world_size):
         raise RankError(
@@ -195,8 +197,8 @@ def _from_mpi(environ: Environ, launcher: str) -> RankInfo:
             "the first node's host name on all of them (mpirun -x MASTER_ADDR=HOST, or mpiexec -genv MASTER_ADDR HOST)"
         )
     if world_size > 1:
-        # Slurm's step is no common ground: the first node's ranks are in the shell that called mpirun, the others in
-        # the step of its daemons. Open MPI's namespace is the same for all ranks of one mpirun, and only for them.
+        # The ranks are not all in the same Slurm step: those of the first node are in the shell that called mpirun, the others
+        # in the step of its daemons. Open MPI's namespace is the same for all ranks of one mpirun, and only for them.
         run = _job_id(environ) + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode(errors="replace"))
         master_addr = master_addr or "127.0.0.1"
         master_port = master_port or port_for(run, 0, _restart_count(environ))
@@ -220,7 +222,7 @@ def _from_slurm(environ: Environ) -> RankInfo:
 
 
 def _slurm_layout(environ: Environ) -> _Layout:
-    """The step's layout as srun tells it. `-m cyclic` and `-m arbitrary` scatter the ranks, but the counts hold."""
+    """The step's layout from the variables of srun. `-m cyclic` and `-m arbitrary` scatter the ranks, but the counts are valid."""
     tasks_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes_name = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     counts_name = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -250,9 +252,10 @@ def _slurm_layout(environ: Environ) -> _Layout:
 
 
 def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) -> tuple[list[str], list[int]]:
-    """A step over several components of a heterogeneous job lists its nodes by name, but numbers them by component.
+    """Nodes and their counts of tasks, in the order of node ids.
 
-    Seen with Slurm 22.05: components node[2-3] and node1 give SLURM_STEP_NODELIST=node[1-3], and node1 is number 2.
+    A step over several components of a heterogeneous job lists its nodes by name, but numbers them by component.
+    Observed with Slurm 22.05: components node[2-3] and node1 give SLURM_STEP_NODELIST=node[1-3], and node1 is number 2.
     """
     if "SLURM_HET_SIZE" not in environ:
         return nodes, counts
@@ -316,7 +319,7 @@ def _info(environ: Environ, launcher: str, layout: _Layout, master_addr: str, ma
 def _equal_blocks(
     names: tuple[str, str, str, str], rank: int, local_rank: int, world_size: int, local_size: int, mend: str
 ) -> tuple[int, int]:
-    """(node rank, number of nodes) where equal nodes are filled one after the other."""
+    """(node rank, number of nodes) for equal nodes that are filled one after the other. Raises RankError for other layouts."""
     if world_size % local_size or rank % local_size != local_rank:
         values = (rank, local_rank, world_size, local_size)
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
@@ -325,7 +328,7 @@ def _equal_blocks(
 
 
 def in_step(environ: Environ) -> bool:
-    """Inside a numbered step of srun (not the batch shell, nor the shell that salloc starts on a node)."""
+    """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc starts on a node."""
     if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
         return False
     return _step_id(environ) < _FIRST_RESERVED_STEP
@@ -338,7 +341,7 @@ def in_batch_shell(environ: Environ) -> bool:
 
 
 def _is_slurm_task(environ: Environ, rank: str, size: str, local_names: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a launcher's variables, as far as they are set, say the same as the Slurm step's."""
+    """Whether the variables of a launcher, if set, equal those of the Slurm step."""
     if not in_step(environ) or "SLURM_PROCID" not in environ:
         return False
     tasks = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -361,7 +364,7 @@ def _run_id(environ: Environ, launcher: str) -> str | None:
 
 
 def _step_id(environ: Environ) -> int:
-    """SLURM_STEP_ID as slurm.h has it, unsigned: 4294967291 for the -5 of Slurm 26.05. RankError where it is no such number."""
+    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises RankError if it is invalid."""
     if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
         return int(environ["SLURM_STEP_ID"]) % 2**32
     return _number(environ, "SLURM_STEP_ID")
@@ -372,7 +375,7 @@ def _job_id(environ: Environ) -> int:
 
 
 def _restart_count(environ: Environ) -> int:
-    """Both launchers' counts: torchrun may start its ranks again inside a job that was itself queued again."""
+    """Sum of both launchers' restart counts: torchrun may restart its ranks inside a job that was itself requeued."""
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return sum(_number(environ, name, default=0) for name in names)
 
@@ -404,7 +407,7 @@ def _is_ipv6(address: str) -> bool:
         ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    # ipaddress takes any character in a zone such as the one of fe80::1%eth0.
+    # ipaddress accepts any character in a zone such as that of fe80::1%eth0.
     return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", address) is not None
 
 
@@ -424,7 +427,7 @@ def _number(
     below: tuple[str, int] | None = None,
     mend: str = "mend it or unset it",
 ) -> int:
-    """The variable as a plain decimal number; RankError if it is missing without a default, or out of range."""
+    """The variable as a plain decimal number. Raises RankError if it is missing and has no default, or if it is out of range."""
     if name not in environ:
         if default is None:
             raise RankError(f"{name} is not set: {mend}")
@@ -457,6 +460,6 @@ def _contradiction(environ: Environ, name: str, means: str, other: str) -> RankE
 
 
 def _show(text: str, limit: int = 80) -> str:
-    """The text as one printable line, without quotes where none are needed."""
+    """The text as one printable line, with quotes only if they are necessary."""
     shown = text if len(text) <= limit else text[: limit - 1] + "…"
     return shown if re.fullmatch(r"[\w.,()\[\]:-]+", shown, re.ASCII) else repr(shown)

@@ -1,1 +1,1 @@
-"""What a training recipe uses, with torch: process group, run, step loop, checkpoints, metrics, models. Recipes import it."""
+"""What a training recipe needs and what uses torch: process group, run, step loop, checkpoints, metrics, models. Recipes import it."""

@@ -1,7 +1,7 @@
-"""Checkpoints: one file each, written whole or not at all, beside the training, and read without running what is in them.
+"""Checkpoints: one file each, written atomically and in the background, and read without executing anything in them.
 
-A file is what torch.save writes, a zip archive, with a SHA-256 over all of it in the archive's comment: whoever reads it finds
-every bit that has changed since, and torch.load reads it as any other.
+A file is the zip archive that torch.save writes. The archive's comment holds a SHA-256 of everything before it, so a reader detects
+any changed bit. torch.load reads such a file like any other.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass
 class State:
-    """All that a run is made of at a step boundary. step: completed optimiser steps."""
+    """The complete state of a run between two steps. step: completed optimiser steps."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +45,7 @@ class State:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """This rank's random states: of torch, its GPU, Python, and NumPy where something has imported it."""
+    """Random states of this rank: torch, its GPU, Python, and NumPy if it has been imported."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -61,7 +61,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what `rng_state` gave."""
+    """Restores the random states that `rng_state` returned."""
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -74,7 +74,7 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint of ``state`` holds. The tensors in it are the training's own. rng: each rank's `rng_state`."""
+    """The content of a checkpoint of ``state``. Its tensors are those of the training, not copies. rng: each rank's `rng_state`."""
     return {
         "model": state.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
@@ -87,7 +87,7 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the training state in a checkpoint's content, in hexadecimal: the same where it is the same to the last bit."""
+    """SHA-256 of the training state in a checkpoint's content, in hexadecimal. It is equal only for bitwise equal states."""
     found = hashlib.sha256()
     parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")
     _feed(found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]})
@@ -111,14 +111,14 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
 
 
 class HostCopy:
-    """Copies of tensors in host memory, which is taken once and used again: pinned where the tensors are a GPU's."""
+    """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], Tensor] = {}
         self._of_gpu = False
 
     def take(self, content: Any) -> Any:
-        """``content`` with a copy in the place of each tensor, good until the next time; tensors that were one stay one."""
+        """``content`` with each tensor replaced by a copy. The copies are valid until the next call. Shared tensors stay shared."""
         seen: dict[tuple[Any, ...], Tensor] = {}
         copied = self._copy(content, (), seen)
         if self._of_gpu:
@@ -128,7 +128,7 @@ class HostCopy:
     def _copy(self, value: Any, place: tuple[Any, ...], seen: dict[tuple[Any, ...], Tensor]) -> Any:
         if isinstance(value, dict):
             copied = type(value)((key, self._copy(one, (*place, key), seen)) for key, one in value.items())
-            if hasattr(value, "_metadata"):  # a state_dict's versions of its modules
+            if hasattr(value, "_metadata"):  # versions of the modules in a state_dict
                 copied._metadata = value._metadata  # type: ignore[attr-defined]
             return copied
         if isinstance(value, (list, tuple)):
@@ -156,9 +156,10 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
-    """Bytes of a checkpoint's file when the optimiser has its state: it takes a step, and the run is of no use after that.
+    """Size in bytes of a checkpoint file, with the optimiser's state. Nothing is written.
 
-    ranks: of the run, each of which has random states in it. Nothing is written.
+    It performs one optimiser step to create that state, so ``state`` must not be trained afterwards. ranks: number of ranks of the
+    run; the checkpoint holds random states of each.
     """
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
@@ -171,7 +172,7 @@ def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.dev
 
 
 class _Counted:
-    """A file of which nothing is kept but its size."""
+    """A file that discards what is written and counts the bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -187,17 +188,17 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the ``newest``, all where it is 0; those of every ``every_steps``; and the one that ``best`` names."""
+    """Which checkpoints to keep: the ``newest`` (0: all), those at multiples of ``every_steps``, and the one that ``best`` names."""
 
     newest: int = 3
     every_steps: int = 0
 
 
 class Saver:
-    """Writes checkpoints into ``folder`` in a thread of its own, one at a time. Rank 0 alone has one.
+    """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
 
-    still_mine: raises MachineError where the folder is another attempt's now; asked before a file comes under its name.
-    saved: called from that thread with the path of what is safe on the disk.
+    still_mine: raises MachineError if another attempt owns the folder now; called before a file is renamed to its final name.
+    saved: called from that thread with the path and the step of a checkpoint that is on disk.
     """
 
     def __init__(
@@ -208,9 +209,9 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, content: Mapping[str, Any], best: bool = False) -> None:
-        """Copies ``content`` and begins to write it, when what was begun before is written. best: ``best`` is to name it.
+        """Waits for the previous write, copies ``content`` and starts to write the copy. best: point ``best`` to this checkpoint.
 
-        Raises MachineError, one line, where there is no room or the write before this one failed.
+        Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
         self._want_room(size_of(content))
@@ -219,13 +220,13 @@ class Saver:
         self._writing.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until what was begun is on the disk. Raises MachineError, one line, where it could not be written."""
+        """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one line) if it failed."""
         if self._writing.ident:
             self._writing.join(timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raises what the last write ended with, if it has ended badly; does not wait."""
+        """Raises the error of the last write if it has failed. Does not wait."""
         error, self._error = self._error, None
         if isinstance(error, OSError):
             raise MachineError(self._words(error, 0)) from None
@@ -237,7 +238,7 @@ class Saver:
             usage = shutil.disk_usage(self._folder)
         except OSError as error:
             raise MachineError(self._words(error, need)) from None
-        if usage.total and usage.free < need:  # some network file systems say 0 of 0
+        if usage.total and usage.free < need:  # some network file systems report 0 of 0
             raise MachineError(self._words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), need))
 
     def _words(self, error: OSError, need: int) -> str:
@@ -255,19 +256,19 @@ class Saver:
             path = write(self._folder, content, best=best, before_rename=self._still_mine)
             prune(self._folder, self._keep)
             self._saved(path, int(content["meta"]["step"]))
-        except BaseException as error:  # raised in the training's own thread, by `check`
+        except BaseException as error:  # `check` raises it in the training's thread
             self._error = error
 
 
 def write(
     folder: Path, content: Mapping[str, Any], *, best: bool = False, before_rename: Callable[[], None] = lambda: None
 ) -> Path:
-    """Writes ``step-XXXXXXXX.pt`` into ``folder`` and points ``latest`` to it, last; ``best`` as well where it is that.
+    """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set), and finally ``latest``.
 
-    The file comes under its name only when all of it is on the disk. Raises OSError where it cannot be written.
+    The file gets its name only when it is completely on disk. Raises OSError if it cannot be written.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
-    # Written anew: its new content, which says that it is the best, is never there with another one named so.
+    # This step is written again: `best` names it first, so its new content, which says it is the best, never contradicts `best`.
     if best and named(folder, "latest") == path.name:
         point(path, "best", before_rename)
     files.write_whole(path, lambda file: _write_archive(file, content), before_rename)
@@ -277,13 +278,16 @@ def write(
 
 
 def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Makes ``latest`` or ``best`` of its folder name the checkpoint ``path``. Raises OSError."""
+    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. Raises OSError."""
     if named(path.parent, pointer) != path.name:
         files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
 
 
 def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:
-    """A zip archive ends with the length of its comment, in two bytes, and the comment: all before those two is what is hashed."""
+    """Writes the archive and its SHA-256.
+
+    A zip archive ends with the length of its comment (two bytes) and the comment. The hash covers everything before these two bytes.
+    """
     hashed = _Hashed(file)
     torch.save(content, cast(IO[bytes], hashed))
     if hashed.last != b"\0\0":
@@ -294,7 +298,7 @@ def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:
 
 
 class _Hashed:
-    """A file to write to from begin to end, with the SHA-256 of all but the last two bytes."""
+    """A file that is written sequentially, with the SHA-256 of everything but the last two bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.hash, self.last = file, hashlib.sha256(), b""
@@ -311,8 +315,10 @@ class _Hashed:
 
 
 def prune(folder: Path, keep: Keep) -> None:
-    """Removes the checkpoints before the ``latest`` that ``keep`` does not name. Those of later steps, of a run that was sent back,
-    are left alone."""
+    """Removes checkpoints that ``keep`` does not name, up to the step of ``latest``.
+
+    Checkpoints of later steps are not touched. They exist after a run was resumed from an earlier step.
+    """
     if not keep.newest:
         return
     there = candidates(folder)
@@ -325,14 +331,14 @@ def prune(folder: Path, keep: Keep) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """The step in a checkpoint's name."""
     found = NAME.fullmatch(path.name)
     assert found
     return int(found[1])
 
 
 def named(folder: Path, pointer: str) -> str:
-    """The name of the checkpoint that ``latest`` or ``best`` points to; "" for none."""
+    """Name of the checkpoint that ``latest`` or ``best`` points to; "" if there is none."""
     try:
         name = (folder / pointer).read_text().strip()
     except (OSError, ValueError):
@@ -341,9 +347,9 @@ def named(folder: Path, pointer: str) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, the newest first: the one that ``latest`` names, then those before it, then the rest.
+    """The checkpoints in ``folder``, newest first: the one that ``latest`` names, then those of earlier steps, then the rest.
 
-    A run that was sent back to an earlier step has older ones of higher steps beside its own.
+    A run that was resumed from an earlier step still has older checkpoints of higher steps.
     """
     steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
     latest = named(folder, "latest")
@@ -352,7 +358,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def after_a_restart(folder: Path) -> str:
-    """Where a run whose checkpoints are in ``folder`` continues when it is started again, in words."""
+    """A sentence that says where a run continues when it is started again. folder: of its checkpoints."""
     there = candidates(folder)
     if not there:
         return "there is no checkpoint yet: started again, the run begins at step 0"
@@ -360,7 +366,7 @@ def after_a_restart(folder: Path) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what attempts that were killed while they saved have left. Called by rank 0 alone, before any save."""
+    """Removes temporary files of attempts that were killed during a save. Only rank 0 calls it, before any save."""
     for name in ("step-", "latest.", "best."):
         for path in folder.glob(f".{name}*"):
             with contextlib.suppress(OSError):
@@ -368,17 +374,18 @@ def sweep(folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU. Raises InputError, one line, for a file that is damaged or is none.
+    """The content of a checkpoint, on the CPU. Raises InputError (one line) if the file is damaged or not a checkpoint.
 
-    ``weights_only``: nothing in it is run. Safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch itself does not look
-    at the archive's checksums when it loads: a flipped bit of a weight would pass.
+    With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch
+    does not check the archive's checksums when it loads, so it would not detect a flipped bit in a weight.
     """
     if path.exists() and not path.is_file():
         raise InputError(f"checkpoint {path}: is no file")
     try:
         if fault := _fault_of(path):
             raise InputError(f"checkpoint {path}: {fault}")
-        with zipfile.ZipFile(path) as archive:  # torch.save packs nothing: what would unpack to more is not its work
+        # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
+        with zipfile.ZipFile(path) as archive:
             if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
                 raise InputError(f"checkpoint {path}: is no checkpoint (it would unpack to more than it is)")
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -386,7 +393,7 @@ def read(path: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # torch.load raises whatever a damaged archive makes it
+    except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(f"checkpoint {path}: is damaged or no checkpoint ({type(error).__name__})") from None
     if not isinstance(content, dict) or not {"model", "optimizer", "scheduler", "sampler", "rng", "meta"} <= set(
         content
@@ -399,7 +406,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _fault_of(path: Path) -> str:
-    """What is wrong with a checkpoint's file, by its size and SHA-256; "" where nothing is. Raises OSError."""
+    """Why a checkpoint file is invalid, by its size and SHA-256; "" if it is valid. Raises OSError."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         tail = min(size, COMMENT_BYTES + 2)
@@ -417,9 +424,9 @@ def _fault_of(path: Path) -> str:
 
 
 def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> None:
-    """Puts a checkpoint's content into ``state``, without optimiser and schedule where it is not to be trained further.
+    """Loads a checkpoint's content into ``state``. Optimiser and scheduler are loaded only if ``to_train``.
 
-    Raises InputError when it is of another model.
+    Raises InputError if the checkpoint is of another model.
     """
     try:
         state.model.load_state_dict(content["model"])
@@ -433,10 +440,10 @@ def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> 
     state.step = int(content["meta"]["step"])
     if to_train and isinstance(state.scheduler, LambdaLR):
         state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step
-        state.scheduler.step()  # the rate of this step by today's schedule: with more epochs it is another one
+        state.scheduler.step()  # the learning rate of this step by the current schedule; it depends on `epochs`
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
-    """``name: then → now`` for each key that differs and may not."""
+    """One text for each key that differs and is not in ``may_change``, with the value ``then`` (saved) and ``now``."""
     names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
     return [f"{name}: {saved.get(name)} then, {now.get(name)} now" for name in names]

@@ -1,4 +1,4 @@
-"""The device of this rank and the process group of all ranks: NCCL on GPUs, gloo on CPUs, if nothing else is asked for."""
+"""The device of this rank and the process group of all ranks. The default backend is NCCL on GPUs and gloo on CPUs."""
 
 import contextlib
 import datetime
@@ -30,19 +30,22 @@ T = TypeVar("T")
 
 POLL_S = 0.2
 STOPPED = "stopped by "
-PULSE_S = 1.0  # between two words of a rank on how far it is
+PULSE_S = 1.0  # between two reports of a rank's progress
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
-# torch's timeouts count the time in which a job is suspended, so this one is too long to expire, and timeout_s is measured with
-# `RunningClock`. A longer one overflows: torch passes milliseconds to poll(2) as an int.
+# torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
+# measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
 TORCH_TIMEOUT = datetime.timedelta(days=7)
-WAIT = datetime.timedelta(seconds=1.0)  # between two looks at the clock
-TEARDOWN_S = 10.0  # a process group that has lost a rank may never come back from its own teardown
-READERS_S = 5.0  # that rank 0 waits for the others to have read why none of them goes on
+WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
+TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
+READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks. hosts: each rank's host name, by rank. store: what the ranks met through. pulse: this rank's."""
+    """This rank among all ranks.
+
+    hosts: host name of each rank, by rank. store: the key-value store through which the ranks met. pulse: this rank's progress.
+    """
 
     ranks: RankInfo
     device: torch.device
@@ -71,7 +74,7 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
-        """For collectives outside the step loop: ``timeout_s`` applies in this context (torch's own timeout never expires)."""
+        """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never expires."""
         _, _, phase = self.pulse.read()
         if phase in watchdog.NOT_WATCHED:
             self.pulse.beat(watchdog.MEETING)
@@ -82,18 +85,18 @@ class World:
                 self.pulse.beat(phase)
 
     def read(self, names: list[str]) -> list[str]:
-        """The texts that the store has by these names, once it has all of them. Raises DistStoreError after ``timeout_s``."""
+        """Waits until the store has all of these names, and returns their texts. Raises DistStoreError after ``timeout_s``."""
         _await_keys(self.store, names, self.clock, self.timeout_s)
         return [text.decode() for text in self.store.multi_get(names)]
 
     def sum(self, values: Tensor) -> Tensor:
-        """``values`` summed over all ranks, in place; every rank has to call it."""
+        """Sums ``values`` over all ranks, in place. A collective: every rank must call it."""
         with self.meeting():
             torch.distributed.all_reduce(values)
         return values
 
     def broadcast_text(self, name: str, text: str = "") -> str:
-        """Rank 0's ``text``, on every rank. ``name`` is used once in a run."""
+        """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         [text] = self.read([f"text/{name}"])
@@ -101,18 +104,22 @@ class World:
         return text
 
     def await_readers(self, name: str) -> None:
-        """Until all ranks have what rank 0 has broadcast as ``name``, `READERS_S` at most: where it leaves then, the store goes with it."""
+        """Rank 0 waits, at most `READERS_S`, until all ranks have read what it broadcast as ``name``.
+
+        Required before rank 0 exits: the store ends with it. On the other ranks it returns at once.
+        """
         end = time.monotonic() + READERS_S
         while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
             time.sleep(0.02)
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
-        """``work``'s result, when every rank has done its own; for what may take longer than a collective is waited for.
+        """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
 
-        work is called with a function to be told its progress, whatever changes. Raises MachineError, on all ranks, where it
-        fails on one (there, what it raised) or no rank gets on for ``timeout_s``; the line names the host. ``name`` is used once in a run.
+        It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
+        it progresses. If ``work`` fails on a rank, that rank raises the same type of error and the other ranks raise MachineError. If no
+        rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names the host. ``name`` must be unique in a run.
         """
-        # The news are rank 0's, so that nobody else asks for all ranks' keys.
+        # Only rank 0 reads the keys of all ranks. It publishes the result under `news`.
         mine, news = f"{name}/{self.rank}", f"{name}/news"
         keys = [mine, news] if self.rank == 0 else [mine]
 
@@ -143,12 +150,12 @@ class World:
         return result
 
     def _let_others_read(self) -> None:
-        """The store goes with rank 0, which therefore leaves last."""
+        """The store ends with rank 0. Therefore rank 0 waits a second, so that the other ranks can read it."""
         if self.rank == 0:
             time.sleep(5 * POLL_S)
 
     def _all_done(self, name: str) -> str:
-        """Rank 0's: what becomes of all ranks' work: done, or failed and why. Passes on that they get on."""
+        """For rank 0: waits for the work of all ranks and returns "done" or "failed REASON". Publishes their progress meanwhile."""
         names = [f"{name}/{rank}" for rank in range(self.size)]
         _await_keys(self.store, names, self.clock, self.timeout_s)
         seen, since, changes = [b""], self.clock.now(), 0
@@ -167,7 +174,10 @@ class World:
         return "done"
 
     def _await_news(self, name: str) -> None:
-        """Waits for rank 0's word on all ranks' work. Raises MachineError where it failed, or none comes."""
+        """Waits until rank 0 reports that all ranks have done their work.
+
+        Raises MachineError if the work failed or rank 0 makes no progress; raises Stopped if a rank was stopped.
+        """
         news, seen, since = "", "", self.clock.now()
         while news != "done":
             [news] = self.read([f"{name}/news"])
@@ -178,7 +188,7 @@ class World:
             if news != seen:
                 seen, since = news, self.clock.now()
                 self.pulse.beat(watchdog.START)
-            elif self.clock.now() - since > self.timeout_s + 5:  # rank 0 notices first, and knows who it is
+            elif self.clock.now() - since > self.timeout_s + 5:  # rank 0 notices first, and knows which rank it is
                 raise MachineError(
                     f"{self.hosts[0]}: rank 0 got no further with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
@@ -186,7 +196,7 @@ class World:
 
     @contextlib.contextmanager
     def telling_pulses(self) -> Iterator[None]:
-        """Tells the other ranks now and again how far this one is, from a thread, while it is entered; for `behind`."""
+        """While entered, a thread reports this rank's progress to the store every `PULSE_S` seconds, for `behind`."""
 
         def tell() -> None:
             words = 0
@@ -195,7 +205,7 @@ class World:
                 try:
                     self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
                 except torch.distributed.DistError:
-                    return  # rank 0 is gone, and the store with it
+                    return  # rank 0 has ended, and the store with it
                 words += 1
                 self.silent.wait(PULSE_S)
 
@@ -210,9 +220,9 @@ class World:
                 teller.join(TEARDOWN_S)
 
     def behind(self) -> dict[str, Any] | None:
-        """Of the other ranks one that says nothing any more, else the one that is furthest behind: its rank, host and place.
+        """Another rank that no longer reports, otherwise the rank that is furthest behind: its rank, host and place.
 
-        None where no rank is. Takes up to some five seconds; for who has waited for the others in vain.
+        None if there is no such rank. It takes up to about five seconds. A rank calls it when it timed out waiting for the others.
         """
         answers: list[list[list[int]]] = []
 
@@ -223,7 +233,7 @@ class World:
                     time.sleep(wait_s)
                     answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
 
-        # The store goes with rank 0, and may not answer.
+        # The store ends with rank 0, and then may not answer.
         asking = threading.Thread(target=ask, name="behind", daemon=True)
         asking.start()
         asking.join(4 * PULSE_S)
@@ -241,7 +251,10 @@ class World:
         return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Rank 0's buffers of ``model`` on every rank, such as the averages of batch normalisation; every rank has to call it."""
+        """Copies rank 0's floating-point buffers of ``model``, such as the averages of batch normalisation, to every rank.
+
+        A collective: every rank must call it.
+        """
         buffers = [b for b in model.buffers() if b.is_floating_point()]
         if self.size == 1 or not buffers:
             return
@@ -252,17 +265,21 @@ class World:
             buffer.copy_(values.view_as(buffer))
 
     def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
-        """``model``, its gradients averaged over the ranks during the backward pass; as it is where there is one rank."""
+        """``model`` in DistributedDataParallel, which averages gradients over the ranks. With one rank, ``model`` is not wrapped.
+
+        compile: compile ``model`` first. A collective: every rank must call it.
+        """
         if compile:
             model = cast(nn.Module, torch.compile(model))
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        with self.meeting():  # it compares the ranks' parameters
+        with self.meeting():  # its constructor compares the ranks' parameters
             parallel = DistributedDataParallel(
                 model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
             )
-        # It begins with rank 0's buffers, where there are such: who waits for them is further than who has not come there.
+        # A forward pass begins with a broadcast of rank 0's buffers, if any. Ranks that wait for it count as ahead of ranks that have not
+        # arrived.
         parallel.register_forward_pre_hook(
             lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
         )
@@ -270,7 +287,10 @@ class World:
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
-    """A group that is not looked at in debug mode, since DDP crashes on one that is (torch 2.15, gloo: SIGSEGV); None: the usual one."""
+    """In debug mode (DETAIL), a group without debug checks, since DDP crashes on a checked group (torch 2.15, gloo: SIGSEGV).
+
+    Otherwise None, which means the default group.
+    """
     level = torch.distributed.get_debug_level()
     if level != torch.distributed.DebugLevel.DETAIL:
         return None
@@ -282,10 +302,10 @@ def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
 
 
 def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], seen: int) -> torch.device:
-    """This rank's device. ``seen``: GPUs that torch sees.
+    """This rank's device. seen: number of GPUs that torch sees.
 
-    One rank a GPU: the local rank's, or the only one shown where the launcher shows each rank its own. Raises MachineError,
-    naming host and counts, where GPUs are missing; inside a Slurm job ``auto`` never becomes the CPU.
+    There is one rank per GPU: the GPU with the local rank's number, or the only visible one if each rank sees only its own GPU.
+    Raises MachineError, with host and counts, if GPUs are missing. Inside a Slurm job ``auto`` never selects the CPU.
     """
     if device is Device.cpu:
         return torch.device("cpu")
@@ -313,7 +333,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
-    """torch's name of the backend. Raises NodeError where this rank's device, or this torch, has no such."""
+    """torch's name of the backend. Raises NodeError if this rank's device or this build of torch does not support it."""
     host = socket.gethostname()
     if wanted is Backend.auto:
         return "nccl" if device.type == "cuda" else "gloo"
@@ -331,10 +351,10 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
-    """All ranks, met and connected; torn down at the end, in bounded time also where a rank was lost.
+    """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
 
-    Raises MachineError when the ranks do not meet within ``timeout_s``, two ranks have the same GPU, there is no such backend, or
-    not the same one on all.
+    Raises MachineError if the ranks do not meet within ``timeout_s``, if two ranks have the same GPU, or if the backend is not
+    supported or not the same on all ranks.
     """
     info, run = start.ranks, start.settings.run
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
@@ -345,7 +365,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1}"
     try:
         with _within(run.timeout_s, clock, lambda: _refuse(start, f"{alone} in {run.timeout_s:g} s (timeout_s)")):
-            if backend == "mpi":  # it numbers the ranks itself
+            if backend == "mpi":  # MPI assigns the rank numbers itself
                 torch.distributed.init_process_group("mpi")
             else:
                 torch.distributed.init_process_group(
@@ -367,7 +387,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
 
 @contextlib.contextmanager
 def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]) -> Iterator[None]:
-    """Calls ``give_up``, from a thread, where the block takes longer than ``timeout_s``."""
+    """Calls ``give_up``, from a thread, if the block takes longer than ``timeout_s``."""
     over = threading.Event()
 
     def watch() -> None:
@@ -385,7 +405,7 @@ def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]
 
 
 def _refuse(start: Start, line: str) -> NoReturn:
-    """Ends this process as a MachineError would, while its main thread is blocked in C++."""
+    """Ends this process as a MachineError would. Works while the main thread is blocked in C++."""
     try:
         print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
         entry.note_refusal(start.settings, errors.EXIT_MACHINE, line)
@@ -395,7 +415,7 @@ def _refuse(start: Start, line: str) -> NoReturn:
 
 
 def _want_own_place(info: RankInfo) -> None:
-    """Raises MachineError where the group has numbered this rank otherwise than its variables, as MPI can."""
+    """Raises MachineError if the group gave this rank another number than its environment variables, as MPI can."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if (rank, world_size) != (info.rank, info.world_size):
         raise MachineError(
@@ -405,7 +425,7 @@ def _want_own_place(info: RankInfo) -> None:
 
 
 def _take_gpu(device: torch.device) -> None:
-    """Makes ``device`` this process's. Raises MachineError where it is busy, in exclusive mode, or broken."""
+    """Selects ``device`` for this process. Raises MachineError if it is broken, or busy in exclusive mode."""
     try:
         torch.cuda.set_device(device)
         torch.cuda.get_device_properties(device)
@@ -417,18 +437,18 @@ def _take_gpu(device: torch.device) -> None:
 
 
 def sooner(timeout_s: float) -> float:
-    """Seconds of patience for who is to speak a little before the others' ``timeout_s`` ends the run."""
+    """A shorter timeout, in seconds, for a rank that must report before the other ranks' ``timeout_s`` ends the run."""
     return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
 
 
 class PeerTimeout(RuntimeError):
-    """This rank has waited for the other ranks for most of timeout_s."""
+    """This rank timed out waiting for the other ranks (timeout_s)."""
 
 
 def peer_kind(error: BaseException) -> Kind | None:
-    """Whether this rank lost the connection to another one, or timed out waiting for it; None for its own error.
+    """Whether this rank lost the connection to another rank or timed out waiting for it. None for its own error.
 
-    torch's errors differ in their words alone.
+    torch's errors differ only in their text.
     """
     if not is_peer_error(error):
         return None
@@ -437,7 +457,7 @@ def peer_kind(error: BaseException) -> Kind | None:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether ``error`` tells of another rank's end rather than of this rank's own fault."""
+    """Whether another rank caused ``error``, by its end or its absence."""
     if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout):
         return True
     signs = (
@@ -455,14 +475,14 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def peer_words(error: BaseException) -> str:
-    """What a peer error says, without gloo's source path and advice."""
+    """The text of a peer error, without gloo's source path and advice."""
     if isinstance(error, PeerTimeout):
         return str(error)
     return re.sub(r"^\w+: \[\S+\] ", "", errors.one_line(error)).partition(". This is typically")[0]
 
 
 def _await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
-    """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``, without the time of suspensions."""
+    """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
     end = clock.now() + timeout_s
     while True:
         try:
@@ -474,14 +494,14 @@ def _await_keys(store: torch.distributed.Store, names: list[str], clock: Running
 
 
 def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distributed.Store:
-    """The store that all ranks of this attempt share."""
+    """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
-    # torchrun's agent already serves the store at that port, for every restart of its ranks.
+    # torchrun's agent already serves the store at that port, and keeps it for every restart of its ranks.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
-    # A rank that does not reach rank 0 knows why. It reports that before rank 0 gives up and ends the others.
+    # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
     patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
     stopped_s = clock.stopped_s
     try:
@@ -501,7 +521,7 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
         raise MachineError(
             f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}); is that its name and is it running?"
         ) from None
-    # A job's name in it: another job's rank that has drawn the same port and node finds nothing here, and says so.
+    # The prefix contains the job id. A rank of another job with the same port and node finds no keys here and reports that.
     job = (info.run_id or "").partition(".")[0]
     store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}", store)
     store.set_timeout(TORCH_TIMEOUT)
@@ -509,12 +529,12 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
 
 
 def _odd_pair(found: list[list[str]], mine: int) -> str:
-    """Why rank ``mine`` and another one cannot be in one group, by host, backend and GPU of each rank; "" where they can."""
+    """Why rank ``mine`` and another rank cannot be in one group; "" if they can. found: host, backend and GPU of each rank."""
     here, my_backend, my_gpu = found[mine]
     for rank, (host, backend, gpu) in enumerate(found):
         if gpu and rank != mine and (host, gpu) == (here, my_gpu):
             return f"{host}: ranks {rank} and {mine} have the same GPU {gpu}; there is one rank per GPU"
-        if backend != my_backend:  # of machines that were started by hand one may have no GPU
+        if backend != my_backend:  # possible if ranks are started by hand and one machine has no GPU
             return f"{here}: rank {mine} is for {my_backend}, rank {rank} on {host} for {backend}: give the same device= and backend= on each"
     return ""
 
@@ -527,7 +547,10 @@ def _exchange_hosts(
     timeout_s: float,
     clock: RunningClock,
 ) -> tuple[str, ...]:
-    """Every rank's host name. Raises MachineError when two ranks hold one GPU or have not one backend, or a rank does not come."""
+    """The host name of each rank.
+
+    Raises MachineError if two ranks have the same GPU, if the backends differ, or if a rank does not arrive within ``timeout_s``.
+    """
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"host/{info.rank}", f"{socket.gethostname()} {backend} {gpu}")
     names = [f"host/{rank}" for rank in range(info.world_size)]
@@ -542,6 +565,6 @@ def _exchange_hosts(
         ) from None
     if wrong := _odd_pair(found, info.rank):
         if info.rank == 0:
-            time.sleep(5 * POLL_S)  # the store goes with it, and the others still look for the same
+            time.sleep(5 * POLL_S)  # the store ends with rank 0, and the others still need it for the same check
         raise MachineError(wrong)
     return tuple(host for host, *_ in found)

@@ -1,4 +1,4 @@
-"""LARS, the optimiser for very large batches, which torch does not have."""
+"""LARS, an optimiser for very large batches. torch does not include it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum whose every tensor has a rate of its own, in proportion to the norm of its weights over its gradient's.
+    """SGD with momentum, in which each tensor has its own learning rate: ``trust`` times the norm of its weights over that of its gradient.
 
-    lr: the global rate, by far larger than plain SGD's. trust: the proportion. A group with ``adapt`` False (norms and
-    biases) is plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), with torch's form
-    of momentum: ``lr`` is taken times the momentum, not into it.
+    lr: the global rate, much larger than that of plain SGD. trust: the factor above. A group with ``adapt`` False (norms and biases)
+    uses plain SGD. Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017). Momentum has torch's form:
+    ``lr`` multiplies the momentum buffer and is not accumulated in it.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step; no closure is taken."""
+        """Performs one step. A closure is not supported."""
         assert closure is None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -54,7 +54,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def _rates(params: list[Tensor], gradients: list[Tensor], trust: float, weight_decay: float) -> list[Tensor]:
-    """Each tensor's own rate, without a wait for the GPU; 1 where its weights or its gradient are all zero."""
+    """The rate of each tensor; 1 if its weights or its gradient are all zero. Does not synchronise with the GPU."""
     weights, slopes = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (params, gradients))
     rates = trust * weights / (slopes + weight_decay * weights)
     return list(torch.where((weights > 0) & (slopes > 0), rates, torch.ones_like(rates)).unbind())

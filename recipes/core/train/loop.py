@@ -1,4 +1,4 @@
-"""The step loop, once, as a function: what can deadlock or lose data stands here and nowhere else."""
+"""The step loop as a function. The code that can deadlock or lose data exists only here."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Batches(Protocol):
-    """Where shards come from: `data.GlobalBatches`, or what reads files ahead of it."""
+    """A source of shards: `GlobalBatches`, or `Loader`, which reads files in advance."""
 
     @property
     def num_samples(self) -> int: ...
@@ -41,19 +41,19 @@ class Batches(Protocol):
 
 
 def total_steps(cfg: TrainKeys, batches: Batches) -> int:
-    """Optimiser steps of the whole run."""
+    """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The context of the forward pass: bfloat16 where ``dtype=`` asks for it, or is auto and all ranks' GPUs have it. Says so.
+    """The context of the forward pass: bfloat16 if ``dtype=bfloat16``, or if ``dtype=auto`` and the GPUs of all ranks support it.
 
-    Called by all ranks.
+    With auto, rank 0 logs the choice. A collective: every rank must call it.
     """
     device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    # On every rank, whatever its keys: they have yet to be compared.
+    # Every rank takes part, whatever its keys: they have not been compared yet.
     with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
     if cfg.dtype is Dtype.auto:
         lower = with_it == run.world.size
@@ -63,7 +63,10 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> float:
-    """The linear scaling rule (Goyal et al., 2017): ``lr`` is for ``lr_batch_size`` samples, 0 for any. Says what comes of it."""
+    """The learning rate by the linear scaling rule (Goyal et al., 2017). Rank 0 logs a rate that was changed.
+
+    lr: the rate for batches of ``lr_batch_size`` samples. With ``lr_batch_size`` 0 it applies to any size.
+    """
     share = _of_batch(lr_batch_size, batches)
     if share != 1:
         run.say(
@@ -75,9 +78,10 @@ def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> floa
 def averaged(
     run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: Batches
 ) -> swa_utils.AveragedModel | None:
-    """An exponential moving average of ``net``'s weights and buffers for `State.ema`, which `fit` keeps; None where decay is 0.
+    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `fit` updates it. None if decay is 0.
 
-    decay: of a step of ``of_batch_size`` samples, 0 for any, so that the average goes back over as many samples in larger ones.
+    decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual batch size, so that the average always
+    covers the same number of samples.
     """
     if not decay:
         return None
@@ -88,7 +92,10 @@ def averaged(
 
 
 class _Average(swa_utils.AveragedModel):
-    """torch's average, of weights and buffers, without its way to a GPU of the count of steps, for which the host waits at each step."""
+    """torch's average of weights and buffers. Unlike torch's update, this one does not make the host wait for the GPU at each step.
+
+    torch's update copies the step count to the GPU.
+    """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
         super().__init__(net, use_buffers=True)
@@ -109,7 +116,7 @@ class _Average(swa_utils.AveragedModel):
 
 
 def seed_ranks(run: Run, seed: int) -> None:
-    """Another random state for each rank, once the weights are made: dropout and the like are not to be alike on all of them."""
+    """Gives each rank a different random state, so that dropout differs between ranks. Call it after the weights are initialised."""
     torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
 
 
@@ -118,16 +125,17 @@ def _of_batch(size: int, batches: Batches) -> float:
 
 
 def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Two groups of parameters for an optimiser: weights with ``weight_decay``; norms and biases with ``others``."""
+    """Two parameter groups for an optimiser: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
     weights = [p for p in net.parameters() if p.ndim > 1]
     rest = [p for p in net.parameters() if p.ndim <= 1]
     return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
 
 
 def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Top-1 and top-5 over all ranks: every rank counts its own samples, logits and labels, and the counts are added.
+    """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    Nothing where a rank was told to stop meanwhile: it may not have the time to come to the end.
+    answers: pairs of logits and labels. The result is empty if a rank was told to stop meanwhile, since there may be no time to
+    complete the evaluation. A collective: every rank must call it.
     """
     counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
     for logits, labels in answers:
@@ -142,7 +150,7 @@ def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
 
 
 def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What ``evaluate`` gives; where that is nothing, since a rank was told to stop, the run is stopping."""
+    """The results of ``evaluate``. They are empty if a rank was told to stop; then ``run.stopping`` is set. Called by all ranks."""
     run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
     results = evaluate()
     if not results:
@@ -152,9 +160,10 @@ def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[st
 
 @contextlib.contextmanager
 def evaluated(run: Run) -> Iterator[nn.Module]:
-    """The network to evaluate, in eval mode: the averaged weights where they are kept, with rank 0's buffers on all ranks.
+    """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all ranks.
 
-    Batch normalisation's averages are of a rank's own samples; those of rank 0 are what a checkpoint holds.
+    Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each rank computes them from its own
+    samples. A checkpoint holds those of rank 0.
     """
     ema, net = run.state.ema, run.state.model
     chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
@@ -169,7 +178,7 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
 
 
 class _Totals:
-    """Sums over all ranks of one step's loss, stop flags and rank 0's wish to save: on their way, read when they are needed."""
+    """Sums over all ranks of one step: the loss, the stop flags and rank 0's request to save. The sum is asynchronous until `read`."""
 
     def __init__(self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int) -> None:
         self.step, self._global_size = step, global_size
@@ -179,8 +188,8 @@ class _Totals:
         self._work = None if alone else torch.distributed.all_reduce(self._sums, async_op=True)
         self._arrived: torch.cuda.Event | None = None
         if self._sums.is_cuda:
-            # Copied behind the sum, with an event to wait for: reading the tensor would wait for all that is queued, and the
-            # GPU would stand idle while the next step is put together.
+            # The copy is queued after the sum, with an event to wait for. Reading the tensor would wait for all queued work, and the
+            # GPU would be idle while the host prepares the next step.
             if self._work:
                 self._work.wait()
             self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
@@ -190,7 +199,10 @@ class _Totals:
             self._arrived.record()
 
     def read(self) -> tuple[float, bool, bool]:
-        """The mean loss over the global batch, whether a rank was told to stop, whether to save; equal on all ranks."""
+        """The mean loss over the global batch, whether a rank was told to stop, and whether to save. Equal on all ranks.
+
+        Raises RunError, on all ranks, if the loss is not finite.
+        """
         if self._arrived:
             self._arrived.synchronize()
         elif self._work:
@@ -209,21 +221,21 @@ def fit(
     loss_sum: Callable[[Any], Tensor],
     evaluate: Callable[[], Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Trains ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop; gives the last evaluation.
+    """Trains ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop. Returns the last evaluation.
 
-    model: what `World.parallel` gave. loss_sum: forward pass through it over a shard, the *sum* of its samples' losses, a
-    scalar that can be differentiated also where the shard is empty; with ``accumulate=`` called for one piece of the shard
-    after another. evaluate: called by all ranks at the end of each epoch and of the run.
+    model: the result of `World.parallel`. loss_sum: forward pass through the model over a shard. It returns the *sum* of the samples'
+    losses, a scalar that can be differentiated even if the shard is empty. With ``accumulate=`` it is called once for each piece of
+    the shard. evaluate: called by all ranks at the end of each epoch and of the run.
 
-    Gradients are averaged over ranks, so a rank's sum counts ``world_size / global_size``: the result is the mean over the
-    global batch, whatever share of it a rank had. Raises RunError, on all ranks alike, when the loss is not finite.
+    DDP averages gradients over ranks, so each rank's sum is multiplied by ``world_size / global_size``. The result is the mean over the
+    global batch, whatever the sizes of the ranks' shards. Raises RunError, on all ranks, if the loss is not finite.
     """
     state, world, total = run.state, run.world, total_steps(cfg, batches)
     results: Mapping[str, Any] = {}
     if state.meta.get("unevaluated") and not run.was_done:
         results = _evaluate_late(run, evaluate, batches)
         if state.step < total:
-            run.stopping = ""  # told so anew, it stops a step later: a job too short for an evaluation gains that
+            run.stopping = ""  # a signal still set stops the run one step later, so even a job too short for an evaluation makes progress
     if state.step >= total:
         run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
         return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)
@@ -248,7 +260,7 @@ def fit(
 
             due = world.rank == 0 and clock.save_due(run.keys.checkpoint_every_s)
             before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
-            # What all ranks decide by is one step old, so that no step waits for it; at a row it is read at once.
+            # The ranks decide by sums that are one step old, so that no step waits for them. For a row of metrics they are read at once.
             _, stop, save = before.read() if before else (0.0, False, False)
             end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total
             save = save or run.interval_ends()
@@ -271,7 +283,7 @@ def fit(
             elif clock.progress_due():
                 run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
             if run.stopping or end:
-                pulse.beat(watchdog.TO_EVALUATE)  # a stop may have left one to be done
+                pulse.beat(watchdog.TO_EVALUATE)  # a stop may have postponed an evaluation
                 break
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = clock.samples, clock.train_s
@@ -281,7 +293,10 @@ def fit(
 
 
 def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: Batches) -> Mapping[str, Any]:
-    """The evaluation of an epoch's last step that a stop has put off: its row again, with results, and the best checkpoint."""
+    """Runs an evaluation that a stop has postponed. Writes the row of that step again, with results, and saves if it is the best.
+
+    Called by all ranks.
+    """
     results = _evaluate(run, evaluate)
     if results:
         log_row(run, **run.state.meta["unevaluated"], results=results)
@@ -294,7 +309,10 @@ def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches:
 def _backward(
     model: nn.Module, loss_sum: Callable[[Any], Tensor], pieces: list[Shard], scale: float, pulse: Pulse
 ) -> Tensor:
-    """Gradients of ``scale`` times the pieces' losses, averaged over the ranks once, at the last piece; the sum of the losses."""
+    """Computes gradients of ``scale`` times the losses of the pieces. Returns the sum of the losses, detached and not scaled.
+
+    The gradients are averaged over the ranks once, at the last piece.
+    """
 
     def one(piece: Shard) -> Tensor:
         pulse.beat(watchdog.FORWARD)
@@ -310,9 +328,9 @@ def _backward(
 
 
 def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretrained: bool = False) -> Mapping[str, Any]:
-    """evaluate=true: the results of the checkpoint that was resumed from. Raises InputError where there is nothing to evaluate.
+    """For evaluate=true: evaluates the checkpoint that was loaded. Raises InputError if there is none. Called by all ranks.
 
-    pretrained: whether the weights are worth evaluating without a checkpoint.
+    pretrained: whether to evaluate the weights without a checkpoint.
     """
     if run.resumed_from_step is None and not pretrained:
         raise InputError(
@@ -326,9 +344,9 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
 
 
 def want_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None:
-    """Raises InputError where a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
+    """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
 
-    Batch normalisation would have nothing to measure, and over all ranks they would not meet equally often.
+    Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
     """
     last = batches.num_samples - (batches.per_epoch - 1) * batches.global_batch_size
     smallest = last if batches.per_epoch == 1 else (last + batches.global_batch_size) // 2
@@ -342,7 +360,7 @@ def want_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None
 
 
 def sampler_state(batches: Batches) -> dict[str, Any]:
-    """What the order of samples depends on; the position in it is the step."""
+    """The values that determine the order of samples. The position in that order is the step."""
     return {
         "num_samples": batches.num_samples,
         "global_batch_size": batches.global_batch_size,
@@ -354,9 +372,9 @@ def sampler_state(batches: Batches) -> dict[str, Any]:
 def log_row(
     run: Run, epoch: int, loss: float, lr: float, speed: float, results: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """A row of ``metrics.jsonl`` and a line, from rank 0; loss, speed (samples per second) and results are those of all ranks.
+    """Writes a row of ``metrics.jsonl`` and a log line, from rank 0. Called by all ranks.
 
-    Called by all ranks. Raises RunError, on all alike, where the loss is not finite.
+    loss, speed (samples per second) and results are values over all ranks. Raises RunError, on all ranks, if the loss is not finite.
     """
     run.world.pulse.beat(watchdog.ROW, run.step)
     if not math.isfinite(loss):
@@ -380,7 +398,7 @@ def log_row(
 
 
 class _Clock:
-    """Samples and seconds of training, without evaluation, saving and suspension; and when something is due."""
+    """Counts samples and seconds of training, without evaluation, saving and suspension. It also tells when a save is due."""
 
     def __init__(self, running: RunningClock) -> None:
         self._now = running.now
@@ -392,7 +410,7 @@ class _Clock:
         self._lap_samples += samples
 
     def lap(self) -> float:
-        """Ends a stretch of training: its samples per second. Called twice around what is not training."""
+        """Ends an interval of training and returns its samples per second. Called before and after work that is not training."""
         seconds = self._now() - self._lap_start
         speed = self._lap_samples / seconds if self._lap_samples else 0.0
         if self._lap_samples:
@@ -403,7 +421,7 @@ class _Clock:
     def save_due(self, every_s: float) -> bool:
         due = every_s > 0 and self._now() - self._saved_at >= every_s
         if due:
-            self.saved()  # asked for once: the save comes a step later, when all ranks know of it
+            self.saved()  # requested only once: the save happens a step later, when all ranks know of it
         return due
 
     def saved(self) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, summary.json and what a run was made with."""
+"""metrics.jsonl, accuracy and versions of a run."""
 
 import contextlib
 import importlib.metadata
@@ -17,10 +17,10 @@ from recipes.core.train import checkpoint
 
 
 class Rows:
-    """``metrics.jsonl``: one JSON object a line, only ever added to; rank 0 alone has one."""
+    """``metrics.jsonl``: one JSON object per line, append only. Only rank 0 has a Rows."""
 
     def __init__(self, path: Path) -> None:
-        # A line that a killed attempt left half written is ended, so that it spoils no other.
+        # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
         self._path = path
         torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -28,7 +28,7 @@ class Rows:
             self._file.write("\n")
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Raises MachineError, one line, where there is no room."""
+        """Appends a row. Raises MachineError (one line) if it cannot be written."""
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
@@ -38,7 +38,7 @@ class Rows:
             ) from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what `add` has raised already: it ends the run, and is its last word
+        with contextlib.suppress(OSError):  # `add` has already raised the error that ends the run
             self._file.flush()
             os.fsync(self._file.fileno())
         with contextlib.suppress(OSError):
@@ -46,21 +46,21 @@ class Rows:
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many are right among the first, among the first five, and how many there are: int64 (3,), to be added up.
+    """Counts of top-1 hits, top-5 hits and samples: int64, shape (3,). Counts of several batches can be added.
 
-    logits: (B, classes). labels: (B,); negative ones stand for samples that could not be read, and do not count.
+    logits: (B, classes). labels: (B,). A negative label marks a sample that could not be read; it does not count.
     """
     hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
     return torch.stack([hits[:, 0].sum(), hits.sum(), (labels >= 0).sum()])
 
 
 def accuracy(top1: int, top5: int, samples: int) -> dict[str, Any]:
-    """``val_top1``, ``val_top5`` (fractions) and ``val_samples`` of what `right` counted."""
+    """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, from the counts of `right`."""
     return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
 
 
 def _installed(package: str) -> str | None:
-    """A package's version without its import, which can cost as much again as torch's; None where it is not installed."""
+    """Version of a package; None if it is not installed. Does not import it, since an import can take as long as that of torch."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""torchvision's classifiers by name, with weights that are on this machine already."""
+"""torchvision's classifiers by name, with weights that are already on this machine."""
 
 import contextlib
 import difflib
@@ -18,11 +18,11 @@ from recipes.core.errors import InputError, MachineError
 
 
 def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool = False) -> nn.Module:
-    """A classifier of torchvision's for ``classes`` classes, which gives logits alone: heads for training only are left out.
+    """A torchvision classifier for ``classes`` classes. It returns only logits: auxiliary heads for training are removed.
 
-    weights: "" for random ones; ``true`` for the newest; or their name, such as IMAGENET1K_V2. zero_init_residual: of random
-    ResNets, whose blocks then begin as the identity. Raises InputError for a name that torchvision does not have, or weights of
-    another number of classes; MachineError where the weights are not on this machine.
+    weights: "" for random weights, ``true`` for the newest, or a name such as IMAGENET1K_V2. zero_init_residual: initialise each
+    residual block of a ResNet as the identity; for random weights only. Raises InputError if torchvision does not have the name, or if
+    the weights are for another number of classes. Raises MachineError if the weights are missing on this machine or damaged.
     """
     _check_arch(arch)
     if not weights:
@@ -45,14 +45,17 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
         )
     with _in_place_of(chosen, torch.load(path, map_location="cpu", weights_only=True)):
         net = torchvision.models.get_model(arch, weights=chosen)
-    if arch == "inception_v3":  # which keeps the head that its weights have
+    if arch == "inception_v3":  # torchvision keeps the auxiliary head if the weights have one
         net.aux_logits, net.AuxLogits = False, None
     return net
 
 
 @contextlib.contextmanager
 def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[None]:
-    """Has torchvision take ``state`` for ``weights``: by itself it runs what a file's pickle says, and unpacks what ends as a zip."""
+    """Makes torchvision use ``state`` for ``weights`` and not load the file itself.
+
+    torchvision would execute the code in the file's pickle, and unpack a file that is a zip archive.
+    """
     vars(weights)["get_state_dict"] = lambda *args, **kwargs: state
     try:
         yield
@@ -61,7 +64,7 @@ def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[Non
 
 
 def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
-    """Raises InputError where a network, still on the CPU, does not take square images of one of these sides, in pixels."""
+    """Raises InputError if the network does not accept square images of one of these sides (pixels). net: on the CPU."""
     training = net.training
     net.eval()
     for side in sorted(sides):
@@ -76,7 +79,7 @@ def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
 
 
 def find_weights(arch: str, name: str) -> WeightsEnum:
-    """The weights ``name`` of a model. Raises InputError, naming those there are."""
+    """The weights ``name`` of a model. Raises InputError, which lists the available names."""
     _check_arch(arch)
     there = torchvision.models.get_model_weights(arch)
     if name in ("true", "DEFAULT"):
@@ -97,7 +100,10 @@ def _check_arch(arch: str) -> None:
 
 
 def fault_of(path: Path) -> str:
-    """What is wrong with a file of weights, "" for nothing: it has the hash that its name ends in, and nothing in it is run."""
+    """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its SHA-256.
+
+    No code in the file is executed.
+    """
     if not path.is_file():
         return "is not there"
     with path.open("rb") as file:
@@ -105,19 +111,19 @@ def fault_of(path: Path) -> str:
     if not digest.startswith(path.stem.rpartition("-")[2]):
         return "is damaged (its SHA-256 is not the one in its name)"
     try:
-        torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would run what is pickled in it
+        torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would execute the pickled code
     except Exception as error:
         return f"is no file of weights ({errors.one_line(error, 80)})"
     return ""
 
 
 def cached(weights: WeightsEnum) -> Path:
-    """Where torch keeps the file of these weights on this machine."""
+    """Path of the file of these weights in torch's cache on this machine."""
     return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
 
 
 def sync_batch_norm(net: nn.Module, on_gpus: bool) -> nn.Module:
-    """``net`` with its batch normalisation measured over all ranks. Raises InputError on CPUs, for which torch has none."""
+    """``net`` with batch normalisation over all ranks (SyncBatchNorm). Raises InputError on CPUs, which torch does not support."""
     if not on_gpus:
         raise InputError("sync_bn=true: torch has it for GPUs only; leave it out, or train on GPUs")
     return nn.SyncBatchNorm.convert_sync_batchnorm(net)

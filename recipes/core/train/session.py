@@ -1,4 +1,4 @@
-"""One attempt of one run, from the process group to the exit status: what every recipe's ``main`` is called inside of."""
+"""One attempt of a run, from the process group to the exit status. Every recipe's ``main`` is called inside it."""
 
 import contextlib
 import errno
@@ -34,48 +34,49 @@ from recipes.core.train import checkpoint, distributed, metrics
 from recipes.core.train.checkpoint import State
 from recipes.core.train.distributed import World
 
-ASKING_S = 5.0  # that `World.behind` takes at most
-PEERS_TELL_S = 2.0  # how long a rank that lost a peer waits for the other ranks' records before it says who is missing
-FENCE_S = liveness.HEARTBEAT_S  # between two looks at whose the run directory is
-LAST_SAVE_S = 20.0  # that a rank which has failed waits for the checkpoint that is being written
+ASKING_S = 5.0  # maximum duration of `World.behind`
+# A rank that lost a peer waits this long for the other ranks' records before it names the missing rank.
+PEERS_TELL_S = 2.0
+FENCE_S = liveness.HEARTBEAT_S  # between two checks of the run directory's owner
+LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
 DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
-SEEN_S = 60.0  # for a checkpoint that rank 0 has chosen to be seen on another node
-OF_THE_MODEL = {"arch", "ema"}  # what an evaluation wants as it was in training
-# Keys of a run that say when all ranks save together.
+SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
+OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
+# Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
-# Where one differs, a resumed run is not the unbroken one to the last bit.
+# If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
 OF_THE_BITS = ("torch", "world_size", "cpu_threads")
 
 
 @dataclass
 class Run:
-    """What a recipe's main works with. stopping: the ranks have agreed to stop; set by the step loop alone."""
+    """What a recipe's main gets. stopping: why the ranks have agreed to stop, "" if they have not; only the step loop sets it."""
 
     settings: Settings
     world: World
     dir: Path
     attempt: int
-    launch: str  # what started rank 0, by `rundir.launch_id`
+    launch: str  # identifies what started rank 0: `rundir.launch_id`
     stop: signals.StopFlag
     terminal: TextIO | None
-    rows: metrics.Rows | None  # rank 0's
-    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # by resume()
+    rows: metrics.Rows | None  # on rank 0 only
+    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
-    rehearsal: Asked | None = None  # by `launch.py check`, in place of a run
-    checkpoints: Path = field(init=False)  # where resume= looks; for an evaluation of a run, that run's
-    saver: checkpoint.Saver | None = field(init=False, default=None)  # rank 0's
+    rehearsal: Asked | None = None  # set if `launch.py check` started this process
+    checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
+    saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
     begun: bool = False
     stopping: str = ""
-    samples: int = 0  # trained on, in this attempt
+    samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
-    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # taken by who says why this rank ends
+    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
     _saved_at: float = field(default_factory=time.monotonic)
     _store_asked_at: float = 0.0
-    _commit: str | None = None  # of the code, on rank 0
+    _commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
@@ -95,38 +96,38 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        """Of the run; for `launch.py check`, which has one, those of the job."""
+        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
         return self.rehearsal.ranks if self.rehearsal else self.world.size
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the ranks have GPUs; for `launch.py check`, which has none, whether those of the job have."""
+        """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
         return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"
 
     def say(self, text: str) -> None:
-        """A line from rank 0."""
+        """Prints a line, on rank 0 only."""
         if self.world.rank == 0:
             self.progress("")
             print(text, flush=True)
 
     def warn(self, text: str) -> None:
-        """A line from any rank, with its host's name."""
+        """Prints a warning from any rank, with its host name."""
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
-        """Rank 0's progress line, rewritten in place; on a terminal only."""
+        """Rewrites rank 0's progress line in place, on a terminal only."""
         if self.terminal and self.world.rank == 0:
             try:
                 self.terminal.write(f"\r\033[K{text}")
                 self.terminal.flush()
-            except OSError:  # it is gone; the run goes on
+            except OSError:  # the terminal is closed; the run continues
                 self.terminal = None
 
     def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
-        """Begins: makes ``state`` this run's, with the content of the checkpoint that ``resume=`` chooses, if there is one.
+        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
-        sampler: what the order of samples depends on besides the config. Called by all ranks. Raises InputError where the
-        checkpoint is another run's, or none can be read; then the run directory keeps the status that it had.
+        sampler: the values that determine the order of samples besides the config. Called by all ranks. Raises InputError if the
+        checkpoint is of another run or no checkpoint can be read. Then the status of the run directory does not change.
         """
         self.state = state
         state.meta = {
@@ -135,28 +136,28 @@ class Run:
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
-            "best": None,  # of the evaluations so far: val_top1 and its step
-            "unevaluated": None,  # the row of an epoch's last step, where a stop has put its evaluation off
+            "best": None,  # best evaluation so far: val_top1 and its step
+            "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         self._compare_keys(state.meta["config"])
         chosen = self._choose_checkpoint()
         if chosen:
             self._load(chosen, sampler)
-        # An evaluation's rehearsal ends when it is known to have something to evaluate.
+        # The dry run of an evaluation ends later, in `evaluate_only`, when there is something to evaluate.
         if not self.settings.config.evaluate:
             self.end_rehearsal(sampler)
         self._begin()
 
     def begin(self) -> None:
-        """Begins, in place of `resume`, where there is nothing to save or to go on from. Called by all ranks."""
+        """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
         self._compare_keys(_plain(self.settings))
         self.end_rehearsal()
         self._begin()
 
     def end_rehearsal(self, sampler: Mapping[str, Any] | None = None) -> None:
-        """Where `launch.py check` has started this run: leaves word of what there is, and ends it. Called by all ranks.
+        """If `launch.py check` started this run, writes what it found and raises Over, which ends the run. Called by all ranks.
 
-        sampler: as `resume` has it; None where no checkpoint will be written.
+        sampler: as in `resume`; None if no checkpoint will be written.
         """
         if not self.rehearsal:
             return
@@ -188,15 +189,18 @@ class Run:
             came = self.resumed_from
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
-                checkpoint.point(came, "latest")  # where the run is now: it may have been sent back
+                checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
             rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
         self.begun = True
         if self.world.rank == 0:
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
 
     def stop_is_near(self) -> bool:
-        """Whether this rank was told to stop, or another, of which the store is asked once a second. For between two steps: no
-        collective, and not the same on all ranks."""
+        """Whether this rank or another rank was told to stop.
+
+        It may be called at any time, on any rank: it contains no collective. The answer can differ between ranks for about a second,
+        since it reads the store at most once per `STORE_EVERY_S`.
+        """
         if self.stop:
             self.world.store.set(STOP_IS_NEAR, self.stop.reason)
             return True
@@ -206,16 +210,17 @@ class Run:
         return bool(self.world.store.check([STOP_IS_NEAR]))
 
     def told_to_stop(self) -> str:
-        """Why a rank was told to stop, "" where none was; the same on all ranks. Called by all ranks."""
+        """Why a rank was told to stop; "" if none was. The same on all ranks. A collective: every rank must call it."""
         reasons = [""] * self.world.size
         with self.world.meeting():
             torch.distributed.all_gather_object(reasons, self.stop.reason)
         return next((reason for reason in reasons if reason), "")
 
     def agree(self) -> tuple[str, bool]:
-        """Why all ranks stop now, "" where they do not, and whether a checkpoint is due; the same on all ranks.
+        """Why all ranks must stop now ("" if they continue), and whether a checkpoint is due. The same on all ranks.
 
-        Called by all ranks after each step, in a loop of one's own; that of `train.fit` does not wait for the answer.
+        For a recipe with its own step loop: every rank calls it after each step, and it waits for the other ranks. `loop.fit` does the
+        same without that wait.
         """
         self.world.pulse.beat(watchdog.SUM, self.step)
         every_s = self.keys.checkpoint_every_s
@@ -226,19 +231,19 @@ class Run:
         return next((reason for reason, _ in answers if reason), ""), answers[0][1] or self.interval_ends()
 
     def interval_ends(self) -> bool:
-        """Whether checkpoint_every_steps= or keep_every_steps= asks for a checkpoint of this step."""
+        """Whether checkpoint_every_steps= or keep_every_steps= requires a checkpoint at this step."""
         intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
         return any(every and self.step % every == 0 for every in intervals)
 
     def stop_where_asked(self) -> None:
-        """Raises Stopped, on all ranks, when one was told to stop; for what has nothing to save. Called by all ranks."""
+        """Raises Stopped, on all ranks, if a rank was told to stop. For work that has nothing to save. Called by all ranks."""
         if reason := self.told_to_stop():
             raise Stopped(reason)
 
     def _compare_keys(self, keys: dict[str, Any]) -> None:
-        """Raises InputError on a rank whose keys are not rank 0's: several machines started by hand can differ.
+        """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
 
-        keys: the recipe's; those of a run by which the ranks meet are compared too.
+        keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
         """
         keys = keys | {name: getattr(self.keys, name) for name in OF_ALL_RANKS}
         first = json.loads(self.world.broadcast_text("keys", json.dumps(keys)))
@@ -281,7 +286,7 @@ class Run:
         checkpoint.restore(state, content, to_train=not evaluate)
         if len(content["rng"]) == self.world.size:
             checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
-        # In a folder of its own, this run has no best one yet, and no row that lacks its results.
+        # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
         if Path(chosen).parent == self.checkpoints:
             state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
         self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
@@ -296,18 +301,21 @@ class Run:
             self.say(f"the same samples in the same order, but not the same to the last bit ({words})")
 
     def _await_file(self, path: Path) -> None:
-        """Until rank 0's choice is seen here: a network file system may show it to the nodes at different times."""
+        """Waits until this node sees the file that rank 0 has chosen: a network file system can show it later on some nodes.
+
+        Raises MachineError after `SEEN_S`, or half of ``timeout_s`` if that is less.
+        """
         deadline = time.monotonic() + min(SEEN_S, self.keys.timeout_s / 2)
         while not path.exists():
             if time.monotonic() > deadline:
                 raise MachineError(
                     f"{self.world.host}: does not see {path}, which rank 0 on {self.world.hosts[0]} has chosen"
                 )
-            os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS look again
+            os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS refresh its cache
             time.sleep(0.1)
 
     def _choose_checkpoint(self) -> str:
-        """The checkpoint to go on from, "" for none: rank 0 looks, all ranks learn the same."""
+        """Path of the checkpoint to resume from; "" for none. Rank 0 selects it for all ranks. Called by all ranks."""
         chosen, error = "", ""
         if self.world.rank == 0:
             try:
@@ -323,7 +331,7 @@ class Run:
     def _look_for_checkpoint(self) -> str:
         wanted, there = self.keys.resume, checkpoint.candidates(self.checkpoints)
         if there and self._has_begun_before():
-            wanted = "auto"  # from what it has saved itself, where it has
+            wanted = "auto"  # continue from this job's own newest checkpoint
         if wanted not in ("auto", "never"):
             of_run = wanted in RESUME_WORDS
             path = self.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
@@ -358,7 +366,7 @@ class Run:
         return ""
 
     def _has_begun_before(self) -> bool:
-        """Whether this job, which was queued again, has trained this run before, and there is a checkpoint of that."""
+        """Whether this job was requeued and a checkpoint of its earlier training exists."""
         if self.settings.config.evaluate or not self.world.ranks.restart_count:
             return False
         before = (files.read_json(self.dir / "attempt.json") or {}).get("before") or {}
@@ -369,20 +377,20 @@ class Run:
         return bool(has_saved) or bool(before.get("own"))
 
     def check_mine(self) -> None:
-        """Called by rank 0 before it writes. Raises MachineError when a later attempt has taken the run directory over."""
+        """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
         rundir.check_owner(self.dir, self.attempt, self.launch)
 
     def is_mine(self) -> bool:
-        """Whether no later attempt has taken the run directory over, as far as the file system tells."""
+        """Whether no later attempt has taken over the run directory, as far as the file system shows."""
         with contextlib.suppress(MachineError):
             self.check_mine()
             return True
         return False
 
     def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
-        """Has a checkpoint of ``state`` written, while the training goes on unless ``wait``. Called by all ranks.
+        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
 
-        best: ``checkpoints/best`` is to name it. Raises MachineError on rank 0 where this one, or the last one, cannot be written.
+        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
         """
         self._saved_at = time.monotonic()
         self.world.pulse.beat(watchdog.SAVING)
@@ -398,7 +406,7 @@ class Run:
             torch.distributed.barrier()
 
     def check_saved(self) -> None:
-        """Raises MachineError, on rank 0, where a checkpoint could not be written in the meantime."""
+        """Raises MachineError, on rank 0, if the last checkpoint could not be written. Does not wait."""
         if self.saver:
             self.saver.check()
 
@@ -409,7 +417,7 @@ class Run:
         print(f"checkpoint {path}", flush=True)
 
     def is_best(self, results: Mapping[str, Any]) -> bool:
-        """Whether these results are the best so far, which is noted then; the same on all ranks."""
+        """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks."""
         found, best = results.get("val_top1"), self.state.meta.get("best")
         if found is None or (best and best["val_top1"] >= found):
             return False
@@ -417,7 +425,7 @@ class Run:
         return True
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and marks the run as done, or as preempted where it stops before its end."""
+        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end."""
         self.world.pulse.beat(watchdog.END)
         if self.world.rank != 0:
             return
@@ -450,7 +458,7 @@ class Run:
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
-            # Where nothing was trained in this attempt, what was said of the training stays.
+            # If this attempt trained nothing, the summary of the training is kept.
             before = files.read_json(self.dir / "summary.json") or {}
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
             files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
@@ -461,8 +469,9 @@ class Run:
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
     """Calls ``main(config, run)`` on every rank, in a process group and a run directory, and ends the process.
 
-    What main returns goes into ``summary.json``. Exit status as in README: 0 done, 2 bad input, 3 cannot run here, 75 saved
-    and wants to be queued again, 1 anything else, with the first failing rank in the last lines and in ``status.json``.
+    The results that main returns are written to ``summary.json``. Exit status (see docs/resume-and-failures.md): 0 done; 2 bad
+    configuration or bad input; 3 this machine or allocation cannot run it; 75 saved, to be requeued; 1 any other failure. After a
+    failure, the last lines of the log and ``status.json`` name the first rank that failed.
     """
     code = errors.EXIT_CRASH
     try:
@@ -474,8 +483,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         device = distributed.resolve_device(
             start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count()
         )
-        # Until the ranks have met there is nothing to save, and a signal ends this one as it ends any process; Python's own
-        # handler of SIGINT would run when the wait for the others is over.
+        # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
+        # after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         info = start.ranks
 
@@ -491,12 +500,12 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         ):
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
-                # Not through the group's teardown, which can wait for a rank that is gone while the others wait for this one.
+                # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
                 entry.remove_own_folder(start)
                 _leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
-            time.sleep(1.5)  # the node's first rank sees the same; its line is enough where that ends the others
+            time.sleep(1.5)  # the node's first rank has the same error; if its end ends this rank, its line is enough
         if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
@@ -517,7 +526,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
 @contextlib.contextmanager
 def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None]) -> Iterator[None]:
-    """Rank 0 looks to the end of its job, for the sites that send no signal."""
+    """Rank 0 watches the time limit of its job, for sites that send no signal before it."""
     if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
         yield
         return
@@ -529,14 +538,14 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process at once; its connections end with it, and the peers notice."""
+    """Ends the process at once. Its connections close, so the other ranks notice."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
-    """The part that has a run directory: gives the exit status, and leaves a record where this rank failed."""
+    """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
     run_dir, attempt, launch, was_done = _open_run_dir(start, world)
     with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
         rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
@@ -558,7 +567,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             _introduce(current, start)
             _check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
-            world.pulse.beat(watchdog.UNWATCHED)  # what a recipe does before its steps is its own
+            world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
             results = main(start.settings.config, current)
             stop.settling = True
             current.finish(results)
@@ -569,7 +578,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             return errors.EXIT_DONE
         except BaseException as error:
             stop.settling = True
-            current.failing.acquire()  # for good
+            current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
             return _fail(current, error)
 
@@ -577,7 +586,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
 def _keep_flight_record(run: Run) -> None:
     """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
 
-    torch would write it when its own timeout passes, and that never does.
+    torch writes it only after its own timeout, which never expires here.
     """
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
@@ -585,9 +594,9 @@ def _keep_flight_record(run: Run) -> None:
 
 
 def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
-    """Ends this process when a later attempt has taken the run directory over: this one may wait in a step, or write next.
+    """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
 
-    Until then, writes heartbeats.
+    A thread does this, since the main thread may be waiting in a step.
     """
     while not over.wait(FENCE_S):
         try:
@@ -600,16 +609,16 @@ def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
 
 
 def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
-    """Ends this process where it waits for the other ranks for ``timeout_s`` without success, and names the rank that is behind.
+    """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
 
-    This takes the place of torch's own timeouts, which would count the time in which the job was suspended.
+    It replaces torch's own timeouts, which also count the time in which the job was suspended.
     """
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
     last, since, reported_s = world.pulse.read(), clock.now(), 0.0
     while not over.wait(distributed.POLL_S):
         now, moment = world.pulse.read(), clock.now()
         suspended_s = clock.suspension_s()
-        if suspended_s not in (0.0, reported_s):  # one that is not reported yet
+        if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
             reported_s = suspended_s
             if world.ranks.local_rank == 0:
                 run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
@@ -617,13 +626,13 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
             behind = world.behind()
-            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, it is the network
+            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, the network is the cause
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH
                 try:
                     code = _fail(run, distributed.PeerTimeout(words), behind)
-                    with contextlib.suppress(Exception):  # the record is only an aid to find a cause in NCCL
+                    with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
                         _keep_flight_record(run)
                     entry.remove_own_folder(start)
                 finally:
@@ -631,7 +640,7 @@ def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
 
 
 def _stopped_early(run: Run, reason: str) -> int:
-    """Stopped before there was a step to save: nothing is lost, and nothing else is to be written."""
+    """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
     if run.world.rank == 0 and run.is_mine():
         before = rundir.read_status(run.dir)
         step = before["step"] if before else 0
@@ -641,9 +650,9 @@ def _stopped_early(run: Run, reason: str) -> int:
 
 
 def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
-    """Records what ended this rank, says it, and settles ``status.json`` as far as this rank can see.
+    """Records and prints what ended this rank, writes ``status.json`` as far as this rank knows, and returns the exit status.
 
-    behind: the rank for which it has waited in vain, where that is known already.
+    behind: the rank for which it waited without success, if that is already known.
     """
     world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
     if isinstance(error, Stopped):
@@ -664,21 +673,21 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
         kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
     elif lost := distributed.peer_kind(error):
         kind, line = lost, distributed.peer_words(error)
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # stderr is closed
             print(
                 f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
             )
         if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
             code, kind = errors.EXIT_REQUEUE, Kind.suspended
             line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
-    # At once, since the others lose their connections to this rank now, and would call it silent.
+    # Write the record at once: the other ranks lose their connections to this rank now, and would report it as silent.
     recorded = _record(run, kind, line, code, moment, behind)
     if kind is Kind.timeout:
         behind = behind or world.behind()
     elif kind in (Kind.peer_lost, Kind.suspended):
-        world.silent.set()  # rank 0 may be gone, and the store with it, of which torch's C++ would say so at length
+        world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
     if run.saver:
-        with contextlib.suppress(Exception):  # why it could not be written is not why this rank ends
+        with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
     if behind or not recorded:
         _record(run, kind, line, code, moment, behind)
@@ -693,9 +702,9 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
             traceback.print_exc()
     with contextlib.suppress(OSError):
         found = rundir.verdict(run.dir, run.attempt)
-        if not run.is_mine():  # the status is a later attempt's
+        if not run.is_mine():  # the status belongs to a later attempt
             return code
-        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is whole
+        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is complete
             saved = (rundir.read_status(run.dir) or {}).get("step", 0)
             rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
         elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
@@ -721,13 +730,16 @@ def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = Non
 
 
 def _others_failed(run: Run) -> bool:
-    """Whether a rank that was not suspended has failed: then this rank alone was stopped, and the others waited for it."""
+    """Whether a rank that was not suspended has failed. Then only this rank was suspended, and the other ranks waited for it."""
     found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
     return any(record and kind_of(record) is not Kind.suspended for record in found)
 
 
 def _await_peers_words(run: Run) -> None:
-    """Until the other ranks have told what they know; longer where one is still asking the store, which is rank 0's, who is behind."""
+    """Gives the other ranks time to write their error records.
+
+    It waits longer if a rank is still asking the store, which rank 0 serves, for the rank that is behind.
+    """
     time.sleep(PEERS_TELL_S)
     others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
     if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
@@ -735,7 +747,7 @@ def _await_peers_words(run: Run) -> None:
 
 
 def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
-    """Leaves this rank's record; False where there is no room for it."""
+    """Writes this rank's error record. Returns False if it cannot be written."""
     try:
         rundir.record_failure(
             run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
@@ -747,7 +759,7 @@ def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: M
 
 
 def _known_words(error: BaseException) -> str:
-    """What is wrong and the mend, in a line, for torch's errors that are the user's to mend; "" for any other."""
+    """The problem and the fix in one line, for errors of torch that the user can fix; "" for any other error."""
     text = errors.one_line(error)
     if _is_out_of_memory(error):
         return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
@@ -757,12 +769,12 @@ def _known_words(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not allocate memory; torch's CPU allocator raises a bare RuntimeError."""
+    """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
 
 
 def _rank0_says(run: Run, line: str) -> bool:
-    """Whether rank 0 ends with the same line within 1.5 s, so that this rank need not repeat it."""
+    """Whether rank 0 ends with the same line within 1.5 s. Then this rank does not repeat it."""
     for _ in range(15):
         record = rundir.read_failure(run.dir, run.attempt, rank=0)
         if record:
@@ -772,15 +784,19 @@ def _rank0_says(run: Run, line: str) -> bool:
 
 
 def _job(environ: Mapping[str, str]) -> str | None:
-    """What is started again, and is the same then: Slurm's job, or torchrun's run."""
+    """An id that stays the same after a restart: Slurm's job id, or torchrun's run id."""
     return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
 
 
 def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
-    """The run directory that rank 0 chooses, made; this attempt's number and launch; and whether the run was done already."""
+    """Creates the run directory that rank 0 chooses. Called by all ranks.
+
+    Returns its path, the number and the launch id of this attempt, and whether the run was already done. Raises InputError if another
+    job uses the directory, MachineError if it cannot be written.
+    """
     message: dict[str, Any] = {}
     if world.rank == 0:
-        # In a batch script one run is the job's, whichever step it is (another srun may have come before).
+        # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
         run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
         path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, ROOT)
         if start.settings.config.evaluate:
@@ -816,9 +832,9 @@ def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
 
 
 def _check_shared(run: Run) -> None:
-    """Raises MachineError, on all ranks, where a node of the job does not see what rank 0 writes into the run directory.
+    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into the run directory.
 
-    Started on other nodes, the job would find no checkpoint, and train from the beginning. Called by all ranks.
+    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from the beginning. Called by all ranks.
     """
     world = run.world
 
@@ -829,7 +845,7 @@ def _check_shared(run: Run) -> None:
                 raise MachineError(
                     f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
                 )
-            os.listdir(run.dir)  # makes NFS look again
+            os.listdir(run.dir)  # makes NFS refresh its cache
             time.sleep(0.1)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
@@ -837,7 +853,7 @@ def _check_shared(run: Run) -> None:
 
 
 def _introduce(run: Run, start: Start) -> None:
-    """The first lines: size, device, where the run is kept, the network, GPUs that nobody uses."""
+    """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
     world = run.world
     again = f", attempt {run.attempt + 1}" if run.attempt else ""
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
@@ -845,7 +861,7 @@ def _introduce(run: Run, start: Start) -> None:
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
     if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
-        # An earlier start may have ended before it came here; or it was on a node whose disk this one does not see.
+        # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
         run.say(
             f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
             " if it is on a node's own disk, give one that all nodes share"
@@ -864,7 +880,10 @@ def _introduce(run: Run, start: Start) -> None:
 
 
 def _warn_of_few_cpus(run: Run) -> None:
-    """Slurm binds a task to its --cpus-per-task where the site has TaskPlugin=task/affinity or task/cgroup; srun's default is 1."""
+    """Warns if rank 0 is bound to fewer CPUs than its threads or workers require.
+
+    Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
+    """
     threads = {
         "cpu_threads": run.settings.run.cpu_threads,
         "num_workers": getattr(run.settings.config, "num_workers", 0),
@@ -879,7 +898,7 @@ def _warn_of_few_cpus(run: Run) -> None:
 
 
 def _say_network(run: Run, start: Start) -> None:
-    """The interface that rank 0's node uses and why, and each node that has another."""
+    """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
     if world.backend == "mpi":
         run.say("network: MPI's own choice")
@@ -902,7 +921,7 @@ def _say_network(run: Run, start: Start) -> None:
 
 
 def _seed_others(seed: int, rank: int) -> None:
-    """Python's and NumPy's own generators, for recipes that draw from them; torch's is the recipe's to seed."""
+    """Seeds the generators of Python and NumPy for this rank. The recipe itself seeds torch's generator."""
     random.seed(seed * 1_000_003 + rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed((seed * 1_000_003 + rank) % 2**32)
@@ -915,5 +934,5 @@ def _set_threads(start: Start) -> None:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """The recipe's keys as a checkpoint holds them: texts, numbers and booleans."""
+    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
     return {field.name: settings.saved[field.name] for field in fields(settings.config)}
