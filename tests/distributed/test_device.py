@@ -28,7 +28,7 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, distributed, session
+from recipes.core.train import checkpoint, distributed, failure, session
 from recipes.core.train.checkpoint import State
 from recipes.core.train.metrics import Rows
 from tests import helpers
@@ -551,5 +551,5 @@ def test_nccls_flight_record_is_kept_with_the_logs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
     for backend in ("gloo", "nccl"):
         run: Any = SimpleNamespace(dir=tmp_path, world=SimpleNamespace(rank=1, backend=backend))
-        session._keep_flight_record(run)
+        failure._keep_flight_record(run)
         assert (tmp_path / "logs" / "flight-1").exists() == (backend == "nccl")

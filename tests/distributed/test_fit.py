@@ -29,7 +29,7 @@ from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import entry, rundir, signals, watchdog
-from recipes.core.train import checkpoint, distributed, loop, metrics, session
+from recipes.core.train import checkpoint, distributed, failure, loop, metrics, session
 from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 from tests import helpers
@@ -133,7 +133,7 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
 
 def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
-    assert session._fail(run, errors.Stopped("SIGTERM")) == 75
+    assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
     assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
     assert rundir.failed_ranks(tmp_path, 0) == []
@@ -253,7 +253,7 @@ def test_a_rank_that_fails_while_its_checkpoint_does_tells_why_it_ends(tmp_path:
     assert run.saver
     run.begun = True
     run.saver._error = MemoryError()  # want of memory may well end both
-    assert session._fail(run, RuntimeError("this")) == 1
+    assert failure.fail(run, RuntimeError("this")) == 1
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
     assert status["reason"].endswith("failed first: RuntimeError: this")
@@ -275,7 +275,7 @@ def test_a_rank_that_fails_right_behind_its_first_word_leaves_another(
         with pytest.raises(OSError, match="Input/output error"):
             run._begin()
     assert helpers.read(tmp_path, "status")["state"] == "running"
-    assert session._fail(run, error) == 1
+    assert failure.fail(run, error) == 1
     assert helpers.read(tmp_path, "status")["state"] == "failed"
 
 
@@ -343,7 +343,7 @@ def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="a later attempt writes here"):
         run._saved(tmp_path / "checkpoints" / "step-00000001.pt", 1)
     before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
-    assert session._fail(run, RuntimeError("late")) == 1
+    assert failure.fail(run, RuntimeError("late")) == 1
     assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
 
 
@@ -524,7 +524,7 @@ def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> No
     world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
     run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
     start: Any = SimpleNamespace()
-    session._end_a_wait(run, start, over)
+    failure.end_a_wait(run, start, over)
     assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
 
 
@@ -546,8 +546,8 @@ def test_a_wait_for_nobody_in_particular_is_ended_where_a_rank_does_nothing_else
     """Where no rank is behind it is the network."""
     said: list[Any] = []
     over = threading.Event()
-    monkeypatch.setattr(session, "_fail", lambda run, error, behind: said.append((error, behind)) or 1)
-    monkeypatch.setattr(session, "_leave", lambda code: (said.append(code), over.set()))
+    monkeypatch.setattr(failure, "fail", lambda run, error, behind: said.append((error, behind)) or 1)
+    monkeypatch.setattr(failure, "leave", lambda code: (said.append(code), over.set()))
     pulse = watchdog.Pulse()
     pulse.beat(phase, 7)
     start: Any = SimpleNamespace(own_folder=None)
@@ -566,7 +566,7 @@ def test_a_wait_for_nobody_in_particular_is_ended_where_a_rank_does_nothing_else
     )
     ended = threading.Timer(2.0, over.set)
     ended.start()
-    session._end_a_wait(run, start, over)
+    failure.end_a_wait(run, start, over)
     ended.cancel()
     assert bool(said) == ends
     if ends:

@@ -15,12 +15,12 @@ import pytest
 
 from recipes.core import files
 from recipes.core.run import watchdog
-from recipes.core.train import session
+from recipes.core.train import failure
 from tests import forked, helpers
 
 HELD = """
-from recipes.core.run import entry; from recipes.core.train import session
-session.FENCE_S = 0.1
+from recipes.core.run import entry; from recipes.core.train import failure, session
+failure.FENCE_S = 0.1
 START = entry.begin("broken")
 from recipes import broken
 session.run(broken.main, START)
@@ -117,7 +117,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: p
 
 
 def test_the_fence_is_looked_at_every_few_seconds() -> None:
-    assert session.FENCE_S <= 10
+    assert failure.FENCE_S <= 10
 
 
 AGREE = """

@@ -12,7 +12,7 @@ import torch
 
 from recipes import mnist
 from recipes.conf.mnist import Config
-from recipes.core.data import download, in_memory
+from recipes.core.data import datasets, in_memory
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import ImageSet
 from tests import helpers
@@ -139,7 +139,7 @@ def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytes
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
     for find, load in (("find_mnist", in_memory.mnist), ("find_cifar10", in_memory.cifar10)):
-        monkeypatch.setattr(download, find, lambda folder: paths)
+        monkeypatch.setattr(datasets, find, lambda folder: paths)
         found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
         assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 

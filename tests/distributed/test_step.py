@@ -20,7 +20,7 @@ import dataclasses, json, time, torch
 from torch import nn
 from recipes.core.train import session; from recipes.core.train import loop
 from recipes.core.train.checkpoint import State
-from recipes.core.data.in_memory import GlobalBatches
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError
 
 def main(cfg, run):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipes.core.run import signals
-from recipes.core.train import session
+from recipes.core.train import failure
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -239,7 +239,7 @@ def test_a_start_that_is_refused_leaves_the_run_alone_that_is_training(tmp_path:
             assert second.status == 2, second.out
             assert expected in second.out or " uses it: end it (kill " in second.out
         rows = len(helpers.rows(tmp_path))
-        time.sleep(2 * session.FENCE_S)
+        time.sleep(2 * failure.FENCE_S)
         assert launcher.poll() is None
         helpers.wait_until(lambda: len(helpers.rows(tmp_path)) > rows, 30, "that it goes on")
         launcher.send_signal(signal.SIGTERM)

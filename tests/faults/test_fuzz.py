@@ -297,7 +297,7 @@ def lay_out(settings: parser.Settings) -> None:
 
 def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
     """What is taken by launch.py becomes a script of which bash reads directives, and the recipe's words unchanged."""
-    scripts: list[Path] = []
+    written: list[Path] = []
 
     def show(typed: Sequence[str]) -> None:
         settings = settle(typed)
@@ -310,8 +310,8 @@ def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
         assert all(line.isprintable() for line in directives)
         line = next((line for line in lines if line.startswith("set -- ")), 'set -- "$@"')
         assert shlex.split(line)[2:-1] == list(job.arguments)
-        scripts.append(tmp_path / f"{len(scripts)}.sh")
-        scripts[-1].write_text("\n".join(lines), encoding="utf-8")
+        written.append(tmp_path / f"{len(written)}.sh")
+        written[-1].write_text("\n".join(lines), encoding="utf-8")
 
     def make(chance: random.Random) -> Case:
         recipe = chance.choice(RECIPES)
@@ -324,7 +324,7 @@ def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
 
     fuzz("words", make, ConfigError)
     check = 'for file; do bash -n "$file" || exit; done'
-    ran = subprocess.run(["bash", "-c", check, "bash", *scripts], capture_output=True, text=True, check=False)
+    ran = subprocess.run(["bash", "-c", check, "bash", *written], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
 
 

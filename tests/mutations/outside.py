@@ -393,14 +393,14 @@ MUTATIONS = [
         '_ask(environ, "%L")',
         '_ask(environ, "%l")',
         "time left is taken to be the whole limit",
-        "tests/unit/test_signals.py::test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it",
+        "tests/unit/test_stop_signals.py::test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it",
     ),
     Mutation(
         "recipes/core/run/signals.py",
         "margin = min(stop_before_s, SHARE * known)",
         "margin = max(stop_before_s, SHARE * known)",
         "long jobs stop at three quarters",
-        "tests/unit/test_signals.py::test_a_run_stops_so_long_before_its_job_ends",
+        "tests/unit/test_stop_signals.py::test_a_run_stops_so_long_before_its_job_ends",
     ),
     Mutation(
         "recipes/core/launch/submit.py",
@@ -547,7 +547,7 @@ MUTATIONS = [
         "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})\n",
         "",
         "a signal during the start kills the rank",
-        "tests/unit/test_signals.py::test_a_signal_is_held_back_until_there_is_a_handler_for_it",
+        "tests/unit/test_stop_signals.py::test_a_signal_is_held_back_until_there_is_a_handler_for_it",
     ),
     Mutation(
         "recipes/core/launch/cli.py",

@@ -231,8 +231,8 @@ def test_a_recipe_that_is_none(recipe: str, here: Path, capsys: pytest.CaptureFi
 
 PREPARE = (
     (("minst",), "'mnist'"),
-    (("data_dir=x",), "one dataset is wanted"),
-    (("mnist", "cifar"), "one dataset is wanted"),
+    (("data_dir=x",), "give one dataset"),
+    (("mnist", "cifar"), "give one dataset"),
     (("mnist", "data-dir=x"), "key=value"),
     (("mnist", "datadir=x"), "'data_dir'"),
     (("mnist", "data_dir=a\nb"), "data_dir="),

@@ -31,10 +31,14 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
             folder = Path(os.path.realpath(path.expanduser()))
         except FileNotFoundError:  # the current folder was removed; launch.py reports it
             continue
-        # A file beside a checkpoint that was copied elsewhere may belong to another program.
-        is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
-        if not is_run or not (folder / "config.yaml").is_file():
-            continue
+        try:
+            # A file beside a checkpoint that was copied elsewhere may belong to another program.
+            is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
+            if not is_run or not (folder / "config.yaml").is_file():
+                continue
+        except OSError as error:  # the path is too long, or a folder is not readable
+            given = shown(getattr(run, name))
+            raise ConfigError(f"{name}={given}: cannot be read ({error.strerror}): give another {name}=") from None
         other = recipe_of(folder)
         if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
             raise ConfigError(

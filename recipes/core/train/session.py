@@ -1,7 +1,6 @@
 """One attempt of a run, from the process group to the exit status. Every recipe's ``main`` is called inside it."""
 
 import contextlib
-import errno
 import faulthandler
 import json
 import os
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed
@@ -25,23 +24,16 @@ from recipes.core import errors, files
 from recipes.core.config import declare
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
-from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError, Stopped, kind_of
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, Stopped
 from recipes.core.files import ROOT
-from recipes.core.run import entry, liveness, logs, resumed, rundir, signals, source, watchdog
+from recipes.core.run import entry, logs, resumed, rundir, signals, source, watchdog
 from recipes.core.run.dryrun import Asked, Over
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, distributed, metrics
+from recipes.core.train import checkpoint, distributed, failure, metrics, opening
 from recipes.core.train.checkpoint import State
 from recipes.core.train.distributed import World
 
-ASKING_S = 5.0  # maximum duration of `World.behind`
-# A rank that lost a peer waits this long for the other ranks' records before it names the missing rank.
-PEERS_TELL_S = 2.0
-FENCE_S = liveness.HEARTBEAT_S  # between two checks of the run directory's owner
-LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
-DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
-SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
@@ -305,7 +297,7 @@ class Run:
 
         Raises MachineError after `SEEN_S`, or half of ``timeout_s`` if that is less.
         """
-        deadline = time.monotonic() + min(SEEN_S, self.keys.timeout_s / 2)
+        deadline = time.monotonic() + min(opening.SEEN_S, self.keys.timeout_s / 2)
         while not path.exists():
             if time.monotonic() > deadline:
                 raise MachineError(
@@ -370,7 +362,7 @@ class Run:
         if self.settings.config.evaluate or not self.world.ranks.restart_count:
             return False
         before = (files.read_json(self.dir / "attempt.json") or {}).get("before") or {}
-        if "from_step" not in before or before.get("job") != _job(os.environ):
+        if "from_step" not in before or before.get("job") != opening._job(os.environ):
             return False
         status = rundir.read_status(self.dir)
         has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
@@ -502,7 +494,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
                 entry.remove_own_folder(start)
-                _leave(code)
+                failure.leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
             time.sleep(1.5)  # the node's first rank has the same error; if its end ends this rank, its line is enough
@@ -521,7 +513,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     entry.remove_own_folder(start)
     if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
         entry.end(code)
-    _leave(code)
+    failure.leave(code)
 
 
 @contextlib.contextmanager
@@ -537,16 +529,9 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
         over.set()
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once. Its connections close, so the other ranks notice."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
     """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
-    run_dir, attempt, launch, was_done = _open_run_dir(start, world)
+    run_dir, attempt, launch, was_done = opening.open_run_dir(start, world)
     with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
         rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
         if rows:
@@ -560,12 +545,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
-            threading.Thread(target=_keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
-        threading.Thread(target=_end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
-        stop.last_words = lambda: current.failing.acquire(blocking=False) and _fail(current, KeyboardInterrupt())
+            threading.Thread(target=failure.keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
+        threading.Thread(target=failure.end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+        stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
-            _introduce(current, start)
-            _check_shared(current)
+            opening.introduce(current, start)
+            opening.check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
             results = main(start.settings.config, current)
@@ -580,344 +565,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
-            return _fail(current, error)
-
-
-def _keep_flight_record(run: Run) -> None:
-    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
-
-    torch writes it only after its own timeout, which never expires here.
-    """
-    if run.world.backend == "nccl":
-        record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
-        files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
-
-
-def _keep_to_the_fence(run: Run, over: threading.Event) -> None:
-    """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
-
-    A thread does this, since the main thread may be waiting in a step.
-    """
-    while not over.wait(FENCE_S):
-        try:
-            run.check_mine()
-            with contextlib.suppress(OSError):
-                liveness.heartbeat(run.dir)
-        except MachineError as error:
-            print(f"{run.settings.recipe}: {error}", file=sys.stderr)
-            _leave(errors.EXIT_MACHINE)
-
-
-def _end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
-    """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
-
-    It replaces torch's own timeouts, which also count the time in which the job was suspended.
-    """
-    world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
-    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
-    while not over.wait(distributed.POLL_S):
-        now, moment = world.pulse.read(), clock.now()
-        suspended_s = clock.suspension_s()
-        if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
-            reported_s = suspended_s
-            if world.ranks.local_rank == 0:
-                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
-        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
-            last, since = now, moment
-        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
-            behind = world.behind()
-            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, the network is the cause
-            if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
-                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
-                code = errors.EXIT_CRASH
-                try:
-                    code = _fail(run, distributed.PeerTimeout(words), behind)
-                    with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
-                        _keep_flight_record(run)
-                    entry.remove_own_folder(start)
-                finally:
-                    _leave(code)
-
-
-def _stopped_early(run: Run, reason: str) -> int:
-    """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
-    if run.world.rank == 0 and run.is_mine():
-        before = rundir.read_status(run.dir)
-        step = before["step"] if before else 0
-        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason, kind=Kind.stopped)
-        run.say(f"stopped by {reason} before its first step")
-    return errors.EXIT_REQUEUE
-
-
-def _fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
-    """Records and prints what ended this rank, writes ``status.json`` as far as this rank knows, and returns the exit status.
-
-    behind: the rank for which it waited without success, if that is already known.
-    """
-    world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
-    if isinstance(error, Stopped):
-        return _stopped_early(run, str(error))
-    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError) and disk_full:
-        error = MachineError(
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
-        )
-    code, kind, line = errors.EXIT_CRASH, Kind.error, errors.one_line(error)
-    if isinstance(error, MachineError):
-        code, kind, line = errors.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
-    elif isinstance(error, InputError):
-        code, kind, line = errors.EXIT_CONFIG, Kind.input, str(error)
-    elif isinstance(error, RunError):
-        line = str(error)
-    elif words := _known_words(error):
-        kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
-    elif lost := distributed.peer_kind(error):
-        kind, line = lost, distributed.peer_words(error)
-        with contextlib.suppress(OSError):  # stderr is closed
-            print(
-                f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
-            )
-        if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
-            code, kind = errors.EXIT_REQUEUE, Kind.suspended
-            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
-    # Write the record at once: the other ranks lose their connections to this rank now, and would report it as silent.
-    recorded = _record(run, kind, line, code, moment, behind)
-    if kind is Kind.timeout:
-        behind = behind or world.behind()
-    elif kind in (Kind.peer_lost, Kind.suspended):
-        world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
-    if run.saver:
-        with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
-            run.saver.wait(LAST_SAVE_S)
-    if behind or not recorded:
-        _record(run, kind, line, code, moment, behind)
-    with contextlib.suppress(OSError):
-        if code != errors.EXIT_CRASH:
-            if world.rank == 0 or not _rank0_says(run, line):
-                print(f"{recipe}: {line}", file=sys.stderr)
-        elif kind.is_consequence:
-            if not behind:
-                _await_peers_words(run)
-        elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
-            traceback.print_exc()
-    with contextlib.suppress(OSError):
-        found = rundir.verdict(run.dir, run.attempt)
-        if not run.is_mine():  # the status belongs to a later attempt
-            return code
-        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is complete
-            saved = (rundir.read_status(run.dir) or {}).get("step", 0)
-            rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
-        elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
-            rundir.write_status(
-                run.dir,
-                "failed",
-                attempt=run.attempt,
-                step=step,
-                reason=found.reason,
-                kind=found.kind,
-                first=found.first,
-            )
-        elif code != errors.EXIT_CRASH:
-            rundir.refuse(run.dir, run.launch, code, found.reason)
-        speaks = not kind.is_consequence or world.rank == min(
-            rundir.failed_ranks(run.dir, run.attempt), default=world.rank
-        )
-        if code == errors.EXIT_CRASH and speaks:
-            print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
-            if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
-                print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
-    return code
-
-
-def _others_failed(run: Run) -> bool:
-    """Whether a rank that was not suspended has failed. Then only this rank was suspended, and the other ranks waited for it."""
-    found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
-    return any(record and kind_of(record) is not Kind.suspended for record in found)
-
-
-def _await_peers_words(run: Run) -> None:
-    """Gives the other ranks time to write their error records.
-
-    It waits longer if a rank is still asking the store, which rank 0 serves, for the rank that is behind.
-    """
-    time.sleep(PEERS_TELL_S)
-    others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
-    if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
-        time.sleep(ASKING_S - PEERS_TELL_S)
-
-
-def _record(run: Run, kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
-    """Writes this rank's error record. Returns False if it cannot be written."""
-    try:
-        rundir.record_failure(
-            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
-            behind=behind, moment=moment,
-        )  # fmt: skip
-    except OSError:
-        return False
-    return True
-
-
-def _known_words(error: BaseException) -> str:
-    """The problem and the fix in one line, for errors of torch that the user can fix; "" for any other error."""
-    text = errors.one_line(error)
-    if _is_out_of_memory(error):
-        return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
-    if "InvalidCxxCompiler" in text or "C++ compiler" in text:
-        return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
-    return ""
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
-
-
-def _rank0_says(run: Run, line: str) -> bool:
-    """Whether rank 0 ends with the same line within 1.5 s. Then this rank does not repeat it."""
-    for _ in range(15):
-        record = rundir.read_failure(run.dir, run.attempt, rank=0)
-        if record:
-            return bool(record["error"] == line)
-        time.sleep(0.1)
-    return False
-
-
-def _job(environ: Mapping[str, str]) -> str | None:
-    """An id that stays the same after a restart: Slurm's job id, or torchrun's run id."""
-    return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
-
-
-def _open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
-    """Creates the run directory that rank 0 chooses. Called by all ranks.
-
-    Returns its path, the number and the launch id of this attempt, and whether the run was already done. Raises InputError if another
-    job uses the directory, MachineError if it cannot be written.
-    """
-    message: dict[str, Any] = {}
-    if world.rank == 0:
-        # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
-        run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
-        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, ROOT)
-        if start.settings.config.evaluate:
-            path = rundir.for_evaluation(path)
-        patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
-        try:
-            found = liveness.look(path, os.environ, start.settings.run.takeover, patience_s)
-            if found.note:
-                print(f"{start.settings.recipe}: {found.note}", flush=True)
-            if found.problem:
-                message = {"used": found.problem}
-            else:
-                for name in ("logs", "checkpoints", "failures"):
-                    (path / name).mkdir(parents=True, exist_ok=True)
-                status = rundir.read_status(path)
-                launch, about = rundir.launch_id(os.environ), liveness.about(os.environ)
-                attempt = rundir.open_attempt(
-                    path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
-                )
-                was_done = bool(status and status["state"] == "done")
-                message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
-        except OSError as error:
-            message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
-    message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
-    if "error" in message or "used" in message:
-        world.await_readers("run_dir")
-        raise InputError(message["used"]) if "used" in message else MachineError(message["error"])
-    path = Path(message["dir"])
-    if world.rank != 0:
-        for name in ("logs", "failures"):
-            (path / name).mkdir(parents=True, exist_ok=True)
-    return path, message["attempt"], message["launch"], message["was_done"]
-
-
-def _check_shared(run: Run) -> None:
-    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into the run directory.
-
-    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from the beginning. Called by all ranks.
-    """
-    world = run.world
-
-    def look(tell: Callable[[object], None]) -> None:
-        deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
-        while world.ranks.local_rank == 0 and not rundir.owner(run.dir, attempt=run.attempt, launch=run.launch):
-            if time.monotonic() > deadline:
-                raise MachineError(
-                    f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
-                )
-            os.listdir(run.dir)  # makes NFS refresh its cache
-            time.sleep(0.1)
-
-    if world.ranks.in_slurm and world.ranks.num_nodes > 1:
-        world.together("run_dir", look)
-
-
-def _introduce(run: Run, start: Start) -> None:
-    """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
-    world = run.world
-    again = f", attempt {run.attempt + 1}" if run.attempt else ""
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-    nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
-    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
-    run.say(f"run directory: {run.dir}")
-    if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
-        # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
-        run.say(
-            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
-            " if it is on a node's own disk, give one that all nodes share"
-        )
-    if words := run.settings.words_from_run():
-        run.say(f"from the run: {words}")
-    _say_network(run, start)
-    if start.from_files:
-        run.say("from env files: " + " ".join(sorted(start.from_files)))
-    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    used = world.ranks.local_world_size if world.device.type == "cuda" else 0
-    if granted.isdecimal() and int(granted) > used:
-        why = f"{used} ranks" if used else "device=cpu"
-        run.say(f"warning: {why}, and {int(granted) - used} GPUs a node stand idle: give sbatch --gpus-per-node={used}")
-    _warn_of_few_cpus(run)
-
-
-def _warn_of_few_cpus(run: Run) -> None:
-    """Warns if rank 0 is bound to fewer CPUs than its threads or workers require.
-
-    Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
-    """
-    threads = {
-        "cpu_threads": run.settings.run.cpu_threads,
-        "num_workers": getattr(run.settings.config, "num_workers", 0),
-    }
-    name, most = max(threads.items(), key=lambda item: item[1])
-    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allowed < min(most, machine):
-        run.say(
-            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
-            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
-        )
-
-
-def _say_network(run: Run, start: Start) -> None:
-    """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
-    world = run.world
-    if world.backend == "mpi":
-        run.say("network: MPI's own choice")
-        return
-    name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    used = os.environ.get(name, "").removeprefix("=")
-    if world.ranks.local_rank == 0:
-        world.store.set(f"interface/{world.ranks.node_rank}", f"{world.host} {used}")
-    if world.rank != 0:
-        return
-    if used:
-        proven = start.interface and start.interface.interface == used
-        run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
-    elif world.size > 1:
-        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
-    for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
-        host, _, other = text.partition(" ")
-        if other != used:
-            run.say(f"network: {host} has {other or 'none proven'} instead")
+            return failure.fail(current, error)
 
 
 def _seed_others(seed: int, rank: int) -> None:

@@ -1,0 +1,239 @@
+"""The end of an attempt that failed: the error record, the status, the last lines; and the threads that end a rank that waits or lost its run."""
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import torch.distributed
+
+from recipes.core import errors, files
+from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped, kind_of
+from recipes.core.run import entry, liveness, rundir, watchdog
+from recipes.core.run.entry import Start
+from recipes.core.train import checkpoint, distributed
+
+if TYPE_CHECKING:
+    from recipes.core.train.session import Run
+
+ASKING_S = 5.0  # maximum duration of `World.behind`
+# A rank that lost a peer waits this long for the other ranks' records before it names the missing rank.
+PEERS_TELL_S = 2.0
+FENCE_S = liveness.HEARTBEAT_S  # between two checks of the run directory's owner
+LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
+DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once. Its connections close, so the other ranks notice."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _keep_flight_record(run: "Run") -> None:
+    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
+
+    torch writes it only after its own timeout, which never expires here.
+    """
+    if run.world.backend == "nccl":
+        record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
+        files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
+
+
+def keep_to_the_fence(run: "Run", over: threading.Event) -> None:
+    """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
+
+    A thread does this, since the main thread may be waiting in a step.
+    """
+    while not over.wait(FENCE_S):
+        try:
+            run.check_mine()
+            with contextlib.suppress(OSError):
+                liveness.heartbeat(run.dir)
+        except MachineError as error:
+            print(f"{run.settings.recipe}: {error}", file=sys.stderr)
+            leave(errors.EXIT_MACHINE)
+
+
+def end_a_wait(run: "Run", start: Start, over: threading.Event) -> None:
+    """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
+
+    It replaces torch's own timeouts, which also count the time in which the job was suspended.
+    """
+    world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
+    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
+    while not over.wait(distributed.POLL_S):
+        now, moment = world.pulse.read(), clock.now()
+        suspended_s = clock.suspension_s()
+        if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
+            reported_s = suspended_s
+            if world.ranks.local_rank == 0:
+                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
+        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
+            last, since = now, moment
+        elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
+            behind = world.behind()
+            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, the network is the cause
+            if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
+                words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
+                code = errors.EXIT_CRASH
+                try:
+                    code = fail(run, distributed.PeerTimeout(words), behind)
+                    with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
+                        _keep_flight_record(run)
+                    entry.remove_own_folder(start)
+                finally:
+                    leave(code)
+
+
+def _stopped_early(run: "Run", reason: str) -> int:
+    """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
+    if run.world.rank == 0 and run.is_mine():
+        before = rundir.read_status(run.dir)
+        step = before["step"] if before else 0
+        rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=step, reason=reason, kind=Kind.stopped)
+        run.say(f"stopped by {reason} before its first step")
+    return errors.EXIT_REQUEUE
+
+
+def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
+    """Records and prints what ended this rank, writes ``status.json`` as far as this rank knows, and returns the exit status.
+
+    behind: the rank for which it waited without success, if that is already known.
+    """
+    world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
+    if isinstance(error, Stopped):
+        return _stopped_early(run, str(error))
+    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and disk_full:
+        error = MachineError(
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
+        )
+    code, kind, line = errors.EXIT_CRASH, Kind.error, errors.one_line(error)
+    if isinstance(error, MachineError):
+        code, kind, line = errors.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
+    elif isinstance(error, InputError):
+        code, kind, line = errors.EXIT_CONFIG, Kind.input, str(error)
+    elif isinstance(error, RunError):
+        line = str(error)
+    elif words := _known_words(error):
+        kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
+    elif lost := distributed.peer_kind(error):
+        kind, line = lost, distributed.peer_words(error)
+        with contextlib.suppress(OSError):  # stderr is closed
+            print(
+                f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
+            )
+        if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
+            code, kind = errors.EXIT_REQUEUE, Kind.suspended
+            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
+    # Write the record at once: the other ranks lose their connections to this rank now, and would report it as silent.
+    recorded = _record(run, kind, line, code, moment, behind)
+    if kind is Kind.timeout:
+        behind = behind or world.behind()
+    elif kind in (Kind.peer_lost, Kind.suspended):
+        world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
+    if run.saver:
+        with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
+            run.saver.wait(LAST_SAVE_S)
+    if behind or not recorded:
+        _record(run, kind, line, code, moment, behind)
+    with contextlib.suppress(OSError):
+        if code != errors.EXIT_CRASH:
+            if world.rank == 0 or not _rank0_says(run, line):
+                print(f"{recipe}: {line}", file=sys.stderr)
+        elif kind.is_consequence:
+            if not behind:
+                _await_peers_words(run)
+        elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
+            traceback.print_exc()
+    with contextlib.suppress(OSError):
+        found = rundir.verdict(run.dir, run.attempt)
+        if not run.is_mine():  # the status belongs to a later attempt
+            return code
+        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is complete
+            saved = (rundir.read_status(run.dir) or {}).get("step", 0)
+            rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
+        elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
+            rundir.write_status(
+                run.dir,
+                "failed",
+                attempt=run.attempt,
+                step=step,
+                reason=found.reason,
+                kind=found.kind,
+                first=found.first,
+            )
+        elif code != errors.EXIT_CRASH:
+            rundir.refuse(run.dir, run.launch, code, found.reason)
+        speaks = not kind.is_consequence or world.rank == min(
+            rundir.failed_ranks(run.dir, run.attempt), default=world.rank
+        )
+        if code == errors.EXIT_CRASH and speaks:
+            print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+            if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
+                print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
+    return code
+
+
+def _others_failed(run: "Run") -> bool:
+    """Whether a rank that was not suspended has failed. Then only this rank was suspended, and the other ranks waited for it."""
+    found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    return any(record and kind_of(record) is not Kind.suspended for record in found)
+
+
+def _await_peers_words(run: "Run") -> None:
+    """Gives the other ranks time to write their error records.
+
+    It waits longer if a rank is still asking the store, which rank 0 serves, for the rank that is behind.
+    """
+    time.sleep(PEERS_TELL_S)
+    others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
+        time.sleep(ASKING_S - PEERS_TELL_S)
+
+
+def _record(
+    run: "Run", kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None
+) -> bool:
+    """Writes this rank's error record. Returns False if it cannot be written."""
+    try:
+        rundir.record_failure(
+            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
+            behind=behind, moment=moment,
+        )  # fmt: skip
+    except OSError:
+        return False
+    return True
+
+
+def _known_words(error: BaseException) -> str:
+    """The problem and the fix in one line, for errors of torch that the user can fix; "" for any other error."""
+    text = errors.one_line(error)
+    if _is_out_of_memory(error):
+        return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
+    if "InvalidCxxCompiler" in text or "C++ compiler" in text:
+        return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
+    return ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
+
+
+def _rank0_says(run: "Run", line: str) -> bool:
+    """Whether rank 0 ends with the same line within 1.5 s. Then this rank does not repeat it."""
+    for _ in range(15):
+        record = rundir.read_failure(run.dir, run.attempt, rank=0)
+        if record:
+            return bool(record["error"] == line)
+        time.sleep(0.1)
+    return False

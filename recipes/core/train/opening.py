@@ -1,0 +1,156 @@
+"""The start of an attempt: its run directory, whether all nodes see it, and the first lines of the log."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.core.errors import InputError, MachineError
+from recipes.core.files import ROOT
+from recipes.core.run import liveness, rundir
+from recipes.core.run.entry import Start
+from recipes.core.train.distributed import World
+
+if TYPE_CHECKING:
+    from recipes.core.train.session import Run
+
+SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
+
+
+def _job(environ: Mapping[str, str]) -> str | None:
+    """An id that stays the same after a restart: Slurm's job id, or torchrun's run id."""
+    return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
+
+
+def open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
+    """Creates the run directory that rank 0 chooses. Called by all ranks.
+
+    Returns its path, the number and the launch id of this attempt, and whether the run was already done. Raises InputError if another
+    job uses the directory, MachineError if it cannot be written.
+    """
+    message: dict[str, Any] = {}
+    if world.rank == 0:
+        # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
+        run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, ROOT)
+        if start.settings.config.evaluate:
+            path = rundir.for_evaluation(path)
+        patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
+        try:
+            found = liveness.look(path, os.environ, start.settings.run.takeover, patience_s)
+            if found.note:
+                print(f"{start.settings.recipe}: {found.note}", flush=True)
+            if found.problem:
+                message = {"used": found.problem}
+            else:
+                for name in ("logs", "checkpoints", "failures"):
+                    (path / name).mkdir(parents=True, exist_ok=True)
+                status = rundir.read_status(path)
+                launch, about = rundir.launch_id(os.environ), liveness.about(os.environ)
+                attempt = rundir.open_attempt(
+                    path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
+                )
+                was_done = bool(status and status["state"] == "done")
+                message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
+        except OSError as error:
+            message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
+    message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
+    if "error" in message or "used" in message:
+        world.await_readers("run_dir")
+        raise InputError(message["used"]) if "used" in message else MachineError(message["error"])
+    path = Path(message["dir"])
+    if world.rank != 0:
+        for name in ("logs", "failures"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+    return path, message["attempt"], message["launch"], message["was_done"]
+
+
+def check_shared(run: "Run") -> None:
+    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into the run directory.
+
+    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from the beginning. Called by all ranks.
+    """
+    world = run.world
+
+    def look(tell: Callable[[object], None]) -> None:
+        deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
+        while world.ranks.local_rank == 0 and not rundir.owner(run.dir, attempt=run.attempt, launch=run.launch):
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
+                )
+            os.listdir(run.dir)  # makes NFS refresh its cache
+            time.sleep(0.1)
+
+    if world.ranks.in_slurm and world.ranks.num_nodes > 1:
+        world.together("run_dir", look)
+
+
+def introduce(run: "Run", start: Start) -> None:
+    """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
+    world = run.world
+    again = f", attempt {run.attempt + 1}" if run.attempt else ""
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
+    run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
+    run.say(f"run directory: {run.dir}")
+    if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
+        # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
+        run.say(
+            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
+            " if it is on a node's own disk, give one that all nodes share"
+        )
+    if words := run.settings.words_from_run():
+        run.say(f"from the run: {words}")
+    _say_network(run, start)
+    if start.from_files:
+        run.say("from env files: " + " ".join(sorted(start.from_files)))
+    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    used = world.ranks.local_world_size if world.device.type == "cuda" else 0
+    if granted.isdecimal() and int(granted) > used:
+        why = f"{used} ranks" if used else "device=cpu"
+        run.say(f"warning: {why}, and {int(granted) - used} GPUs a node stand idle: give sbatch --gpus-per-node={used}")
+    _warn_of_few_cpus(run)
+
+
+def _warn_of_few_cpus(run: "Run") -> None:
+    """Warns if rank 0 is bound to fewer CPUs than its threads or workers require.
+
+    Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
+    """
+    threads = {
+        "cpu_threads": run.settings.run.cpu_threads,
+        "num_workers": getattr(run.settings.config, "num_workers", 0),
+    }
+    name, most = max(threads.items(), key=lambda item: item[1])
+    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if allowed < min(most, machine):
+        run.say(
+            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
+            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
+        )
+
+
+def _say_network(run: "Run", start: Start) -> None:
+    """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
+    world = run.world
+    if world.backend == "mpi":
+        run.say("network: MPI's own choice")
+        return
+    name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    used = os.environ.get(name, "").removeprefix("=")
+    if world.ranks.local_rank == 0:
+        world.store.set(f"interface/{world.ranks.node_rank}", f"{world.host} {used}")
+    if world.rank != 0:
+        return
+    if used:
+        proven = start.interface and start.interface.interface == used
+        run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
+    elif world.size > 1:
+        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
+    for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
+        host, _, other = text.partition(" ")
+        if other != used:
+            run.say(f"network: {host} has {other or 'none proven'} instead")
