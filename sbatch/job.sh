@@ -1,4 +1,4 @@
-# What every batch script does around its srun line. Sourced, not submitted:
+# The parts of a batch script before and after its srun line. Scripts source this file; it is not submitted:
 #     . sbatch/job.sh; begin RECIPE "$@"; srun … "${step[@]}" "${inside[@]}" -u -m recipes.RECIPE "${words[@]}"; finish RECIPE $?
 # shellcheck shell=bash
 
@@ -7,9 +7,10 @@ stop() { # MESSAGE [STATUS]
     exit "${2:-2}"
 }
 
-# bash runs a trap only after the command in the foreground, so srun runs in the background. A signal to this shell alone
-# (--signal=B:USR1@60, scancel --batch) is passed on: srun passes SIGUSR1 to the ranks, which save. SIGTERM is not passed on:
-# Slurm sends it to the ranks itself, and srun would end before they have saved.
+# bash runs a trap only after the foreground command has ended, so srun runs in the background. If only this shell
+# receives a signal (--signal=B:USR1@60, scancel --batch), it sends SIGUSR1 to srun. srun passes it on to the ranks,
+# which save. This shell does not pass on SIGTERM: Slurm itself sends it to the ranks, and srun would end before they
+# have saved.
 srun() {
     command srun "$@" &
     ranks=$!
@@ -26,30 +27,31 @@ ranks='' signalled=''
 trap signalled=1 TERM
 trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
 
-unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set where this was submitted inside another allocation
-unset PYTHONSAFEPATH                            # python -m imports from the working directory: the code of this job
+unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted inside another allocation
+unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
 export RECIPES_BATCH=1                          # all steps of the job share one run directory
 
 load() { # MODULE...
-    type module >/dev/null 2>&1 || . /etc/profile # csh and others as login shell do not read it
+    type module >/dev/null 2>&1 || . /etc/profile # other login shells, such as csh, do not read this file
     type module >/dev/null 2>&1 || stop "cluster=$RECIPES_CLUSTER: $(hostname) has no command module"
     for module; do
         module load "$module" || stop "cluster=$RECIPES_CLUSTER: module load $module failed on $(hostname)"
     done
 }
 
-# begin RECIPE WORD...: the environment, the copy of the code, and the checked keys. Sets words, step, inside and python.
+# begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.
+# Sets words, step, inside and python.
 begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift
     [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
-    # A job that is requeued, or resubmitted without bad nodes, has its copy of the code already.
+    # A job that is requeued, or submitted again without bad nodes, already has its snapshot of the code.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
     [ ! -d "$code" ] || cd "$code" || exit
     unset RECIPES_CODE
-    export RECIPES_SOURCE=$PWD # where Python has to import the recipe from
+    export RECIPES_SOURCE=$PWD # the folder from which Python must import the recipe
     words=()
     for word; do
         case $word in
@@ -59,25 +61,25 @@ begin() {
     done
     site
     find_python "$repository"
-    local lines # on a descriptor of its own: sites have Python print things
+    local lines # on a separate file descriptor, since on some sites Python prints other lines to stdout
     lines=$(RECIPES_SCRIPT="$0" RECIPES_LINES=3 "$python" -m recipes.core.launch.batch begin "$recipe" "${words[@]}" 3>&1 >&2) || exit
-    # shellcheck disable=SC2034 # the scripts use them
+    # shellcheck disable=SC2034 # the scripts use these variables
     step=() inside=("$python")
-    eval "$lines" # cd to the copy of the code; words with absolute paths
+    eval "$lines" # changes to the snapshot of the code, and sets the words with absolute paths
     words=("$@")
 }
 
-# examine RECIPE RESUBMITS: the doctor, ahead of the ranks. Ends the job where a node is bad.
+# examine RECIPE RESUBMITS: runs the doctor before the ranks start. Ends the job if a node is bad.
 examine() {
     "$python" -m recipes.core.launch.batch examine "$1" "$2" "${words[@]}" || exit
 }
 
-# finish RECIPE STATUS: requeues a job that was stopped, and gives the exit status of the run.
+# finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
 finish() {
     "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
 }
 
-# site: the modules and the Python environment of the site's profile.
+# site: loads the modules of the site's profile, and sets environment to the profile's Python environment.
 site() {
     environment=''
     [ -n "${RECIPES_CLUSTER:-}" ] || return 0
@@ -90,12 +92,12 @@ site() {
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 }
 
-# find_python REPOSITORY: sets python. The active environment, else the profile's, else .venv, else conda's base.
+# find_python REPOSITORY: sets python to that of the active environment, else the profile's, else .venv, else conda's base.
 find_python() {
     local conda=${CONDA_PREFIX:-} active
-    [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users: base comes last
+    [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users, so base comes last
     active=${VIRTUAL_ENV:-$conda}
-    case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one activated later
+    case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one that was activated later
     if [ -n "$active" ] && [ -n "$environment" ] && [ ! "$active" -ef "$environment" ]; then
         echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
     fi

@@ -1,4 +1,7 @@
-"""Files: where the project is, atomic writes, locks, free space, SHA-256, private folders. Standard library only."""
+"""File operations: the project's root, atomic writes, locks, free space, SHA-256 and private folders.
+
+Standard library only.
+"""
 
 import contextlib
 import errno
@@ -19,13 +22,14 @@ from typing import IO, Any
 
 from recipes.core.errors import MachineError
 
-ROOT = Path(__file__).resolve().parents[2]  # of this clone, or of a job's copy of it
+ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
 def private_folder(root: Path, name: str) -> Path:
-    """The folder ``runs/NAME``, made private: jobs run what lies there.
+    """Creates the folder ``runs/NAME`` with mode 700 and returns it.
 
-    Raises MachineError where it belongs to, or can be written by, somebody else.
+    It must be private because jobs execute files from it. Raises MachineError if the folder belongs to another user, if
+    another user can write to it, or if it cannot be created.
     """
     runs = root / "runs"
     if runs.is_symlink() and not runs.exists():
@@ -59,17 +63,18 @@ def _user(number: int) -> str:
 def write_whole(
     path: Path, write: Callable[[IO[bytes]], object], before_rename: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes a file atomically: readers find the old file or the complete new one.
+    """Writes a file atomically: readers find either the old file or the complete new one.
 
-    write: fills the file, which is then flushed to the disk and renamed. before_rename: may raise to keep the old file.
-    Raises OSError, and whatever the two functions raise; no temporary file is left then.
+    write: writes the content to a temporary file, which is then flushed to the disk and renamed. before_rename: is
+    called before the rename and may raise an exception to keep the old file. Raises OSError and the exceptions of the
+    two functions. The temporary file is removed in this case.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "x+b") as file:
             try:
                 write(file)
-            except RuntimeError as error:  # torch's archive writer hides the OSError
+            except RuntimeError as error:  # torch's archive writer raises it in place of the OSError
                 if isinstance(error.__context__, OSError):
                     raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
                 raise
@@ -89,7 +94,10 @@ def write_whole(
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes the temporary files of `write_whole` that killed processes left in ``folder``. The caller holds the folder's lock."""
+    """Removes temporary files of `write_whole` that killed processes left in ``folder``.
+
+    The caller must hold the folder's lock.
+    """
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):
             with contextlib.suppress(FileNotFoundError):
@@ -97,12 +105,12 @@ def remove_temporary(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` atomically."""
+    """Writes ``content`` as JSON, atomically."""
     write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in ``path``; None where there is none or it is not one."""
+    """The JSON object in the file ``path``. None if the file cannot be read or does not contain a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -112,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """The process's umask, for a while."""
+    """Sets the umask of the process within the ``with`` block."""
     old = os.umask(mask)
     try:
         yield
@@ -122,12 +130,14 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Holds an exclusive lock on the file ``path``, which is created and stays; the kernel releases it when the process ends.
+    """Holds an exclusive lock on the file ``path`` within the ``with`` block.
 
-    wait: called again and again while another process holds the lock; it has to sleep. Without it, MachineError is raised then.
-    Gives False where the file system has no locks: nothing is held. Raises OSError where the file cannot be opened.
+    The kernel releases it when the process ends. The file is created if necessary and is not removed. wait: called
+    repeatedly while another process holds the lock; it must sleep. Without ``wait``, MachineError is raised if another
+    process holds the lock. Yields True if the lock is held, and False if the file system does not support locks. Raises
+    OSError if the file cannot be opened.
     """
-    # O_NOFOLLOW: the name is predictable, and a planted link would create a file elsewhere.
+    # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create a file elsewhere.
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         held = True
@@ -150,7 +160,7 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal. Raises OSError."""
+    """The SHA-256 of a file's content as hexadecimal digits. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -159,20 +169,26 @@ def sha256(path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """The bytes that this user can still write in ``folder``; None where the file system does not tell. Raises OSError."""
+    """The free space for this user in ``folder``, in bytes. None if the file system does not report it.
+
+    Raises OSError.
+    """
     usage = shutil.disk_usage(folder)
     return usage.free if usage.total else None  # some network file systems report 0 of 0
 
 
 def check_free(folder: Path, need: int) -> None:
-    """Raises OSError with ENOSPC, as a write would, where fewer than ``need`` bytes are free in ``folder``."""
+    """Raises OSError with ENOSPC, as a write would, if fewer than ``need`` bytes are free in ``folder``."""
     free = free_bytes(folder)
     if free is not None and free < need:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> MachineError:
-    """What to raise where writing in ``folder``, the value of ``key``, failed. need: bytes that it required, 0 if unknown."""
+    """The MachineError to raise after a failed write to ``folder``, the value of ``key``.
+
+    need: required bytes, 0 if unknown.
+    """
     sizes, fix = "", ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = "make room there, or "
@@ -186,7 +202,7 @@ def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> Machine
 
 
 def size_text(size: int) -> str:
-    """A number of bytes in kB, MB or GB."""
+    """A number of bytes as text in kB, MB or GB."""
     if size >= 10_000_000_000:
         return f"{size / 1e9:.1f} GB"
     return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"

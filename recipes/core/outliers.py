@@ -1,4 +1,4 @@
-"""Which of many links, or nodes, is well below the rest? Standard library only."""
+"""Finds the links and nodes that are much slower than the others. Standard library only."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,16 @@ from typing import Generic, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
-SLOW = 0.6  # of the median: less than this is well below
+SLOW = 0.6  # a value below this fraction of the median is slow
 
 
 @dataclass(frozen=True)
 class Slow(Generic[Name]):
-    """median: of all pairs. nodes: those whose own median is well below it, with that; pairs: those between other nodes."""
+    """The slow nodes and pairs.
+
+    median: the median of all pairs. nodes: each slow node and the median of its pairs. pairs: the slow pairs between
+    other nodes.
+    """
 
     median: float
     nodes: dict[Name, float]
@@ -20,10 +24,11 @@ class Slow(Generic[Name]):
 
 
 def slow(pairs: Mapping[tuple[Name, Name], float]) -> Slow[Name]:
-    """What is well below the median of ``pairs``, any unit of which more is better. Nobody is, where there is one pair alone.
+    """Finds the nodes and pairs whose value is below `SLOW` times the median of ``pairs``.
 
-    A node counts where its pairs are slow in the middle and those of others are not, worst first: a slow node spoils one pair of
-    every other. Takes time in proportion to the pairs.
+    A value can have any unit in which a larger value is better. A node is slow if the median of its pairs is below that
+    limit, since one slow node makes one pair of every other node slow. The slowest node comes first. A single pair
+    gives no result. The time is proportional to the number of pairs.
     """
     if not pairs:
         return Slow(0.0, {}, {})

@@ -1,1 +1,4 @@
-"""From settings to processes: the job and its script, submission, ranks on this machine, the batch shell's steps. Recipes do not import it."""
+"""Starts processes from settings: the job, its script, submission, ranks on this machine, steps of the batch shell.
+
+Recipes do not import this package.
+"""

@@ -1,12 +1,13 @@
-"""What an outer allocation left in the environment of a job, and how its step requests all of its own GPUs."""
+"""The variables that an outer allocation left in a job's environment, and how a step gets all GPUs of its job."""
 
 import re
 from collections.abc import Mapping
 
 from recipes.core.run import scontrol
 
-# Variables by which srun asks for GPUs, each with the field of scontrol that shows whether the job itself asked this way. "": no step
-# needs this one. It would show each task only one GPU, and srun fails where two of these differ.
+# Variables with which srun requests GPUs. The value is the field of scontrol that shows whether the job itself
+# requested GPUs this way. "" marks a variable that no step needs: it would give each task only one GPU. srun fails if
+# two of these variables differ.
 ASKS_FOR_GPUS = {
     "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
     "SLURM_GPUS_PER_TASK": "", "SLURM_TRES_PER_TASK": "", "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
@@ -15,10 +16,11 @@ ASKS_FOR_GPUS = {
 
 
 def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
-    """The variables of an array, a heterogeneous job or a requeue that are not this job's, but of the job that it was submitted in.
+    """The variables of an array, a heterogeneous job or a requeue that belong to the outer job, not to this job.
 
-    By them it would take that job's run directory for its own and not be requeued, or its step would not start. sbatch passes them on
-    (seen with Slurm 22.05). ``fields``: the job's, by scontrol's names; {} where they are not known.
+    The outer job is the job in which this job was submitted. sbatch passes these variables on (seen with Slurm 22.05).
+    With them, this job would use the run directory of the outer job and would not be requeued, or its step would not
+    start. fields: the fields of this job, by scontrol's names; {} if they are not known.
     """
     found = []
     if fields and "ArrayJobId" not in fields:
@@ -31,10 +33,11 @@ def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str
 
 
 def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
-    """The variables to unset ahead of srun, since they ask for other GPUs than the job has. A step without them has all of the job's.
+    """The variables to unset before srun because they request other GPUs than the job has.
 
-    They are left over from an outer allocation, or show each rank one GPU alone (``--gpus-per-task``), between which NCCL could not copy
-    directly. A ``--gpu-bind`` of the job itself stays. ``fields``: the job's, by scontrol's names; {} where they are not known.
+    Without them, a step has all GPUs of the job. Some are left over from an outer allocation. Others give each rank
+    only its own GPU (``--gpus-per-task``), so that NCCL could not copy directly between GPUs. A ``--gpu-bind`` of the
+    job itself is kept. fields: the fields of this job, by scontrol's names; {} if they are not known.
     """
 
     def is_own(name: str) -> bool:
@@ -50,9 +53,10 @@ def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) 
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:
-    """The value of ``--gpus`` with which a step has all GPUs of a job that asked for them per task; "" for any other job.
+    """The value of ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other job.
 
-    Without it, a step of fewer tasks has only the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and 26.05).
+    Without this option, a step with fewer tasks has only the GPUs of its own tasks (seen with Slurm 22.05, 24.11 and
+    26.05).
     """
     tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
     if not tasks.isdecimal():

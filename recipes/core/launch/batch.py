@@ -1,11 +1,17 @@
-"""What a batch script asks before and after srun: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``. Never torch.
+"""The steps of a batch script before and after srun.
 
-``begin RECIPE WORDS``: one line and status 2 for a wrong key, before any rank has started; else notes what was submitted, and writes
-lines for the script's shell to the descriptor $RECIPES_LINES: into a copy of the code, the words with whole paths, and what the ranks are started with.
-``examine RECIPE RESUBMITS WORDS``: has the doctor look at the job's nodes; where some are bad, submits the job again without them,
-if it may, and ends with status 3.
-``finish RECIPE STATUS WORDS``: reads the run's ``status.json`` (srun's own status can be masked), puts a preempted job back
-into the queue, says how the run ended, and exits with what counts.
+Command: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``.
+
+``begin RECIPE WORDS`` checks the keys before any rank starts. An invalid key gives one line and exit status 2.
+Otherwise it records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
+These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the
+ranks.
+``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it submits the job
+again without them if resubmits are left, and exits with status 3.
+``finish RECIPE STATUS WORDS`` reads the run's ``status.json``, since srun's own status can be masked. It requeues a
+preempted job, prints how the run ended, and exits with the exit status of the run.
+
+This module does not import torch.
 """
 
 import contextlib
@@ -29,11 +35,11 @@ from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, jobs, snapshot
 from recipes.core.run import command_line, entry, liveness, outlook, rundir, scontrol, signals, source
 
-DOCTOR_S = 240.0  # the doctor ends by itself after half of that
+DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """0, or 2 with one line for the first key that is wrong."""
+    """Checks the keys and prepares the job. Returns 0, or 2 after one line for the first invalid key."""
     said = _said_of(environ)
     left_over = allocation.left_over(environ, said)
     environ = {name: value for name, value in environ.items() if name not in left_over}
@@ -63,10 +69,10 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         return errors.EXIT_CONFIG
     code = _code(environ) if job else ROOT
     if job and script:
-        with contextlib.suppress(OSError):  # an unwritable run directory is the recipe's to tell
+        with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
             run_dir.mkdir(parents=True, exist_ok=True)
             text = Path(script).read_bytes()
-            # Never through a link that lay in wait.
+            # The atomic rename replaces a symbolic link that another user may have planted.
             files.write_whole(run_dir / "job.sh", lambda file: file.write(text))
             described = {
                 "job_id": job,
@@ -82,7 +88,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += ["export RECIPES_BY_CLOCK=1" if by_clock else "unset RECIPES_BY_CLOCK"]
-    if by_clock and (left := signals.seconds_left(environ)):  # in a container there is nobody to ask
+    if by_clock and (left := signals.seconds_left(environ)):  # the ranks cannot ask Slurm inside a container
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
     lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, said))]
     if here:
@@ -95,12 +101,15 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _used_by_another(settings: parser.Settings, run_dir: Path, job: str, environ: Mapping[str, str]) -> str:
-    """A line on who else uses the run directory, noted as a refusal too. The ranks ask again; in a container they may have no scontrol."""
+    """A line on who else uses the run directory, which is also recorded as a refusal; "" if nobody uses it.
+
+    The ranks check this again, but in a container they may have no scontrol.
+    """
     if not settings.config.starts_a_run:
         return ""
     place = rundir.for_evaluation(run_dir) if settings.config.evaluate else run_dir
     submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if liveness.of_array(job, submitted):  # that element has started, and its run has not begun yet
+    if liveness.of_array(job, submitted):  # the other element has started, but its run has not begun yet
         found = liveness.element(run_dir, submitted)
     else:
         found = liveness.look(place, environ, settings.run.takeover)
@@ -112,13 +121,16 @@ def _used_by_another(settings: parser.Settings, run_dir: Path, job: str, environ
 
 
 def _run_dir(settings: parser.Settings, environ: Mapping[str, str]) -> Path:
-    """Where this job's run is, and says how it ended."""
+    """The folder that contains the status of this job's run."""
     run_dir = rundir.choose(settings.run.run_dir, settings.recipe, rundir.job_id(environ), ROOT)
     return rundir.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
 
 
 def container_of(settings: parser.Settings, environ: Mapping[str, str]) -> container.Container | None:
-    """The container that the surroundings, else the site's profile, name for a job's ranks. Raises ConfigError."""
+    """The container for a job's ranks, from the environment variables, else from the site's profile.
+
+    Returns None if there is none. Raises ConfigError.
+    """
     cluster = settings.job.cluster
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
@@ -130,13 +142,20 @@ def container_of(settings: parser.Settings, environ: Mapping[str, str]) -> conta
 def _enter(
     here: container.Container, settings: parser.Settings, bound: list[str], code: Path, environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Options of srun, and what stands before a rank's arguments to Python, which starts in ``code``. Raises ConfigError."""
+    """The options of srun for the container, and the command before a rank's Python arguments.
+
+    The rank starts in ``code``. Raises ConfigError.
+    """
     variables = profiles.env_variables(settings.run.network, settings.job.cluster)
     return container.step(here, code, bound, variables, environ, settings.run.device is not Device.cpu)
 
 
 def _code(environ: Mapping[str, str]) -> Path:
-    """The copy of the code that this job runs, found again by its link when the job is: this one, or one of the repository as it is."""
+    """The code that this job runs: this code if it is a snapshot, else a new snapshot of the repository.
+
+    A link lets a requeued job find its snapshot again. The job runs the repository itself with ``snapshot=false`` or if
+    no snapshot can be made.
+    """
     if source.stamp(ROOT) or environ.get("RECIPES_SNAPSHOT") == "false":
         return ROOT
     try:
@@ -149,14 +168,15 @@ def _code(environ: Mapping[str, str]) -> Path:
 
 
 def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
-    """0 where the job's nodes are healthy; else 3, and the job is in the queue again without the bad ones, if it may be.
+    """Runs the doctor on the nodes of the job.
 
-    ``$RECIPES_RESUBMITS`` wins over ``resubmits``, and ``$RECIPES_LEFT_OUT`` has the nodes so far: a script that is submitted
-    again is the same.
+    Returns 0 if the nodes are healthy; else 3, after submitting the job again without the bad nodes if it may. A script
+    that is submitted again does not change. Therefore ``$RECIPES_RESUBMITS`` takes precedence over ``resubmits``, and
+    ``$RECIPES_LEFT_OUT`` contains the nodes excluded so far.
     """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:  # they were right a moment ago: an env file has gone since
+    except errors.ConfigError as error:  # begin has accepted the keys: an env file was removed since then
         print(f"{recipe}: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
     run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), ROOT)
@@ -179,11 +199,11 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         "--mem=0",
         *options,
     ]
-    if gpus := allocation.all_gpus(_said_of(environ)):  # a task of the doctor tries all GPUs of its node
+    if gpus := allocation.all_gpus(_said_of(environ)):  # each task of the doctor tests all GPUs of its node
         step.append(f"--gpus={gpus}")
     step += [f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}", *inside, "-u", "-m", "recipes.doctor"]
     try:
-        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is none on these nodes
+        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
     except OSError as error:
         print(
             f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
@@ -215,12 +235,12 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
 
 
 def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, environ: Mapping[str, str]) -> str:
-    """Submits this job again, on other nodes, and says in a few words what came of it."""
-    from recipes.core.launch import submit  # submitit is of no use to any other job
+    """Submits this job again without the ``bad`` nodes. Returns a short phrase on the result."""
+    from recipes.core.launch import submit  # imported here because no other job needs submitit
 
     described = files.read_json(run_dir / "job.yaml") or {}
     try:
-        if "directives" in described:  # launch.py's
+        if "directives" in described:  # launch.py submitted this job
             names = {f.name for f in dataclasses.fields(jobs.Job)}
             job = jobs.Job(**{name: value for name, value in described.items() if name in names})
             options = dict(job.directives)
@@ -251,7 +271,8 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
     return f"submitted again without them, as job {job_id} ({left} more at most)"
 
 
-# What sbatch was told on its command line is in the job's variables alone, beside what the script's directives say.
+# Options on sbatch's command line are known only from the job's variables, which also contain the values of the
+# script's directives.
 TOLD = {
     "SLURM_JOB_PARTITION": "partition",
     "SLURM_JOB_ACCOUNT": "account",
@@ -266,15 +287,16 @@ TOLD = {
 }
 
 
-# By scontrol's names.
+# The key is the name of scontrol's field, the value sbatch's option.
 SAID = {"TimeLimit": "time", "Features": "constraint", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu", "ExcNodeList": "exclude", "Nice": "nice"}  # fmt: skip
-# For --exclusive=, by scontrol's field Exclusive; before Slurm 26.05 OverSubscribe says the same, with NO for NODE.
+# The value of --exclusive= for each value of scontrol's field Exclusive. Before Slurm 26.05, the field is
+# OverSubscribe, with NO for NODE.
 EXCLUSIVE = {"NODE": "exclusive", "USER": "user", "MCS": "mcs", "TOPO": "topo"}
 LOGS = {"StdOut": "output", "StdErr": "error"}
 
 
 def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
-    """Options of sbatch for a job of the same size, place and time limit as this one."""
+    """The options of sbatch for a job with the same size, partition, account, time limit and logs as this job."""
     known = {option: environ.get(name, "") for name, option in TOLD.items()}
     said = _said_of(environ)
     known |= {option: said.get(name, "") for name, option in SAID.items()}
@@ -294,13 +316,13 @@ def _as_submitted(environ: Mapping[str, str]) -> dict[str, str]:
     if known["ntasks-per-node"]:
         known["ntasks"] = ""
     elif known["gpus-per-task"]:
-        known["nodes"] = ""  # Slurm found that many, and may find others
-    known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # of a sweep this run alone
+        known["nodes"] = ""  # Slurm chose this number of nodes, and may choose another
+    known["array"] = environ.get("SLURM_ARRAY_TASK_ID", "")  # only this run of a sweep
     return {name: value for name, value in known.items() if value not in ("", "(null)")}
 
 
 def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Options of sbatch for logs beside this job's, behind it where their names have no job's number in them."""
+    """The options of sbatch for logs beside those of this job. A log whose name contains no job ID is appended to."""
     array = environ.get("SLURM_ARRAY_JOB_ID", "")
     numbers = {f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}": "%A_%a", array: "%A"} if array else {}
     numbers |= {job: "%j"} if (job := environ.get("SLURM_JOB_ID")) else {}
@@ -318,8 +340,8 @@ def _logs_of(said: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """This job's fields, by scontrol's names; empty outside a job, or where the controller cannot be asked."""
-    job = environ.get("SLURM_JOB_ID")  # and not the array's variables, which may be another job's
+    """The fields of this job, by scontrol's names. Empty outside a job, or if the controller cannot be asked."""
+    job = environ.get("SLURM_JOB_ID")  # not the variables of the array, which may belong to another job
     with contextlib.suppress(errors.MachineError):
         return (
             next((found.fields for found in scontrol.show(job) if found.fields.get("JobId") == job), {}) if job else {}
@@ -328,10 +350,13 @@ def _said_of(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
-    """The job's exit status, after its step has ended with ``srun_status``."""
+    """Closes the run after its step has ended with ``srun_status``, and requeues a preempted job.
+
+    Returns the exit status.
+    """
     try:
         settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:  # they were right when the job began: an env file has gone since
+    except errors.ConfigError as error:  # the keys were valid when the job began: an env file was removed since then
         print(f"{recipe}: ended with status {srun_status}, and is not queued again: {error}", file=sys.stderr)
         return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
@@ -363,8 +388,11 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
 
 
 def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str, str]) -> str:
-    """Requeues this job if it may be. Where Slurm has decided, nothing is done: a cancelled job stays cancelled, and Slurm requeues a
-    preempted one itself. Notes what comes next in ``status.json``, and gives it in a few words."""
+    """Requeues this job if it may be requeued.
+
+    Records what happens next in ``status.json``, and returns it as a short phrase. If Slurm has already decided, the
+    function does not requeue: a cancelled job stays cancelled, and Slurm itself requeues a preempted job.
+    """
     job, restarts = rundir.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     found, failure = None, ""
     try:
@@ -384,7 +412,7 @@ def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str
         why = failure or f"Slurm does not know job {job}"
         return outlook.WORDS[word] if word else f"not requeued ({why}): {outlook.AGAIN}"
     is_held = found.fields.get("Priority") == "0"
-    # Before the requeue, which ends this job: the next attempt may have begun a moment later.
+    # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
     rundir.note_next(run_dir, Next.held if is_held else Next.requeued, attempt)
     try:
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
@@ -406,7 +434,7 @@ def main(argv: list[str]) -> int:
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
         return examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job at once: there are last words to say
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job immediately, and finish has to print
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print(
         "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",

@@ -1,7 +1,8 @@
-"""What can be known of a run before it is submitted: `launch.py check` starts its recipe here, up to the first step. Never torch.
+"""The checks of `launch.py check`, which starts the recipe on this machine up to its first step.
 
-The recipe is a process of its own, one rank on the CPU, in a run directory that is removed again. What is wrong with the data, the
-model or the checkpoint it says as it would in the job; where the training would begin it leaves a note, `Found`, and ends.
+This module does not import torch. The recipe runs as a separate process with one rank on the CPU, in a temporary run
+directory. It reports errors in the data, the model or the checkpoint as it would in the job. At the point where the
+training would begin, it writes its findings (`Found`) and exits.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ from recipes.core.run.dryrun import Asked, Found
 
 T = TypeVar("T")
 
-PATIENCE_S = 300.0  # for that process to come to its first step
-BESIDE_KEPT = 2  # checkpoints that want room beside those of keep_checkpoints=: the best one, and the one being written
+PATIENCE_S = 300.0  # timeout for the recipe to reach its first step
+BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 OTHER_RUN_DIR = "give another run_dir"
-# What tells a process its rank, or its job; of the recipes' own variables those stay that name the data and the site.
+# Variables that give a process its rank or its job. The recipes' own variables for the data and the site are kept.
 PLACE = re.compile(
     r"(SLURMD?|SRUN|SBATCH|SALLOC|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+|MPI_LOCAL\w+|MASTER_(ADDR|PORT)"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|RECIPES_(?!(DATA|CLUSTER)$)\w+"
@@ -41,7 +42,10 @@ PLACE = re.compile(
 
 
 def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
-    """Says what ``work`` has found, or what is wrong, in a line. Gives the exit status that stands for it, and what was found."""
+    """Calls ``work`` and prints one line with its result or its error.
+
+    Returns the exit status for it, and the result.
+    """
     try:
         found = work()
     except (ConfigError, InputError, MachineError, RunError) as error:
@@ -55,10 +59,11 @@ def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
 def start(
     settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path, patience_s: float = PATIENCE_S
 ) -> Found:
-    """Starts the recipe in a run directory of its own, for as long as ``patience_s``; ``run_dir``, the job's, is only read.
+    """Starts the recipe in a temporary run directory, with the timeout ``patience_s``, and returns its findings.
 
-    ranks: of the job. root: the repository. base: what paths typed are relative to. Raises InputError, MachineError or RunError,
-    with the recipe's own line, by the exit status that it ends with.
+    run_dir: the run directory of the job, which is only read. ranks: number of ranks of the job. root: the repository.
+    base: the folder that typed paths are relative to. Raises InputError, MachineError or RunError with the recipe's own
+    line; its exit status selects the class.
     """
     recipe = settings.recipe
     if not settings.config.starts_a_run:
@@ -79,7 +84,7 @@ def start(
         environ = {**_environment(settings, told), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
         code = _run(command, root, environ, said, patience_s)
         text = said.read_text(errors="replace")
-        if f"run_dir={place}" not in text:  # that line is of the temporary folder itself
+        if f"run_dir={place}" not in text:  # such a line reports an error of the temporary folder itself
             text = text.replace(str(place), str(run_dir))
         lines = [line for line in text.splitlines() if line.strip()]
         found = files.read_json(note)
@@ -101,9 +106,10 @@ def start(
 
 
 def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str], patience_s: float = 120.0) -> str:
-    """Loads the profile's modules on this machine as the batch script does. Gives their names, or why they were not tried.
+    """Loads the profile's modules on this machine as the batch script does.
 
-    root: the repository. Raises MachineError where one does not load.
+    Returns their names, or why they were not tried. root: the repository. Raises MachineError if a module does not
+    load.
     """
     known = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
 
@@ -126,10 +132,10 @@ def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str],
 
 
 def look_for_data(settings: Settings, root: Path, base: Path) -> str:
-    """Looks for the files of the run's dataset without opening them. Gives why it could not look, "" if it could.
+    """Looks for the files of the run's dataset without opening them. Returns why it could not look; "" if it could.
 
-    root: the repository. base: what paths typed are relative to. Raises InputError where the files are missing in a folder that exists,
-    or in the repository's own data/.
+    root: the repository. base: the folder that typed paths are relative to. Raises InputError if files are missing in a
+    folder that exists, or in the repository's own data/.
     """
     keys = settings.config
     dataset = getattr(keys, "dataset", "")
@@ -149,10 +155,10 @@ def look_for_data(settings: Settings, root: Path, base: Path) -> str:
 
 
 def room(run_dir: Path, keep: int, found: Found | None) -> str:
-    """What room there is where the run directory is, or will be, and what the checkpoints take. keep: keep_checkpoints=.
+    """A phrase on the free space on the disk of the run directory and on the size of the checkpoints. Writes nothing.
 
-    found: None where what a checkpoint takes is not known. Raises MachineError where that is too little, or a folder cannot be
-    written. Nothing is.
+    keep: the value of keep_checkpoints=. found: the findings of the recipe; None if the size of a checkpoint is not
+    known. Raises MachineError if there is too little space or a folder cannot be written.
     """
     want_writable(run_dir, f"run_dir={run_dir}", OTHER_RUN_DIR)
     folder = want_writable(run_dir / "checkpoints", f"run_dir={run_dir}", OTHER_RUN_DIR)
@@ -178,11 +184,12 @@ def room(run_dir: Path, keep: int, found: Found | None) -> str:
 
 
 def want_writable(folder: Path, what: str, mend: str, size: int = 0) -> Path:
-    """``folder``, or its nearest parent that exists. Raises MachineError where this user cannot create files in it.
+    """Returns ``folder``, or its nearest parent that exists.
 
-    what, mend: how the line begins and ends. size: number of bytes to write there, to a file that is removed at once.
+    Raises MachineError if this user cannot create files in it. what, mend: the beginning and the end of the error line;
+    ``mend`` is the fix. size: number of bytes to write there as a test, to a file that is removed immediately.
     """
-    there = Path(os.path.realpath(folder))  # Path.resolve() raises where links lead in a circle
+    there = Path(os.path.realpath(folder))  # Path.resolve() raises for symbolic links in a circle
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
@@ -199,26 +206,29 @@ def want_writable(folder: Path, what: str, mend: str, size: int = 0) -> Path:
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:
-    """The real run's checkpoints where the start looks for its own, each by a link: none of them can be written or removed."""
+    """Links the checkpoints of the real run into the temporary run directory.
+
+    The recipe cannot write or remove them.
+    """
     place.mkdir(parents=True)
     names = [*(path.name for path in real.glob("step-*.pt")), "latest", "best"]
     for name in names:
         if os.path.lexists(real / name):
             (place / name).symlink_to(real / name)
-    for name in ("config.yaml", "status.json"):  # the run's keys, and whether it has finished
+    for name in ("config.yaml", "status.json"):  # the keys of the run, and whether it has finished
         with contextlib.suppress(OSError):
             shutil.copy(real.parent / name, place.parent)
 
 
 def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
-    """The recipe's arguments: those of the job, or the first of a sweep, but on one rank of this machine's CPUs, and unstaged."""
+    """The arguments of the recipe: those of the job or of the first run of a sweep, but on the CPU, without staging."""
     recipe_class, _ = recipe_conf.load(settings.recipe)
     typed = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
     if settings.run.resume not in RESUME_WORDS:
-        typed["resume"] = settings.run.resume  # what it stands for: it may go by run_dir
+        typed["resume"] = settings.run.resume  # with references resolved, since run_dir changes below
     words = parser.absolute(typed, (RunKeys, recipe_class), base)
     words |= {"device": "cpu", "run_dir": str(place)}
-    if settings.run.backend is not Backend.mpi:  # of which this torch may have none
+    if settings.run.backend is not Backend.mpi:  # mpi is kept, since this torch may be built without it
         words["backend"] = "auto"
     if "stage_dir" in recipe_conf.keys_of(settings.recipe):
         words["stage_dir"] = ""
@@ -226,7 +236,10 @@ def _words(settings: Settings, place: Path, base: Path) -> dict[str, str]:
 
 
 def _environment(settings: Settings, told: Asked) -> dict[str, str]:
-    """This process's, without a rank, a job and GPUs; over loopback, since an interface of the nodes may not be on this machine."""
+    """This process's environment without the variables of a rank or a job, without GPUs, and with loopback.
+
+    The network interface of the nodes may not exist on this machine.
+    """
     kept = {name: value for name, value in os.environ.items() if not PLACE.fullmatch(name)}
     kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
@@ -235,7 +248,10 @@ def _environment(settings: Settings, told: Asked) -> dict[str, str]:
 
 
 def _run(command: list[str], root: Path, environ: Mapping[str, str], said: Path, patience_s: float) -> int | None:
-    """Runs ``command``, its stderr in ``said``; its exit status, or None where it has not ended in time. It leaves no process."""
+    """Runs ``command`` with its stderr in the file ``said``. Returns its exit status; None after a time out.
+
+    No process remains.
+    """
     with open(said, "wb") as errors:
         process = subprocess.Popen(
             command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
@@ -253,7 +269,10 @@ def _run(command: list[str], root: Path, environ: Mapping[str, str], said: Path,
 
 @contextlib.contextmanager
 def _removed_when_told_to_end() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end this process as Ctrl-C does, while it is entered: through what is to be removed."""
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt within the ``with`` block.
+
+    Temporary files are therefore removed.
+    """
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)

@@ -21,16 +21,19 @@ from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, liveness, rundir, source, table
 
-# Job keys that have an effect with launcher=local.
+# The job keys that have an effect with launcher=local.
 OF_LOCAL = (
     "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
     "container", "container_runtime", "container_mounts",
 )  # fmt: skip
-JOB_FILES_BYTES = 1 << 20  # of free space that `check` requires for the files of a submission
+JOB_FILES_BYTES = 1 << 20  # free space that `check` requires for the files of a submission
 
 
 def main(argv: list[str], active: str) -> int:
-    """Runs one command line of launch.py and gives its exit status. active: the folder of the active Python environment, or ""."""
+    """Runs one command line of launch.py and returns its exit status.
+
+    active: the folder of the active Python environment, or "".
+    """
     if not argv or {"-h", "--help", "help"} & set(argv):
         return _help(argv)
     checked = argv[:1] == ["check"]
@@ -65,7 +68,7 @@ def main(argv: list[str], active: str) -> int:
 
 
 def _help(argv: list[str]) -> int:
-    """Prints the keys; those of a recipe too where ``argv`` has a valid recipe=."""
+    """Prints the keys, including those of a recipe if ``argv`` contains a valid recipe=. Returns the exit status."""
     recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
     try:
         errors.show(help.help_text(recipe, of_launch=True))
@@ -76,9 +79,10 @@ def _help(argv: list[str]) -> int:
 
 
 def environment(settings: Settings, active: str) -> str:
-    """Which Python environment is used instead of the profile's, in words; "" if the profile's is used, or it names none.
+    """A phrase on the Python environment that is used instead of the profile's.
 
-    Raises MachineError where the profile's environment does not exist.
+    Returns "" if the profile's environment is used or the profile names none. Raises MachineError if the profile's
+    environment does not exist.
     """
     cluster = settings.job.cluster
     named = str(profiles.cluster_profile(cluster).get("environment", "")) if cluster else ""
@@ -96,7 +100,10 @@ def environment(settings: Settings, active: str) -> str:
 
 
 def check(settings: Settings, active: str) -> int:
-    """launch.py check: validates the job without submitting it, one line per part. Gives 0, or the exit status of the first failed part."""
+    """launch.py check: validates the job without submitting it, and prints one line per part.
+
+    Returns 0, or the exit status of the first failed part.
+    """
     here = _here()
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, here)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
@@ -131,7 +138,10 @@ def check(settings: Settings, active: str) -> int:
 
 
 def _ask(job: Job, settings: Settings) -> str:
-    """Slurm's answer about a job that would be submitted, or printed. Raises MachineError where it could not be submitted."""
+    """Slurm's answer about the job that would be submitted or printed.
+
+    Raises MachineError if it could not be submitted.
+    """
     if settings.job.launcher is Launcher.print:
         if shutil.which("sbatch"):
             return submit.ask_controller(job, scripts.sbatch_script(job))
@@ -147,7 +157,7 @@ def _ask(job: Job, settings: Settings) -> str:
 
 
 def _want_free(settings: Settings) -> None:
-    """Raises ConfigError where another job that is pending or running uses the run directory that was given."""
+    """Raises ConfigError if another pending or running job uses the given run directory."""
     run_dir = _run_dir(settings)
     if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
         return
@@ -161,13 +171,13 @@ def _want_free(settings: Settings) -> None:
 
 
 def _said_of(layout: Layout) -> str:
-    """The ranks of launcher=local, in words."""
+    """A phrase on the ranks of launcher=local."""
     mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
     return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
 
 
 def _ranks_here(settings: Settings) -> int:
-    """The number of ranks of launcher=local; 1 where this machine cannot run them, which another part of `check` reports."""
+    """The number of ranks of launcher=local; 1 if this machine cannot run them, which `check` reports elsewhere."""
     try:
         return sum(local_layout(settings).ranks)
     except MachineError:
@@ -175,7 +185,7 @@ def _ranks_here(settings: Settings) -> int:
 
 
 def show(settings: Settings) -> int:
-    """launcher=print: prints the sbatch script."""
+    """launcher=print: prints the sbatch script. Returns 0."""
     job = jobs.describe(settings, ROOT, _here())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
     errors.show(scripts.sbatch_script(job, header=header).rstrip("\n"))
@@ -183,7 +193,10 @@ def show(settings: Settings) -> int:
 
 
 def submit_job(settings: Settings) -> int:
-    """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log."""
+    """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log.
+
+    Returns the exit status: 0, or that of the job with ``wait=true``.
+    """
     _want_free(settings)
     job = jobs.describe(settings, ROOT, _here())
     expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))
@@ -218,7 +231,10 @@ def submit_job(settings: Settings) -> int:
 
 
 def run_here(settings: Settings) -> int:
-    """launcher=local: starts one process per rank on this machine, or this machine's ranks of gpus=8,2."""
+    """launcher=local: runs one process per rank on this machine, or this machine's ranks of gpus=8,2.
+
+    Returns the exit status.
+    """
     layout = local_layout(settings)
     if settings.job.container:
         print(
@@ -242,7 +258,10 @@ def run_here(settings: Settings) -> int:
 
 
 def local_layout(settings: Settings) -> Layout:
-    """The ranks of each machine, from the keys and the GPUs of this machine. Raises ConfigError or MachineError."""
+    """The number of ranks of each machine, from the keys and the GPUs of this machine.
+
+    Raises ConfigError or MachineError.
+    """
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if settings.sweep:
         raise ConfigError(
@@ -283,7 +302,7 @@ def local_layout(settings: Settings) -> Layout:
 
 
 def _here() -> Path:
-    """The current folder. Raises MachineError where it no longer exists."""
+    """The current folder. Raises MachineError if it no longer exists."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -291,5 +310,5 @@ def _here() -> Path:
 
 
 def _run_dir(settings: Settings) -> str:
-    """The run directory that was given, resolved and absolute; "" for the default."""
+    """The given run directory, resolved and absolute; "" for the default."""
     return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), _here())["run_dir"]

@@ -1,8 +1,8 @@
-"""Ranks in a container: what srun and a runtime are told, so that the inside has the code, the data and the variables. Standard library only.
+"""Ranks in a container: options of srun and of the runtime that give it the code, the data and the variables.
 
-``apptainer`` (or ``singularity``) stands before a rank's command; pyxis is options of srun. Both leave Slurm's variables as they are.
-A variable that the image sets too is the image's, unless it is handed over by name: that is done for those that say how a network
-is used.
+``apptainer`` (or ``singularity``) is a prefix of a rank's command. pyxis is used through options of srun. Neither of
+them changes Slurm's variables. If the image sets a variable too, the image's value takes precedence unless the variable
+is passed by name. The variables that configure the network are passed by name. Standard library only.
 """
 
 import os
@@ -11,18 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PYTHON = "python3"  # of the image; with torch, torchvision, omegaconf, and submitit for launch.py under pyxis
-# Modules of the outside set the first two, for another Python; without the third, the working directory comes first on the path.
+PYTHON = "python3"  # of the image; it needs torch, torchvision, omegaconf, and submitit for launch.py with pyxis
+# Modules on the host set the first two variables for another Python. Without the third, Python imports from the working
+# directory first.
 WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH")
-# Each rank runs this on its node, where Slurm's prolog may have made a $TMPDIR for the job. $0: the runtime.
+# Each rank runs this on its node, where Slurm's prolog may have created a $TMPDIR for the job. $0 is the runtime.
 EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
-# Beginnings of names of variables that count inside whatever the image says.
+# Prefixes of the variables that take precedence over the image's values.
 HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
 
 
 @dataclass(frozen=True)
 class Container:
-    """image: a file, or an address that the runtime fetches. mounts: HOST or HOST:INSIDE, beside what a run names itself."""
+    """A container image and how to run it.
+
+    image: a file, or an address from which the runtime downloads the image. mounts: HOST or HOST:INSIDE, in addition to
+    the folders that the keys of a run name.
+    """
 
     image: str
     runtime: str
@@ -30,24 +35,25 @@ class Container:
 
 
 def chosen(image: str, runtime: str, mounts: str) -> Container | None:
-    """What the keys ``container``, ``container_runtime`` and ``container_mounts`` say; None for no container."""
+    """The container of the keys ``container``, ``container_runtime`` and ``container_mounts``; None without one."""
     if not image:
         return None
-    if runtime == "auto":  # enroot's images, and the way it writes a registry's address
+    if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
         runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
     return Container(image, runtime, tuple(os.path.expanduser(mount) for mount in mounts.split(",") if mount))
 
 
 def whole(image: str, base: Path) -> str:
-    """The whole path of an image that is a file; an address as it is."""
+    """The absolute path of an image that is a file; an address unchanged."""
     path = base / Path(image).expanduser()
     return os.path.realpath(path) if image and path.exists() else image
 
 
 def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:
-    """The folders that the inside has to have: ``always``, and those that absolute ``words`` of the keys ``paths`` name.
+    """The folders that the container needs: ``always``, and the absolute paths in ``words`` of the keys ``paths``.
 
-    Only what is there, since a runtime refuses the rest; what lies in another of them is not named again.
+    A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
+    paths. A folder inside another folder of the result is omitted.
     """
     named = [Path(value) for name in paths if (value := words.get(name, "")).startswith("/")]
     there = [next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in [*always, *named]]
@@ -66,10 +72,11 @@ def step(
     environ: Mapping[str, str],
     gpus: bool,
 ) -> tuple[list[str], list[str]]:
-    """Options of srun, and what stands before a rank's arguments to Python.
+    """The options of srun, and the command before a rank's Python arguments.
 
-    code: the folder to start in. bound: folders that are the same inside. variables: those of the env files, which are handed over,
-    as are those of the surroundings that say how a network is used. gpus: whether the ranks have any.
+    code: the folder to start in. bound: folders with the same path inside the container. variables: the variables of
+    the env files. They are passed to the container, and so are the variables of ``environ`` that configure the network.
+    gpus: whether the ranks have GPUs.
     """
     mounts = [*(f"{folder}:{folder}" for folder in bound), *container.mounts]
     if container.runtime == "pyxis":
@@ -93,9 +100,9 @@ def step(
 
 
 def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
-    """Shell lines, of bash, that make the inside have what the env files set, and what the user has set, over what the image sets.
+    """Lines of bash that give the variables of the env files and of the user precedence over those of the image.
 
-    variables: those of the env files, which hold where the user has not set them.
+    variables: the variables of the env files. A variable that the user has set takes precedence over them.
     """
     lines = [
         f'[ -n "${{{name}+x}}" ] || export {name}={shlex.quote(value)}' for name, value in sorted(variables.items())
@@ -105,8 +112,9 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
         every = " ".join([*(f'"${{!{start}@}}"' for start in HANDED), *sorted(variables)])
         lines += [
             f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
-            f"export {container.runtime.upper()}_NO_EVAL=1",  # else a shell inside expands $ and ` in values (new in SingularityCE 3.10)
-            f"export {prefix}PYTHONNOUSERSITE=1",  # what pip has put into a home is for another Python
+            # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
+            f"export {container.runtime.upper()}_NO_EVAL=1",
+            f"export {prefix}PYTHONNOUSERSITE=1",  # packages of pip in the home folder are for another Python
             f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]
     return lines

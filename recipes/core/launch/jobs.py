@@ -1,6 +1,7 @@
-"""A job: what is submitted to Slurm. Made from the settings of a launch.
+"""The job that is submitted to Slurm, made from the settings of a launch.
 
-Values are checked where keys are declared (recipes/core/config), and quoted where a script is made (scripts.py).
+The values are checked where the keys are declared (recipes/core/config), and are quoted where a script is made
+(scripts.py).
 """
 
 import os
@@ -16,19 +17,28 @@ from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError
 from recipes.core.launch import container
 
-GPU_CPUS = 8  # CPUs of a rank that has a GPU, where nothing else says
+GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is submitted: a recipe with its arguments, and what it asks of Slurm.
+    """A recipe with its arguments, and the resources and options that it requests from Slurm.
 
-    arguments: ``key=value`` words behind the recipe. root: the repository, where the job runs. gpus_per_node: 0 asks for none. directives: further sbatch options that have a value. ranks: so many, over
-    whichever nodes Slurm finds (``nodes`` of them, where that is not 0), each with a GPU where ``gpus_per_node`` is not 0.
-    elements: further arguments of each job of an array, ``parallel`` of which run at once. code: the copy of the repository's code that
-    it runs, None for the repository itself.  image, runtime,
-    mounts: of the container that the ranks run in; variables: what the env files set, which its inside is to have; bound: the folders
-    that it is to have. gpu_type: of the GPUs, in Slurm's words. gpus_by: sbatch's option for GPUs that the site requires, "" for any. snapshot: whether a script makes a copy of the code when it starts.
+    arguments: ``key=value`` words for the recipe.
+    gpus_per_node: 0 requests no GPUs.
+    root: the repository, where the job runs.
+    directives: further options of sbatch with their values.
+    resubmits: how often a job may be submitted again without bad nodes; None if the doctor does not run.
+    ranks: the total number of ranks, on the nodes that Slurm chooses; 0 if ``nodes`` and ``ranks_per_node`` give it.
+        ``nodes`` is then the number of nodes, or 0 for any number. Each rank has a GPU if ``gpus_per_node`` is not 0.
+    elements: further arguments of each element of a job array. parallel: how many elements run at the same time; 0 for
+        all.
+    code: the snapshot of the code that the job runs; None for the repository itself.
+    image, runtime, mounts: the container of the ranks. variables: the variables of the env files for the container.
+        bound: the folders that the container needs.
+    gpu_type: the type of the GPUs, by Slurm's name; "" for any.
+    snapshot: whether the script makes a snapshot of the code when it starts.
+    gpus_by: the option of sbatch with which the site requires GPUs to be requested; "" for any.
     """
 
     recipe: str
@@ -68,9 +78,10 @@ class Job:
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
-    """Ranks of each node: one for each GPU; on the CPU ``ranks_per_node``, or ``gpus_per_node`` taken as that.
+    """The number of ranks on each node: one per GPU.
 
-    Raises ConfigError when the keys contradict each other.
+    On the CPU it is ``ranks_per_node``, else the value of ``gpus_per_node``. Raises ConfigError if the keys contradict
+    each other.
     """
     if device is Device.cpu:
         if job.ranks_per_node is not None:
@@ -87,7 +98,7 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
 
 
 def describe(settings: Settings, root: Path, base: Path) -> Job:
-    """The job that ``settings`` describe. Paths typed are relative to ``base``. Raises ConfigError."""
+    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if job.master:
         raise ConfigError(f"master={job.master}: is for launcher=local; with launcher=slurm rank 0's node is known")
@@ -157,16 +168,20 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
 
 
 def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """sbatch's options for nodes by a site's profile, where ``extra`` does not have an option in their place."""
+    """The options of sbatch for nodes from a site's profile, without those that ``extra`` replaces."""
     options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
-    if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses them beside --mem
+    if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses these options together with --mem
         options.pop("mem", None)
     exclusive = profile.get("exclusive", "false")
     return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
 
 
 def want_printable(*folders: Path) -> None:
-    """Raises ConfigError for a folder whose name could end a line of a script, what follows being run."""
+    """Raises ConfigError for a folder with an unprintable character in its name.
+
+    A line break in a folder's name could end a line of a script, and the shell would run the rest of the name as a
+    command.
+    """
     for folder in folders:
         if not str(folder).isprintable():
             raise ConfigError(
@@ -175,12 +190,15 @@ def want_printable(*folders: Path) -> None:
 
 
 def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
-    """The folders that a run's container has to have, by absolute ``words``. Raises ConfigError for one that cannot be named to it."""
+    """The folders that the container of a run needs. words: the given keys, with absolute paths.
+
+    Raises ConfigError for a folder whose name the container's runtime cannot accept.
+    """
     recipe_class, _ = recipe_conf.load(settings.recipe)
     paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
-    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # they may lead to other disks
+    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # these may be links to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
-    around["data_dir"] = getattr(settings.config, "data_dir", "")  # also the site profile's
+    around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
     found = container.folders({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
     for folder in found:
         if set(folder) & set(":,"):

@@ -1,4 +1,7 @@
-"""Ranks of one machine, without Slurm: starts them, stops all when one fails, names the first that failed. Standard library only."""
+"""Runs the ranks of one machine without Slurm. If a rank fails, it stops all ranks and reports the first failure.
+
+Standard library only.
+"""
 
 import contextlib
 import errno
@@ -20,15 +23,18 @@ from recipes.core.place import processes
 from recipes.core.run import rundir, signals
 from recipes.core.run.watchdog import RunningClock
 
-PEERS_GRACE_S = 6.0  # after a first failure the others have this long to end by themselves
-STOP_GRACE_S = 60.0  # after a stop that was asked for; both longer while a checkpoint is being written
-TERM_GRACE_S = 5.0  # and this long after SIGTERM
-SAVING_S = 20.0  # without a word more in its file, a checkpoint is not being written any longer
+PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
+STOP_GRACE_S = 60.0  # time for the ranks to end after a requested stop; both are longer while a checkpoint is written
+TERM_GRACE_S = 5.0  # time for the ranks to end after SIGTERM
+SAVING_S = 20.0  # a checkpoint whose file has not grown for this long is no longer being written
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of each machine, which of them this is, and where rank 0 listens (port 0: a free one, on this machine alone)."""
+    """The number of ranks of each machine, the index of this machine, and the address of rank 0.
+
+    A port of 0 means any free port, for ranks on this machine only.
+    """
 
     ranks: tuple[int, ...]
     node_rank: int = 0
@@ -37,9 +43,10 @@ class Layout:
 
 
 def listen(layout: Layout) -> socket.socket:
-    """The socket that rank 0 accepts its peers on: bound before any rank starts, so no two runs can draw the same port.
+    """The socket on which rank 0 accepts its peers.
 
-    Raises MachineError where the port is taken.
+    It is bound before any rank starts, so that no two runs can get the same port. Raises MachineError if the port is
+    already in use.
     """
     alone = layout.master_port == 0
     try:
@@ -55,7 +62,7 @@ def listen(layout: Layout) -> socket.socket:
 
 
 def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one rank, by the names that torchrun gives them."""
+    """The environment of one rank, with the same variable names as torchrun."""
     before = sum(layout.ranks[: layout.node_rank])
     return {
         **environ,
@@ -71,7 +78,7 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
 
 
 class Rank(Protocol):
-    """A process, as subprocess.Popen is one."""
+    """A process with the interface of subprocess.Popen."""
 
     @property
     def pid(self) -> int: ...
@@ -82,7 +89,10 @@ class Rank(Protocol):
 
 
 def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
-    """Runs ``command`` once a rank of this machine, in the folder ``root``, as `supervise` does."""
+    """Runs ``command`` once per rank of this machine, in the folder ``root``, with `supervise`.
+
+    Returns the exit status of the run.
+    """
 
     def start(variables: dict[str, str], listener: socket.socket | None) -> Rank:
         handed = (listener.fileno(),) if listener else ()
@@ -102,12 +112,14 @@ def supervise(
     run_dir: Path | None,
     environ: Mapping[str, str],
 ) -> int:
-    """Starts the ranks of this machine, waits for them, and gives the run's exit status.
+    """Starts the ranks of this machine, waits for them, and returns the exit status of the run.
 
-    start: a process of a session of its own, which dies with this one; called with its variables, and for rank 0 with the socket
-    that it is to accept its peers on. run_dir: for the run's status; None on a machine that is not the first, where rank 0 is elsewhere.
+    start: starts a rank as a process that has its own session and ends with this process. Its arguments are the
+    environment of the rank and, for rank 0, the socket on which it accepts its peers. run_dir: where the status of the
+    run is; None on a machine that is not the first, since rank 0 is on another machine.
     """
-    # Lines whole, as the ranks' are: Python writes a line's end by itself there, and one of theirs can come between.
+    # Write complete lines, as the ranks do: otherwise Python writes the end of a line separately, and a line of a rank
+    # can come between.
     sys.stderr.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
@@ -127,20 +139,23 @@ def supervise(
 
 
 class _Stop:
-    """Turns preempt's signals into a flag while it is entered; ``asked`` counts them, those that come together as one."""
+    """Counts in ``asked`` the signals to stop (`signals.heeded`) within the ``with`` block.
+
+    Signals at about the same time count as one.
+    """
 
     def __init__(self) -> None:
         self.asked, self._last = 0, float("-inf")
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked and number == signal.SIGHUP  # the kernel's, and the shell's own when it ends
+        again = self.asked and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not again:
             self.asked, self._last = self.asked + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in signals.heeded()}
-        # Whoever started this may have blocked one.
+        # The parent process may have blocked some of them.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
 
@@ -151,15 +166,17 @@ class _Stop:
 
 
 def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[int | None, int | None]:
-    """Waits until every rank has ended, helping where that takes too long, unless a checkpoint is being written in ``run_dir``.
+    """Waits until every rank has ended.
 
-    Gives the first that failed by itself, if any; and one that had ended with status 0 before that, as a rank alone never should.
+    Ends ranks that take too long, unless a checkpoint is being written in ``run_dir``. Returns the local ranks of the
+    first rank that failed by itself, and of a rank that had exited with status 0 before that, which is an error. Each
+    is None if there is no such rank.
     """
     first: int | None = None
     early: int | None = None
     told, deadline, saving = 0, float("inf"), _Saving(run_dir)
     now = RunningClock().now
-    while [rank for rank in ranks if not _ended(rank)]:  # all are asked, or one that has ended stays unseen
+    while [rank for rank in ranks if not _ended(rank)]:  # a list, so that _ended is called for every rank
         if first is None and not told:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
             if first is None:
@@ -167,16 +184,17 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
             else:
                 deadline = now() + PEERS_GRACE_S
         if first is not None:
-            _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it will never end by itself
+            _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it never ends by itself
         if stop.asked > told:
             told = stop.asked
             _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
-            # On a machine that is not the first nothing shows whether rank 0 still saves: there the ranks' own timeouts bound it.
+            # On a machine that is not the first, it is unknown whether rank 0 still saves. The ranks' own timeouts
+            # limit the wait there.
             deadline = now() + STOP_GRACE_S if run_dir else float("inf")
             if told == 1:
                 _say("stopping: the ranks save and end; once more to stop at once")
         if now() > deadline and saving.goes_on():
-            deadline = now() + PEERS_GRACE_S  # the others notice its end a little later
+            deadline = now() + PEERS_GRACE_S  # the other ranks notice the end of the save a little later
         if now() > deadline:
             _signal(ranks, signal.SIGTERM)
             time.sleep(TERM_GRACE_S)
@@ -189,31 +207,37 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
 
 
 def _say(line: str) -> None:
-    """A line of the launcher's, for as long as there is who reads it: Ctrl-C ends a ``tee`` behind it too, and the ranks are to save."""
+    """Prints a line of the launcher. An error of stderr does not stop the launcher.
+
+    Ctrl-C also ends a ``tee`` that reads stderr, and the ranks must still be able to save.
+    """
     try:
         print(line, file=sys.stderr)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
-        with open(os.devnull, "w") as nobody:  # what could not be written is tried again at exit
+        with open(os.devnull, "w") as nobody:  # at exit, Python tries again to write the line
             os.dup2(nobody.fileno(), sys.stderr.fileno())
 
 
 def _ended(rank: Rank) -> bool:
-    """Whether a rank has ended. What one that failed has left, a loader process over a sample, is killed."""
+    """Whether a rank has ended. Kills the remaining processes of a rank that failed, for example a loader process."""
     if rank.returncode is None:
-        # multiprocessing has waited for one that ended before the last was started.
+        # multiprocessing has already waited for a process that ended before the last one was started.
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if not found:  # nor is it polled: one that has ended since would be waited for, its session not yet killed
+            if not found:  # do not poll here: poll would reap a rank that has just ended, before its session is killed
                 return False
             if found.si_status != 0:
-                os.killpg(rank.pid, signal.SIGKILL)  # not yet waited for, so the number is still its session's
+                os.killpg(rank.pid, signal.SIGKILL)  # not reaped yet, so the ID is still that of its session
     return rank.poll() is not None
 
 
 class _Saving:
-    """Whether a checkpoint is being written, by its size from look to look: the file server's clock may be another."""
+    """Whether a checkpoint is being written.
+
+    It compares file sizes between calls, since the file server's clock may differ.
+    """
 
     def __init__(self, run_dir: Path | None) -> None:
         self._folder = run_dir / "checkpoints" if run_dir else None
@@ -222,7 +246,7 @@ class _Saving:
 
     def goes_on(self) -> bool:
         sizes = {}
-        for path in self._folder.glob(".step-*") if self._folder else ():  # what has no name yet
+        for path in self._folder.glob(".step-*") if self._folder else ():  # temporary files that are not renamed yet
             with contextlib.suppress(OSError):
                 sizes[path.name] = path.stat().st_size
         if sizes != self._sizes:
@@ -240,11 +264,11 @@ def _is_stopped(rank: Rank) -> bool:
 
 
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
-    """To every rank that lives; SIGKILL to its whole session, loader processes included."""
+    """Sends a signal to every rank that runs. SIGKILL goes to the rank's whole session, including loader processes."""
     for rank in ranks:
         if not _ended(rank):
             if number == signal.SIGKILL:
-                with contextlib.suppress(ProcessLookupError):  # a spawned one makes its session when torch is imported
+                with contextlib.suppress(ProcessLookupError):  # a spawned rank creates its session later
                     os.killpg(rank.pid, number)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, number)
@@ -275,13 +299,13 @@ def _outcome(
     code = _status(ranks[first])
     if code in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
         if run_dir:
-            rundir.close(run_dir, launch)  # where that rank could not, its disk being full
-        return code  # the rank has said why
+            rundir.close(run_dir, launch)  # in case the rank could not write its status because of a full disk
+        return code  # the rank has printed the reason
     killed = ranks[first].returncode < 0
     kind = Kind.killed if killed else Kind.error
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
     done = run_dir and (rundir.read_status(run_dir) or {}).get("state") == "done"
-    if early is not None and not killed and not done:  # what the others then lost
+    if early is not None and not killed and not done:  # the other ranks failed because they lost this rank
         first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
     number = sum(layout.ranks[: layout.node_rank]) + first
     who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
@@ -289,8 +313,8 @@ def _outcome(
     if run_dir:
         status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=who)
         if status and status["state"] in ("done", "preempted"):
-            return rundir.exit_code(status, code)  # it was through, and a library crashed at its exit
-        if status and killed:  # the other ranks know only that it is gone
+            return rundir.exit_code(status, code)  # the rank had completed its work, and a library crashed at exit
+        if status and killed:  # the other ranks do not know why it ended
             where = {"attempt": status["attempt"], "step": status["step"]}
             rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=who)
         elif status and status["reason"]:
@@ -300,5 +324,5 @@ def _outcome(
 
 
 def _status(rank: Rank) -> int:
-    """The exit status as a shell gives it: 128 and the signal's number where a signal ended it."""
+    """The exit status in the shell's convention: 128 plus the number of the signal if a signal ended the rank."""
     return 128 - rank.returncode if rank.returncode < 0 else rank.returncode

@@ -8,17 +8,21 @@ from pathlib import Path
 from recipes.core.launch import container
 from recipes.core.launch.jobs import Job
 
-# Seconds before the time limit at which Slurm signals the ranks, and the most of a short job's time that this may be. It may
-# come up to 60 s early.
+# Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
+# the time limit. Slurm may send the signal up to 60 s early.
 SIGNAL_S, SIGNAL_SHARE = 120, 0.25
-# One dead rank ends the step; the ranks have this sbatch_script's environment also where the site's sbatch exports none.
-# A step has all memory of its job, which no variable of an outer allocation can then contradict.
+# --kill-on-bad-exit=1: one failed rank ends the step. --export=ALL: the ranks have the environment of the script, even
+# if the site's sbatch exports nothing. --mem=0: the step has all memory of the job, whatever variables an outer
+# allocation has left.
 SRUN_OPTIONS = ("--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0")
 
 
 def directives(job: Job) -> dict[str, str]:
-    """sbatch's options for ``job``, long names without dashes; an empty value is an option that takes none."""
-    size = {"nodes": str(job.nodes) if job.nodes else f"1-{job.ranks}"}  # submitit 1.5 would write --nodes=1 for none
+    """The options of sbatch for ``job``, by their long names without dashes.
+
+    An option without a value has the value "".
+    """
+    size = {"nodes": str(job.nodes) if job.nodes else f"1-{job.ranks}"}  # without it, submitit 1.5 writes --nodes=1
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
     size |= {"ntasks": str(job.ranks)} if job.ranks else {"ntasks-per-node": str(job.ranks_per_node)}
     if job.gpu_for_each_task:
@@ -40,27 +44,36 @@ def directives(job: Job) -> dict[str, str]:
 
 
 def at_once(job: Job) -> int:
+    """How many elements of the job array run at the same time."""
     return min(job.parallel or len(job.elements), len(job.elements))
 
 
 def _element(job: Job) -> list[str]:
-    """Shell lines that add the arguments of this element of the array to those that are there."""
+    """Lines of bash that append the arguments of this array element to the shell's arguments; [] without an array."""
     if not job.elements:
         return []
     lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
     last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
-    together = 'stop "run_dir= behind the sbatch_script would be that of all runs of the sweep: give it to launch.py"'
+    together = (
+        'stop "run_dir= after the script would be the run directory of all runs of the sweep: give it to launch.py"'
+    )
     apart = f'for word in "$@"; do [ "${{word#run_dir=}}" = "$word" ] || {together}; done'
     return [apart, "case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
 
 
 def srun_options(job: Job) -> tuple[str, ...]:
-    """Beside the CPUs. With a GPU of its own shown to each task NCCL could not copy from one to another of a node."""
+    """The options of srun, except the number of CPUs.
+
+    --gpu-bind=none: if each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
+    """
     return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
 
 
 def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
-    """Further options of srun, and what stands before a rank's arguments to Python: ``python`` itself, where there is no container."""
+    """Further options of srun, and the command before a rank's Python arguments.
+
+    Without a container, that is only ``python``.
+    """
     if not job.container:
         return [], [python]
     code, gpus = job.code or job.root or Path(), job.gpus_per_node > 0
@@ -68,9 +81,13 @@ def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
 
 
 def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
-    """The sbatch sbatch_script of ``job``. header: lines of comment. sbatch/job.sh holds what all scripts share."""
+    """The sbatch script of ``job``. header: lines of comment.
+
+    sbatch/job.sh contains the parts that all scripts share.
+    """
     options = {**directives(job), "chdir": str(job.root)}
-    # In the folder that the job starts in: a job whose log folder is missing fails without a message (sbatch, 0:53).
+    # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
+    # (sbatch, 0:53).
     options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
@@ -89,9 +106,9 @@ def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
 
 
 def _setup(job: Job, code: Path) -> list[str]:
-    """The first lines of the batch shell: the job's variables, and sbatch/job.sh of ``code``."""
+    """The first lines of the batch shell: the variables of the job, and sbatch/job.sh of ``code``."""
     lines = [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"] if job.cluster else []
-    # Also where there is no container: the profile may name one.
+    # Set even without a container, since the site's profile may name one.
     names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
     lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
     if not job.snapshot:
@@ -100,7 +117,10 @@ def _setup(job: Job, code: Path) -> list[str]:
 
 
 def submitit_parameters(job: Job, python: str) -> dict[str, object]:
-    """The same job for ``submitit.SlurmExecutor.update_parameters`` (submitit 1.5). ``python``: that runs the recipe."""
+    """The same job as the parameters of ``submitit.SlurmExecutor.update_parameters`` (submitit 1.5).
+
+    python: the Python that runs the recipe and the steps of the batch shell.
+    """
     options = directives(job)
     native: dict[str, object] = {
         "job_name": options.pop("job-name"),
@@ -108,12 +128,12 @@ def submitit_parameters(job: Job, python: str) -> dict[str, object]:
         "time": int(options.pop("time")),
         "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
     }
-    if not job.ranks:  # else these stay in the options, where nodes can be a range
+    if not job.ranks:  # with ranks, both remain in the options, where nodes can be a range
         native |= {"nodes": int(options.pop("nodes")), "ntasks_per_node": int(options.pop("ntasks-per-node"))}
     for name in ("partition", "qos", "constraint", "exclude", "account"):
         if name in options:
             native[name] = options.pop(name)
-    for name in {"open-mode", "array"} & options.keys():  # submitit writes these by itself
+    for name in {"open-mode", "array"} & options.keys():  # submitit itself writes these options
         del options[name]
     batch = [python, "-m", "recipes.core.launch.batch"]
     finish = shlex.join([*batch, "finish", job.recipe])

@@ -1,7 +1,9 @@
-"""A copy of the code, which a job runs: what is edited while it waits, runs or is queued again does it no harm. Standard library only.
+"""Snapshots of the code.
 
-Copied are ``recipes/``, ``env/`` and whatever Python lies beside them: modules, and folders that hold any. A copy lies in
-``runs/code/<id>``, ``id`` by its content, so that jobs of the same code have one.
+Each job runs a snapshot, so that edits do not affect a job that is pending, running or requeued. A snapshot contains
+``recipes/``, ``env/``, sbatch/job.sh, and all Python modules and packages in the top folder. Its path is
+``runs/code/<id>``. The id depends on the content, so that jobs with the same code share a snapshot. Standard library
+only.
 """
 
 import contextlib
@@ -17,13 +19,13 @@ from recipes.core.errors import MachineError
 from recipes.core.files import private_folder, write_json
 from recipes.core.run import source
 
-MOST_BYTES = 64 << 20  # of a copy; data that lies among the code is not for each job to have anew
+MOST_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job
 
 
 def take(root: Path) -> Path:
-    """A copy of the code in the repository ``root``, made unless there is one of the same content. Gives its folder.
+    """Makes a snapshot of the code in the repository ``root``, unless one with the same content exists.
 
-    Raises MachineError where it cannot be made, or is too large.
+    Returns its folder. Raises MachineError if the snapshot cannot be made or is too large.
     """
     content = _read(root)
     commit, digest = source.commit(root), hashlib.sha256()
@@ -31,7 +33,7 @@ def take(root: Path) -> Path:
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
     folder = private_folder(root, "code")
-    for again in itertools.count():  # one that was changed, or thinned out by a purge of old files, is left to its jobs
+    for again in itertools.count():  # a snapshot that was edited, or lost files in a purge of old files, is not reused
         copy = folder / (digest.hexdigest()[:16] + (f"-{again}" if again else ""))
         if not copy.is_dir():
             _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
@@ -41,7 +43,7 @@ def take(root: Path) -> Path:
 
 
 def size(root: Path) -> str:
-    """What a copy of the code would take, in words. Raises MachineError as `take` does, and makes nothing."""
+    """A phrase on the size that a snapshot would have. Writes nothing. Raises MachineError as `take` does."""
     content = _read(root)
     return f"{len(content)} files, {sum(map(len, content.values())) / 1e6:.1f} MB"
 
@@ -53,7 +55,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def keep_for(copy: Path, job: str) -> None:
-    """Leaves a link by which a job that is queued again finds its copy. Raises MachineError."""
+    """Creates a link with which a requeued job finds its snapshot. Raises MachineError."""
     link = copy.with_name(f"job-{job}")
     new = copy.with_name(f".{link.name}.{os.getpid()}")
     try:
@@ -75,7 +77,7 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
         part.chmod(0o777 & ~_umask())
         part.rename(copy)
     except OSError as error:
-        if not copy.is_dir():  # another submission was first
+        if not copy.is_dir():  # if it exists, another submission made it first
             raise MachineError(
                 f"{copy}: the copy of the code that the job would run cannot be made ({error.strerror}): make room in runs/"
             ) from None
@@ -90,7 +92,10 @@ def _umask() -> int:
 
 
 def _read(root: Path) -> dict[str, bytes]:
-    """The code's files by their paths under ``root``. Raises MachineError where they are too many bytes, or cannot be read."""
+    """The content of each file of the code, by its path relative to ``root``.
+
+    Raises MachineError if the files have more than MOST_BYTES in total or cannot be read.
+    """
     content: dict[str, bytes] = {}
     total, path = 0, root
     try:
@@ -106,9 +111,3 @@ def _read(root: Path) -> dict[str, bytes]:
     except OSError as error:
         raise MachineError(f"{path}: cannot be copied for the job ({error.strerror})") from None
     return content
-
-
-def _mode(path: Path) -> int:
-    with contextlib.suppress(OSError):  # a link that leads nowhere
-        return path.stat().st_mode
-    return 0

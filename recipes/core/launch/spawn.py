@@ -1,4 +1,7 @@
-"""Ranks from plain python, by multiprocessing: ``python -m recipes.toy spawn=2``. They are looked after as launch.py's are."""
+"""Ranks that plain Python starts with multiprocessing: ``python -m recipes.toy spawn=2``.
+
+`local.supervise` monitors them.
+"""
 
 import multiprocessing
 import os
@@ -17,19 +20,20 @@ from recipes.core.place.processes import die_with
 from recipes.core.run import entry, rundir
 from recipes.core.run.entry import Start
 
-SPAWNED = "RECIPES_SPAWNED"  # set in a process that was started here
+SPAWNED = "RECIPES_SPAWNED"  # set in a process that this module started
 STARTED_BY = {"env": "torchrun (or who set RANK)", "slurm": "srun", "openmpi": "mpirun", "pmi": "mpiexec"}
 
 
 def processes(module: str, start: Start) -> None:
-    """Runs ``module`` in ``spawn=`` processes of this machine, and ends with their outcome; returns at once in one of them.
+    """Runs ``module`` in ``spawn=`` processes on this machine and exits with the exit status of the run.
 
-    Ends with one line and status 2 where something else has started several ranks already.
+    In one of these processes, the function returns immediately. If another launcher has already started several ranks,
+    the function prints one line and exits with status 2.
     """
     if SPAWNED in os.environ:
         return
     info, count = start.ranks, start.settings.config.spawn
-    batch = "RECIPES_BATCH" in os.environ  # the job reads how the ranks of its own srun ended
+    batch = "RECIPES_BATCH" in os.environ  # a batch script expects the ranks of its own srun, and reads their result
     if batch or (info.launcher in STARTED_BY and info.world_size > 1):
         if info.rank:
             time.sleep(1.5)
@@ -48,7 +52,7 @@ def processes(module: str, start: Start) -> None:
         process.start()
         return _Process(process)
 
-    # What this process has set for itself each rank sets for itself, and says so.
+    # Remove the variables that this process has set: each rank sets them itself and logs them.
     mine = dict(start.from_files)
     if start.interface:
         mine |= network.settings(start.interface, {})
@@ -60,12 +64,12 @@ def processes(module: str, start: Start) -> None:
 
 
 class _Process:
-    """A process of multiprocessing, as subprocess.Popen would show it."""
+    """A process of multiprocessing with the interface of subprocess.Popen."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid = int(process.pid)
-        self.returncode: int | None = None  # as of the last poll: whoever asks multiprocessing has the process reaped
+        self.returncode: int | None = None  # as of the last poll, since asking multiprocessing reaps the process
 
     def poll(self) -> int | None:
         self.returncode = self._process.exitcode
@@ -77,7 +81,7 @@ class _Process:
 
 
 def _one(parent: int, module: str, argv: list[str], variables: dict[str, str], listener: socket.socket | None) -> None:
-    """What a process that was started does: becomes the rank."""
+    """The target of a new process: sets up its session and environment, and runs the module as a rank."""
     os.setsid()
     die_with(parent)()
     os.environ.clear()

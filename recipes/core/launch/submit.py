@@ -1,4 +1,7 @@
-"""Submission to Slurm through submitit, and waiting for what came of it, with or without accounting. Never torch."""
+"""Submits a job to Slurm through submitit and waits for its result, with or without accounting.
+
+Does not import torch.
+"""
 
 import contextlib
 import dataclasses
@@ -25,7 +28,8 @@ from recipes.core.run import outlook, rundir, scontrol
 if TYPE_CHECKING:
     import submitit
 
-# What users and sites prescribe, by sbatch's option where it has one: there a variable wins over what stands in a script.
+# Variables that users and sites set for sbatch, with the option of sbatch that each stands for ("" for none). Such a
+# variable takes precedence over a directive in a script.
 KEPT = {
     "SLURM_CONF": "",
     "SLURM_CLUSTERS": "clusters",
@@ -45,8 +49,11 @@ LEFT = re.compile(
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has taken. log: where rank 0's output and srun's own messages go. elements: of an array; run_dir and log are
-    then those of the first."""
+    """A job that Slurm has accepted.
+
+    log: the file with the output of rank 0 and srun's own messages. elements: the elements of a job array; run_dir and
+    log are then those of the first element.
+    """
 
     job_id: str
     run_dir: Path
@@ -55,9 +62,9 @@ class Submitted:
 
 
 def clean_environment(environ: Mapping[str, str], said: Container[str] = ()) -> dict[str, str]:
-    """``environ`` without what an outer allocation, or a launcher in it, left there, but with what users and sites prescribe.
+    """``environ`` without the variables of an outer allocation or of a launcher in it. The variables in `KEPT` remain.
 
-    said: options of sbatch that the job says itself.
+    said: the options of sbatch that the job sets itself; a variable for such an option is removed.
     """
     kept = {name for name, option in KEPT.items() if option not in said}
     return {name: value for name, value in environ.items() if name in kept or not LEFT.fullmatch(name)}
@@ -65,7 +72,7 @@ def clean_environment(environ: Mapping[str, str], said: Container[str] = ()) -> 
 
 @contextlib.contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment, replaced for a while: submitit starts sbatch with it."""
+    """Replaces the environment of this process within the ``with`` block, since submitit starts sbatch with it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -77,7 +84,10 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def ask_controller(job: Job, text: str) -> str:
-    """Slurm's answer on when ``job`` would start. text: what is to be submitted. Raises MachineError where it never could start."""
+    """Slurm's answer on when ``job`` would start. text: the script to submit.
+
+    Raises MachineError if the job could never start.
+    """
     try:
         asked = subprocess.run(
             ["sbatch", "--test-only"],
@@ -90,14 +100,14 @@ def ask_controller(job: Job, text: str) -> str:
         ) from None
     every = _nodes()
     if asked.returncode != 0:
-        # Slurm asks whether it could start the job on the nodes that are up now; sbatch takes one that waits for others.
+        # --test-only checks only the nodes that are up now. sbatch also accepts a job that has to wait for other nodes.
         if waits := _waits_for(job, every):
             return f"to start when nodes that are down, drained or do not answer are back: {waits}"
         raise MachineError(_refusal(asked.stderr, "sbatch --test-only", job))
     partitions = [[nodes for nodes in every if nodes.partition == name] for name in _partitions(job, every)]
     over = [phrase for there in partitions for phrase in _over_limits(job, there)]
     if over and all(_over_limits(job, there) for there in partitions) and not _qos(job):
-        # EnforcePartLimits=NO, Slurm's default: it takes such a job.
+        # Slurm accepts such a job with EnforcePartLimits=NO, its default.
         raise MachineError(
             f"Slurm would take this job and never start it: {'; '.join(over)}; where a QOS lifts that limit, give qos="
         )
@@ -112,13 +122,16 @@ def _qos(job: Job) -> str:
 
 
 def _unknown_dependencies(job: Job) -> list[str]:
-    """Jobs that ``job`` depends on and that Slurm does not know (any more). Slurm 22.05 takes such a dependency as met."""
+    """The jobs that ``job`` depends on and that Slurm does not know or no longer knows.
+
+    Slurm 22.05 treats such a dependency as met.
+    """
     ids = re.findall(r":(\d+)", dict(job.directives).get("dependency", ""))
     return [one for one in ids if not scontrol.find(one, _of_its_cluster(os.environ))]
 
 
 def _words(said: str) -> str:
-    """What sbatch said, without its prefixes, in a line."""
+    """The output of sbatch in one line, without its prefixes."""
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", said).split())
 
 
@@ -129,8 +142,12 @@ def _refusal(said: str, by: str, job: Job) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike. time_limit, size: of a job there, in sinfo's words, like the partition's ``state``: up, down,
-    drain or inact. cpus: of each, that a job may have. gres: GPUs among them, "gpu:a100:4". names: a list of hosts."""
+    """Nodes of a partition with the same resources.
+
+    state: the state of the partition in sinfo's format: up, down, drain or inact. time_limit, size: the limits for a
+    job in the partition, in sinfo's format. count: number of nodes. cpus: CPUs of each node that a job may use. gres:
+    resources of each node, including GPUs ("gpu:a100:4"). names: a list of hosts.
+    """
 
     partition: str
     state: str
@@ -147,32 +164,33 @@ class Nodes:
         return f"{self.count} node{'s' if self.count > 1 else ''} of {self.cpus} CPUs{gpus}"
 
     def gpus(self, kind: str) -> int:
-        """GPUs of each node, of one type where ``kind`` is not ""."""
+        """The number of GPUs of each node. kind: count only GPUs of this type; "" counts all."""
         pattern = rf"\bgpu:{re.escape(kind)}:(\d+)" if kind else r"\bgpu(?::[^:,()]+)?:(\d+)"
         return sum(map(int, re.findall(pattern, self.gres)))
 
     def fits(self, job: Job) -> bool:
-        """Whether each of these nodes has the CPUs and GPUs that ``job`` asks of a node."""
+        """Whether each of these nodes has the CPUs and GPUs that ``job`` requests per node."""
         return self.gpus(job.gpu_type) >= job.gpus_per_node and self.cpus >= job.ranks_per_node * job.cpus_per_rank
 
 
-NODES = "%P|%a|%l|%s|%D|%c|%B|%G|%N"  # of each kind of nodes, for sinfo -o
+NODES = "%P|%a|%l|%s|%D|%c|%B|%G|%N"  # the format for sinfo -o
 
 
 def _ask(*command: str) -> str:
-    """What a command of Slurm's says; "" where it does not answer."""
+    """The stdout of a Slurm command; "" if it fails or does not answer within 60 s."""
     environ = {k: v for k, v in _of_its_cluster(os.environ).items() if not k.startswith("SINFO_")}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
     return ""
 
 
-# sinfo's short words for nodes on which Slurm starts no job now; "*" behind any word is one that does not answer.
+# sinfo's short names of the states in which Slurm starts no job on a node. "*" after any state means that the node does
+# not answer.
 AWAY = re.compile(r"(down|drain|drng|failg?|inval|maint|unk)\W*|.*\*")
 
 
 def _nodes(away: bool = False) -> list[Nodes]:
-    """All nodes of all partitions, or those that are ``away``; none where Slurm does not answer."""
+    """All nodes of all partitions, or with ``away`` only those that are not available; [] if Slurm does not answer."""
     rows = [line.split("|") for line in _ask("sinfo", "-h", "-e", "-o", f"{NODES}|%t" if away else NODES).splitlines()]
     if away:
         rows = [row[:-1] for row in rows if AWAY.fullmatch(row[-1])]
@@ -184,14 +202,17 @@ def _nodes(away: bool = False) -> list[Nodes]:
 
 
 def _partitions(job: Job, every: list[Nodes]) -> list[str]:
-    """The partitions that ``job`` asks for, else the default one; [] where there is none."""
+    """The partitions that ``job`` requests, else the default partition; [] if there is none."""
     default = next((nodes.partition for nodes in every if nodes.is_default), "")
     asked = dict(job.directives).get("partition") or os.environ.get("SBATCH_PARTITION") or default
     return asked.split(",") if asked else []
 
 
 def _over_limits(job: Job, there: list[Nodes]) -> list[str]:
-    """What ``job`` asks for beyond the limits that the partition of ``there`` has for a job, a phrase each."""
+    """One phrase for each request of ``job`` that exceeds a job limit of the partition.
+
+    there: the nodes of the partition.
+    """
     if not there:
         return []
     found, name = [], there[0].partition
@@ -200,14 +221,17 @@ def _over_limits(job: Job, there: list[Nodes]) -> list[str]:
         found.append(f"time= is {job.minutes} minutes, partition {name} allows {limit}")
     if most.isdecimal() and job.nodes > int(most):
         found.append(f"nodes={job.nodes}, partition {name} allows {most} for a job")
-    least = least or most  # sinfo shows a single number where both are equal
+    least = least or most  # sinfo shows a single number if both are equal
     if least.isdecimal() and 0 < job.nodes < int(least):
         found.append(f"nodes={job.nodes}, a job in partition {name} must have at least {least}")
     return found
 
 
 def _beyond_nodes(job: Job, name: str, there: list[Nodes]) -> str:
-    """What ``job`` asks for beyond the nodes of a partition, in a phrase; "" where they have it."""
+    """A phrase on the request of ``job`` that the nodes of a partition cannot satisfy; "" if they can.
+
+    name, there: the partition.
+    """
     kind, has = job.gpu_type, f"partition {name} has {', '.join(map(str, there))}"
     if job.ranks and job.gpus_per_node and job.ranks > sum(nodes.count * nodes.gpus(kind) for nodes in there):
         return f"gpus={job.ranks}, {has}"
@@ -221,7 +245,7 @@ def _beyond_nodes(job: Job, name: str, there: list[Nodes]) -> str:
 
 
 def _beyond_limits(job: Job, every: list[Nodes]) -> list[str]:
-    """What ``job`` asks for beyond its partitions, a phrase each; nothing where Slurm does not answer."""
+    """One phrase for each request of ``job`` that exceeds its partitions; [] if Slurm does not answer."""
     known = dict.fromkeys(nodes.partition for nodes in every)
     if every and not _partitions(job, every):
         return [f"there is no default partition: give partition=, one of {', '.join(known)}"]
@@ -246,8 +270,10 @@ def _beyond_arrays(job: Job) -> list[str]:
 
 
 def _waits_for(job: Job, every: list[Nodes]) -> str:
-    """The nodes that are down, drained or do not answer, if ``job`` could start with them; "" where it could not, or does not
-    require them."""
+    """The nodes that are down, drained or do not answer, if ``job`` needs them to start.
+
+    Returns "" if it does not need them or could not start even with them.
+    """
     if not every or _beyond_limits(job, every):
         return ""
     away = _nodes(away=True)
@@ -261,14 +287,15 @@ def _waits_for(job: Job, every: list[Nodes]) -> str:
 
 
 def submit(job: Job, python: str, run_dir: str) -> Submitted:
-    """Submits ``job`` through submitit and does not wait. ``run_dir``: as typed, absolute, or empty for the default.
+    """Submits ``job`` through submitit and does not wait.
 
-    Each task of submitit's becomes the recipe by exec, so that neither its signal handler nor what it unpickles stays
-    between Slurm and the ranks. Raises MachineError with Slurm's reason.
+    run_dir: the given run directory as an absolute path; "" for the default. Each task of submitit replaces itself with
+    the recipe through exec. Therefore neither its signal handler nor the objects that it unpickles remain between Slurm
+    and the ranks. Raises MachineError with Slurm's reason.
     """
     import submitit
 
-    folder = files.private_folder(job.root, "submitit")  # its job files are pickles, which a job executes
+    folder = files.private_folder(job.root, "submitit")  # the job files in it are pickles, which a job executes
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +308,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     with _environment(clean_environment(os.environ, scripts.directives(job))), files.umask(0o077):
         try:
             executor = _executor(job, python)
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what it raises
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the errors that it raises
                 if job.elements:
                     taken = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
                 else:
@@ -309,11 +336,11 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
 
 def submission_text(job: Job, python: str) -> str:
-    """The text that `submit` submits."""
+    """The text of the script that `submit` submits."""
     executor = _executor(job, python)
     if job.elements:
         executor.parameters["map_count"] = len(job.elements)
-    # submitit 1.5 has no public way to see the text without submitting it.
+    # submitit 1.5 has no public function that returns the text without submitting it.
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
@@ -333,7 +360,10 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
 
 
 def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str], log: Path) -> Path:
-    """Leaves what was submitted, and where its log is, in the run directory, which it gives."""
+    """Writes the submitted script and job.yaml, with the path of the log, to the run directory.
+
+    Returns the run directory.
+    """
     where = rundir.choose(run_dir, job.recipe, job_id, job.root)
     where = rundir.for_examination(where) if job.recipe == "doctor" else where
     described = {
@@ -347,30 +377,37 @@ def _note(job: Job, job_id: str, run_dir: str, script: Path, command: list[str],
     try:
         where.mkdir(parents=True, exist_ok=True)
         text = script.read_bytes()
-        files.write_whole(where / "job.sh", lambda file: file.write(text))  # never through a link that lay in wait
+        files.write_whole(where / "job.sh", lambda file: file.write(text))  # replaces a planted symbolic link
         files.write_json(where / "job.yaml", described)
-    except OSError as error:  # the job is in the queue, and will say the same
+    except OSError as error:  # the job is already in the queue and will fail with the same error
         print(f"run_dir={where}: cannot be written ({error.strerror}); job {job_id} will fail there", file=sys.stderr)
     return where
 
 
 def _of_its_cluster(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a command that asks after a job: sbatch goes by a variable that scontrol does not read."""
+    """``environ`` for a command that asks about a job.
+
+    sbatch reads SBATCH_CLUSTERS; the other commands read SLURM_CLUSTERS.
+    """
     cluster = environ.get("SBATCH_CLUSTERS", "")
     is_one = bool(cluster) and "," not in cluster and cluster != "all"
     return {**({"SLURM_CLUSTERS": cluster} if is_one else {}), **environ}
 
 
 def wait_for_all(submitted: Submitted) -> int:
-    """Waits for each element of an array, and gives the exit status of the first that did not end well, or 0."""
+    """Waits for each element of an array.
+
+    Returns the exit status of the first element whose exit status is not 0, else 0.
+    """
     codes = [wait(element, show=False) for element in submitted.elements]
     return next((code for code in codes if code), errors.EXIT_DONE)
 
 
 def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
-    """Waits for the job to end, with ``show`` rank 0's log meanwhile, and gives the job's outcome as an exit status.
+    """Waits for the job to end and returns its exit status. show: whether to print rank 0's log while waiting.
 
-    A controller that does not answer is asked again for ``patience_s`` seconds.
+    patience_s: how long to ask again, in seconds, if the controller does not answer. Raises MachineError after this
+    time.
     """
     shown, interval_s, silent_since, waits = 0, 0.5, 0.0, (False, 0)
     while True:
@@ -399,7 +436,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
         if state in scontrol.ENDED or state == "":
             break
         time.sleep(interval_s)
-        interval_s = min(5.0, interval_s * 1.1)  # kind to a controller that many people ask
+        interval_s = min(5.0, interval_s * 1.1)  # reduces the load on the controller
     if show:
         time.sleep(0.2)
         _follow(submitted.log, shown)
@@ -415,7 +452,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
 
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:
-    """``status.json``, where it is of this job: its run directory may hold an older one."""
+    """The content of ``status.json`` if it is of this job; else None. The run directory may contain an older status."""
     for run_dir in (submitted.run_dir, submitted.run_dir / rundir.EVALUATION):
         attempt = rundir.owner(run_dir)
         if attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}."):
@@ -424,7 +461,7 @@ def _status(submitted: Submitted) -> dict[str, Any] | None:
 
 
 def _follow(log: Path, shown: int) -> int:
-    """Copies what ``log`` has behind byte ``shown`` to stdout and gives the new end."""
+    """Copies the content of ``log`` after byte ``shown`` to stdout. Returns the new position."""
     try:
         with open(log, "rb") as file:
             file.seek(shown)

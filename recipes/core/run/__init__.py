@@ -1,1 +1,1 @@
-"""The life of one run without torch: its settings, directory and status, its logs, signals and watchdog, its job in Slurm's queue."""
+"""One run without torch: its settings, run directory, status, logs, signals, watchdog, and its job in Slurm's queue."""

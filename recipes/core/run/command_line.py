@@ -1,4 +1,4 @@
-"""The settings of a launch: its words, the keys of the run that it resumes, and the runs of a sweep."""
+"""The settings of a launch, from its command line, the keys of the run that it resumes, and the values of a sweep."""
 
 import dataclasses
 import itertools
@@ -13,18 +13,19 @@ from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
 
 SWEEP = "sweep."
-MAX_RUNS = 1000  # of a sweep; Slurm's default MaxArraySize is 1001
+MAX_RUNS = 1000  # at most, in a sweep; Slurm's default MaxArraySize is 1001
 
 
 def parse(
     argv: Sequence[str], *, recipe: str = "", environ: Mapping[str, str] | None = None, to_start: bool = True
 ) -> Settings:
-    """Checks a command line of ``key=value`` words and gives its settings.
+    """Checks a command line of ``key=value`` words and returns its settings.
 
-    recipe: the recipe that the words stand behind; "" for words of launch.py, which have ``recipe=`` and job keys.
-    environ: read for ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA`` (default: the process's).
-    Where ``run_dir=`` or ``resume=`` names a run, keys that are not given come from it. to_start: whether the run is to be started;
-    False to look at how it ended. Raises ConfigError, one line, for the first thing that is invalid.
+    recipe: the recipe that the words belong to; "" for the words of launch.py, which contain ``recipe=`` and job keys.
+    environ: the source of ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA`` (default: the environment
+    of the process). to_start: True if the run is to be started, False if only its result is to be read. If ``run_dir=``
+    or ``resume=`` names a run, keys that are not given come from that run. Raises ConfigError with one line for the
+    first invalid word.
     """
     environ = os.environ if environ is None else environ
     words = parser.read_words(argv)
@@ -50,7 +51,10 @@ def _one(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_s
 
 
 def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """The settings of the first combination of the swept values, with all combinations in ``sweep``. Checks each of them."""
+    """Checks every combination of the swept values.
+
+    Returns the settings of the first one, with all combinations in ``sweep``.
+    """
     values: dict[str, list[str]] = {}
     for word, given in swept.items():
         name = word.removeprefix(SWEEP)
@@ -78,7 +82,7 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
         except ConfigError as error:
             combination = " ".join(f"{SWEEP}{name}={shown(value)}" for name, value in run.items())
             raise ConfigError(f"{combination}: {error}") from None
-        if own:  # each run has a folder in the one that was given
+        if own:  # each run has its own folder in the given run_dir
             keys = dataclasses.replace(one.run, run_dir=run_dir)
             one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": run_dir})
         each.append(one)

@@ -1,19 +1,22 @@
-"""A dry run: `launch.py check` starts a recipe up to its first step, and the recipe writes down what it found."""
+"""A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its findings to a file."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run: `Asked`, as JSON
+VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Asked` as JSON
 
 
 class Over(Exception):
-    """Ends a dry run where the training would begin."""
+    """Ends a dry run at the point where the training would begin."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a dry run is told. file: where to write `Found`. ranks: of the job. gpus: whether the job has GPUs."""
+    """The input of a dry run.
+
+    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
+    """
 
     file: str
     ranks: int
@@ -22,7 +25,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dry run found; None for what the run does not have. checkpoint_bytes: the size of one file, with the optimiser's state."""
+    """The findings of a dry run. A value is None if the run does not have it.
+
+    checkpoint_bytes: size of one checkpoint file, including the optimiser's state.
+    """
 
     parameters: int | None = None
     samples: int | None = None
@@ -43,5 +49,5 @@ class Found:
 
 
 def asked(environ: Mapping[str, str]) -> Asked | None:
-    """What this process is told, if it is a dry run; None if it is not."""
+    """The input of the dry run in this process. None if the process is not a dry run."""
     return Asked(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None

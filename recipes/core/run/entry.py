@@ -1,7 +1,7 @@
-"""The start of a recipe, before torch is imported: keys, ranks, env files, network interface.
+"""The start of a recipe before torch is imported: its keys, its rank, the env files and the network interface.
 
-A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" else None``, and imports torch after that, since
-some variables of the env files are read when torch is loaded.
+A recipe begins with ``START = entry.begin("name") if __name__ == "__main__" else None``. It imports torch after this
+line because torch reads some variables of the env files when it is loaded.
 """
 
 import atexit
@@ -33,11 +33,12 @@ from recipes.core.run.watchdog import Pulse
 
 @dataclass(frozen=True)
 class Start:
-    """What a recipe knows before torch is there.
+    """The settings and facts that a recipe has before torch is imported.
 
-    from_files: variables set from the env files. interface: the one proven by route, None where nothing could be. pulse: how
-    far this rank has come, which a process beside it watches. own_folder: of this job, for as long as it runs; one on each node.
-    rehearsal: what `launch.py check` wants to know in place of a run.
+    from_files: variables set from the env files. interface: the network interface found by its route; None if none was
+    found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. own_folder:
+    temporary folder of this job on this node; None if there is none. rehearsal: the input of the dry run that
+    `launch.py check` started; None in a normal run.
     """
 
     settings: Settings
@@ -50,7 +51,11 @@ class Start:
 
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
-    """Leaves word of a refusal for the batch script, which cannot go by srun's status: the ranks that it ends mask it."""
+    """Records a refusal in the run directory for the batch script. Does nothing outside a Slurm job.
+
+    The batch script cannot use srun's exit status: srun ends the other ranks, and their status can mask that of this
+    rank.
+    """
     job = rundir.job_id(os.environ)
     if job:
         run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, ROOT)
@@ -59,26 +64,30 @@ def note_refusal(settings: Settings, status: int, line: str) -> None:
 
 
 def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, environ: Mapping[str, str]) -> None:
-    """`note_refusal` for words that are not valid keys: only ``run_dir=`` is read from them."""
+    """`note_refusal` for words that are not valid keys. Only ``run_dir=`` is read from ``words``."""
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
     if (job := rundir.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
         with files.umask(0o077):
             rundir.refuse(rundir.choose(run_dir, recipe, job, ROOT), rundir.launch_id(environ), status, line)
 
 
-_through: list[int] = []  # the status of a rank that has done all it had to
+_through: list[int] = []  # the exit status of a rank that has completed its work
 
 
 def end(code: int) -> NoReturn:
-    """Ends a rank that has done all it had to, with this status, whatever the teardown of Python and torch would come to."""
+    """Ends a rank that has completed its work.
+
+    The exit status is ``code`` even if the teardown of Python or torch would fail.
+    """
     _through.append(code)
     sys.exit(code)
 
 
 def _leave() -> None:
-    """After all else that is done at exit: the teardown that would follow takes a second, and can hang or crash in a library.
+    """Skips the teardown of Python and torch, which takes a second and can hang or crash in a library.
 
-    Not where another tool looks into this process (nsys, a preloaded library), which may write what it has found at the very end.
+    Runs last at exit. The teardown is not skipped if another tool inspects this process (nsys, a preloaded library),
+    since such a tool may write its results during the teardown.
     """
     if _through and "LD_PRELOAD" not in os.environ and not any("INJECTION" in name for name in os.environ):
         sys.stdout.flush()
@@ -87,17 +96,18 @@ def _leave() -> None:
 
 
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
-    """Checks the keys, finds this process's rank, and sets the variables of the env files and of the network interface.
+    """Checks the keys, finds the rank of this process, and sets the variables of the env files and of the network.
 
-    A variable that the user has set stays as it is. Ends the process with one line: status 2 for a wrong key or surroundings
-    that contradict themselves, 3 where this machine cannot take part.
+    A variable that the user has set is not changed. On an error, the process ends with one line: exit status 2 for an
+    invalid key or an inconsistent environment, 3 if this machine cannot take part.
     """
     if argv is None:
-        atexit.register(_leave)  # the first that is registered is called last
-    # Slurm may signal a short job while it starts; held back until there is a handler (preempt.stop_flag), it is not lost.
+        atexit.register(_leave)  # atexit calls the function that was registered first last
+    # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag installs a handler,
+    # so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
-    if "RANK" in os.environ:  # python -m torch.distributed.launch says in a word what is in the environment too
+    if "RANK" in os.environ:  # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     if any(word in ("-h", "--help") for word in argv):
         errors.show(help.help_text(recipe))
@@ -128,19 +138,22 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         os.environ.update(network.settings(interface, os.environ))
     wants_tmpdir = "TMPDIR" in getattr(settings.config, "stage_dir", "") and not os.environ.get("TMPDIR")
     own_folder = _own_folder(os.environ, speaks=info.local_rank == 0)
-    if own_folder and wants_tmpdir:  # it is this run's own now, which ends with it
+    if own_folder and wants_tmpdir:  # TMPDIR is now the run's own folder, which is removed at the end of the run
         line = f"{host}: stage_dir={settings.config.stage_dir}: TMPDIR is not set in this job: give a folder of the nodes' own disks"
         note_refusal(settings, errors.EXIT_CONFIG, line)
         _refuse(recipe, line, errors.EXIT_CONFIG, speaks=info.local_rank == 0)
     if settings.run.debug:
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads it when it is imported
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
     return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=dryrun.asked(os.environ))
 
 
 def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
-    """Gives a job temporary files and caches of compiled code of its own, on its nodes' disks, where nothing else is set.
+    """Creates a folder on the node's own disk for this job's temporary files and compile caches.
 
-    Caches that jobs share are written by several at once, and lie in a home that is slow from many nodes. `remove_own_folder` ends it.
+    The function also sets the variables for this folder. A variable that is already set takes precedence. Jobs do not
+    share these caches because several jobs would write to them at the same time, and because the home folder is slow
+    when many nodes use it. `remove_own_folder` removes the folder. Returns None outside Slurm or if the folder cannot
+    be used.
     """
     folder = rundir.own_folder(environ)
     if not folder:
@@ -163,24 +176,33 @@ def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
 
 
 def remove_own_folder(start: Start) -> None:
-    """At the end of all that this process's node does for the run."""
+    """Removes the job's own folder on this node. Call it on every rank when the node has no more work for the run."""
     if start.own_folder and start.ranks.local_rank == 0:
         shutil.rmtree(start.own_folder, ignore_errors=True)
 
 
 def _apply_env_files(settings: Settings) -> dict[str, str]:
-    """common < fabric < site, set where the user has not. Raises EnvFileError or ConfigError."""
+    """Sets the variables of the env files (common < fabric < site) that the user has not set.
+
+    Raises EnvFileError or ConfigError.
+    """
     return envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
 
 
 def _rank_hint() -> str:
-    """This process's rank as its launcher says it, unchecked: for choosing who speaks when nothing else is known."""
+    """The rank of this process as its launcher gives it, unchecked.
+
+    It selects the rank that prints before ranks are detected.
+    """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def _refuse(recipe: str, message: str, status: int, *, speaks: bool) -> NoReturn:
-    """Ends with one line. Ranks that see the same as the one that speaks give it time to be the one that is read."""
+    """Ends the process with one line.
+
+    Ranks without ``speaks`` wait 1.5 s so that the line of the rank with it comes first.
+    """
     if not speaks:
         time.sleep(1.5)
     print(f"{recipe}: {message}", file=sys.stderr, flush=True)

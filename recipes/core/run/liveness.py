@@ -1,4 +1,7 @@
-"""Whether another job or process still uses a run directory: by its job in Slurm, else its process, else its heartbeat. Standard library only."""
+"""Checks whether another job or process still uses a run directory. Standard library only.
+
+The check uses the state of the job in Slurm if it is available, else the process, else the heartbeat.
+"""
 
 import os
 import re
@@ -14,29 +17,32 @@ from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.run import rundir, scontrol
 
-ENDING_S = 60.0  # wait for a job that Slurm is ending
-HEARTBEAT_S = 5.0  # between two heartbeats of a run; session's fence makes them
-WATCH_S = 4 * HEARTBEAT_S  # an attempt that has no heartbeat for so long is not alive
-OLD_S = 300.0  # after a heartbeat that is older, no next one is awaited; clocks differ by less
-ASK_S = 20.0  # for the controller's answer
+ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
+HEARTBEAT_S = 5.0  # time between two heartbeats of a run; the fence of the session writes them
+WATCH_S = 4 * HEARTBEAT_S  # an attempt without a heartbeat for this long is not alive
+OLD_S = 300.0  # if the last heartbeat is older, there is no wait for the next one; clocks differ by less than this
+ASK_S = 20.0  # how long to wait for an answer of the controller
 
 
 @dataclass(frozen=True)
 class Found:
-    """problem: who uses the run directory, in words, "" for nobody. note: what is only presumed, for the log."""
+    """The result of a check.
+
+    problem: a line on who uses the run directory; "" if nobody uses it. note: an assumption of the check, for the log.
+    """
 
     problem: str = ""
     note: str = ""
 
 
 def about(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `rundir.open_attempt` records of this process for `look`; cluster: None outside Slurm."""
+    """The facts about this process that `rundir.open_attempt` records for `look`. ``cluster`` is None outside Slurm."""
     process = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "place": _place()}
     return {"process": process, "cluster": environ.get("SLURM_CLUSTER_NAME", "") if rundir.job_id(environ) else None}
 
 
 def _started(pid: int) -> str:
-    """The time at which a process was started, in the kernel's ticks; "" where there is none."""
+    """The start time of a process in kernel clock ticks. "" if there is no such process or it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -45,7 +51,7 @@ def _started(pid: int) -> str:
 
 
 def _place() -> str:
-    """The boot of this machine and its process namespace: process numbers are compared within one alone."""
+    """The boot ID of this machine and the process namespace. Process IDs can be compared only if both are the same."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -53,15 +59,15 @@ def _place() -> str:
 
 
 def heartbeat(run_dir: Path) -> None:
-    """Called by rank 0 every HEARTBEAT_S. Raises OSError."""
+    """Updates the heartbeat of the run. Rank 0 calls it every `HEARTBEAT_S` seconds. Raises OSError."""
     os.utime(run_dir / "attempt.json")
 
 
 def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: float = ENDING_S) -> Found:
-    """Who else uses ``run_dir``; an earlier start of this same job does not count. takeover: only other elements of its array count.
+    """Finds who else uses ``run_dir``. An earlier start of this same job does not count.
 
-    patience_s: how long to wait for a job that is ending and for a heartbeat; 0 on a login node. A requeued job does not take over
-    again.
+    takeover: whether only other elements of this job's array count. A requeued job does not take over again.
+    patience_s: how long to wait for a job that is ending and for a heartbeat; 0 on a login node.
     """
     takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
     note = ""
@@ -75,14 +81,17 @@ def look(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s: 
 
 
 def _attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest attempt, and the last one that has begun if that is another: the newest may still be refused."""
+    """The newest attempt, and the last attempt that has begun if it is another one.
+
+    The newest attempt may still be refused.
+    """
     newest = files.read_json(run_dir / "attempt.json")
     begun = rundir.begun(newest)
     return [record for record in (newest, begun if begun is not newest else None) if record]
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """A line on the pending or running job that uses ``run_dir``, for a submission; "" if there is none, or none is known.
+    """For a submission: a line on the pending or running job that uses ``run_dir``. "" if no such job is known.
 
     Jobs that ``dependency`` waits for do not count.
     """
@@ -111,7 +120,7 @@ def of_array(job: str | None, other: object) -> bool:
 
 
 def element(run_dir: Path, other: object) -> Found:
-    """The refusal of a second element of an array on one run directory."""
+    """The refusal for a second element of an array that uses the same run directory."""
     return Found(
         f"run_dir={run_dir}: element {other} of this job array uses it, and each element needs its own: "
         "launch.py makes such an array (sweep.KEY=A,B)"
@@ -129,7 +138,8 @@ def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str
     runs = _runs(record)
     in_slurm = record.get("cluster") is not None
     if own is not None and own == job:
-        # An earlier start of this job, or another step of it: only its process shows whether that step still runs.
+        # The attempt is an earlier start of this job or another step of it. Only the process shows whether that step
+        # still runs.
         if record.get("launch") == rundir.launch_id(environ) and runs:
             return _used(run_dir, f"another step of this job (process {record['process']['pid']})", "wait for its end")
         return Found()
@@ -147,7 +157,7 @@ def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str
         who = f"process {mine['pid']} on {mine['host']}"
         return _used(run_dir, who, f"end it (kill {mine['pid']})") if runs else Found()
     elif job is not None and job == environ.get("TORCHELASTIC_RUN_ID"):
-        return Found()  # torchrun has started its ranks again
+        return Found()  # torchrun has restarted its ranks
     else:
         why = "it runs on another host"
     if is_its and status.get("state") == "preempted":
@@ -156,7 +166,7 @@ def _look_at(record: Mapping[str, Any], run_dir: Path, environ: Mapping[str, str
 
 
 def _runs(record: Mapping[str, Any]) -> bool | None:
-    """Whether the process of an attempt runs; None where that cannot be seen from here."""
+    """Whether the process of an attempt runs. None if this cannot be seen from this machine or process namespace."""
     its = record.get("process") or {}
     if not its.get("place") or its["place"] != _place():
         return None
@@ -164,9 +174,10 @@ def _runs(record: Mapping[str, Any]) -> bool | None:
 
 
 def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, stopped: bool) -> Found:
-    """By the job's state in Slurm. stopped: the attempt was saved. In salloc nothing requeues it, and its job continues without it.
+    """Checks by the state of the job in Slurm. stopped: whether the attempt was stopped and saved.
 
-    Raises MachineError where Slurm cannot be asked.
+    Nothing requeues a stopped attempt in an allocation of salloc, although the job itself continues, so the attempt
+    counts as ended. Raises MachineError if Slurm cannot be asked.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -186,7 +197,7 @@ def _ask(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float,
 
 
 def _watch(record: Mapping[str, Any], run_dir: Path, patience_s: float, why: str) -> Found:
-    """By the heartbeat, where nothing else can be asked."""
+    """Checks by the heartbeat, if no other check is possible. Takes up to `WATCH_S` seconds."""
     job, host = record.get("job"), (record.get("hosts") or ["unknown"])[0]
     who = f"job {job} on {host}" if job else f"a process on {host}"
     first, begin = newest_heartbeat(run_dir), time.monotonic()
@@ -198,7 +209,10 @@ def _watch(record: Mapping[str, Any], run_dir: Path, patience_s: float, why: str
 
 
 def newest_heartbeat(run_dir: Path) -> float:
-    """Its time; 0 for none. The file is opened, so that a network file system asks its server."""
+    """The time of the newest heartbeat, as time.time(); 0 if there is none.
+
+    Opening the file makes a network file system ask its server for the current time stamp.
+    """
     try:
         with open(run_dir / "attempt.json", "rb") as file:
             return os.fstat(file.fileno()).st_mtime

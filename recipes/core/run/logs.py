@@ -1,7 +1,7 @@
-"""Output: each rank's log file, and what is said to a person. Standard library only.
+"""The log file of each rank. Standard library only.
 
-The copy is made by a process of its own (``tee``), below Python: NCCL's lines are in it too, and the last words of a rank that
-is killed or crashes.
+A separate process (``tee``) copies the output below Python. The log file therefore also contains the lines of NCCL and
+the last lines of a rank that crashes or is killed.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from recipes.core.run import signals
 
 @contextlib.contextmanager
 def copied_to(path: Path) -> Iterator[TextIO | None]:
-    """Copies this process's stdout and stderr, children's included, to the end of ``path`` while it is entered.
+    """Appends the stdout and stderr of this process and its children to ``path`` within the ``with`` block.
 
-    Gives the terminal that stderr was, where it was one, for a progress line that does not belong into a file; else None.
-    Raises MachineError when ``path`` cannot be written, or there is no ``tee``.
+    Yields the terminal if stderr was one, for a progress line that must not be in the file; else None.
+    Raises MachineError if ``path`` cannot be written or ``tee`` does not exist.
     """
     try:
         with open(path, "ab"):
@@ -43,8 +43,8 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         stream.flush()
         original = os.dup(number)
         read_end, write_end = os.pipe()
-        # Slurm signals every process of a step, and Ctrl-C all of a terminal's: tee inherits these blocked, and ends when
-        # the rank does. They are blocked here for this moment, so that none is lost.
+        # Slurm signals every process of a step, and Ctrl-C every process of a terminal. tee inherits these signals as
+        # blocked and ends when the rank ends. This process blocks them only for this moment, so that no signal is lost.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
         try:
             tee = subprocess.Popen(
@@ -53,7 +53,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
                 stdout=original,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                restore_signals=False,  # SIGPIPE stays ignored: where who reads along has ended, the file goes on
+                restore_signals=False,  # SIGPIPE stays ignored: tee writes the file even without a reader of stdout
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -70,7 +70,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
             os.dup2(original, number)
             os.close(original)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                tee.wait(timeout=5)  # not for ever: a grandchild may still hold the pipe
+                tee.wait(timeout=5)  # a limit, since a grandchild may still hold the pipe
         if terminal:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the terminal is gone
                 terminal.close()

@@ -1,4 +1,4 @@
-"""What comes next for a run: its own record, and its job in Slurm's queue. Never torch."""
+"""What happens next to a run, from its own status and from its job in Slurm's queue. Does not import torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from recipes.core.run import rundir
 from recipes.core.run.scontrol import Job, Queue, describe
 
 AGAIN = "to resume, start it again with the same run_dir="
-# Why nothing starts the run again.
+# Reasons why nothing starts the run again.
 WORDS = {
     Next.cancelled: f"the job was cancelled: {AGAIN}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {AGAIN}",
@@ -24,10 +24,12 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Outlook:
-    """A run's job. id: "" outside Slurm. job: None where Slurm does not know it, or could not be asked. asked: whether it answered.
+    """The job of a run.
 
-    line: one line about the job. next: what happens to it after the run's newest start; None while that start runs, or where
-    nothing is known. submitted_since: it is not the job that started the run last, but one that was submitted after it.
+    id: the job ID; "" outside Slurm. job: None if Slurm does not know the job or could not be asked. asked: whether
+    Slurm answered. line: one line about the job. next: what happens to the job after the newest start of the run; None
+    while that start runs, or if nothing is known. submitted_since: whether this job was submitted after the job that
+    started the run last.
     """
 
     id: str
@@ -39,15 +41,18 @@ class Outlook:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job has processes, as far as Slurm knows."""
+        """Whether the job has processes now, according to Slurm."""
         return self.job is not None and not self.job.ended and not self.job.waiting
 
 
 def look(run_dir: Path, queue: Queue) -> Outlook:
-    """The outlook of the job that was submitted last, if it has not begun yet; else of the job that started the run last."""
+    """The outlook of the job that was submitted last.
+
+    If that job has ended and the job that started the run last has not, it is the outlook of the latter.
+    """
     attempt, described = rundir.owner(run_dir) or {}, files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
-    if attempt.get("cluster", "") is None:  # outside Slurm: a number is torchrun's --rdzv-id
+    if attempt.get("cluster", "") is None:  # outside Slurm, a number is the --rdzv-id of torchrun
         of_attempt = ""
     ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
     if not ids:
@@ -66,10 +71,10 @@ def look(run_dir: Path, queue: Queue) -> Outlook:
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
-    """One line on a run that was stopped: what stopped it, where it was saved, and what comes next."""
+    """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
     found, noted = look(run_dir, queue), next_of(status)
     saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
-    if found.job is None:  # its own record is all that is known
+    if found.job is None:  # only the status of the run is known
         why = f" ({found.line})" if found.id else ""
         if noted in (Next.requeued, Next.held):
             lost = f": {AGAIN}" if found.asked else ""
@@ -78,9 +83,10 @@ def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
     if found.next in (Next.requeued, Next.held):
         return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
     if found.next:
-        # Its batch script has noted why it did not requeue the job; while that ends, Slurm shows it like a cancelled one.
+        # The batch script has recorded why it did not requeue the job. While the script ends, Slurm shows the job like
+        # a cancelled one.
         is_final = noted not in (None, Next.requeued, Next.held) and not found.submitted_since
         return f"{saved}; {found.line}; {WORDS[noted if noted and is_final else found.next]}"
-    if found.job.fields.get("BatchFlag") == "0":  # salloc or srun: nothing requeues it
+    if found.job.fields.get("BatchFlag") == "0":  # a job of salloc or srun, which nothing requeues
         return f"{saved}; {AGAIN}"
     return f"{saved}; {found.line}, and its batch script has not ended yet"

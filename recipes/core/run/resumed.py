@@ -1,4 +1,4 @@
-"""The run that a launch resumes: which one it is, its keys, and whether the new keys are still the same experiment."""
+"""The run that a launch resumes: its directory and keys, and the check that new keys do not change the experiment."""
 
 import contextlib
 import dataclasses
@@ -18,21 +18,21 @@ LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
 
 def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
-    """The run directory whose keys a launch inherits: that of ``run_dir=``, else the one that ``resume=`` names; None for neither.
+    """The run directory whose keys a launch inherits: ``run_dir=``, else the run that ``resume=`` names.
 
-    Raises ConfigError where ``run_dir=`` or ``resume=`` is a run of another recipe.
+    Returns None if there is neither. Raises ConfigError if ``run_dir=`` or ``resume=`` names a run of another recipe.
     """
     named = [("run_dir", Path(run.run_dir))] if run.run_dir else []
     if run.resume not in RESUME_WORDS:
         path = Path(run.resume)
-        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN/checkpoints/NAME at most
+        named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN up to RUN/checkpoints/NAME
     for name, path in named:
         try:
             folder = Path(os.path.realpath(path.expanduser()))
-        except FileNotFoundError:  # the current folder was removed; launch.py reports it
+        except FileNotFoundError:  # the current folder was removed, which launch.py reports
             continue
         try:
-            # A file beside a checkpoint that was copied elsewhere may belong to another program.
+            # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
             is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
             if not is_run or not (folder / "config.yaml").is_file():
                 continue
@@ -50,7 +50,7 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
 
 
 def recipe_of(run_dir: Path) -> str:
-    """The recipe of a run directory, by its records, else by the names of its keys; "" if neither shows it."""
+    """The recipe of a run directory, from its records, else from the names of its keys; "" if neither shows it."""
     begun = rundir.owner(run_dir) or {}
     if begun.get("recipe"):
         return str(begun["recipe"])
@@ -62,7 +62,7 @@ def recipe_of(run_dir: Path) -> str:
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
-    """The keys of a run that a resume inherits, as words. Raises ConfigError."""
+    """The keys of a run that a resumed launch inherits, with their values as text. Raises ConfigError."""
     path = run_dir / "config.yaml"
     try:
         words = parser.read_yaml(path, shown(path, 4096))
@@ -75,12 +75,12 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             "use the code that the run was trained with, or start another run"
         )
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
-    unset = {name for name in declare.path_keys((recipe_class,)) if not words.get(name)}  # the site's default holds
+    unset = {name for name in declare.path_keys((recipe_class,)) if not words.get(name)}  # the site's default applies
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 
 
 def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
-    """Raises ConfigError where the keys that were given would change the experiment of a run that is resumed."""
+    """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
     now = settings.config
     if now.evaluate or not any((resumes / "checkpoints").glob("step-*.pt")):
         return
@@ -104,16 +104,17 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
 
 
 def change_of_length(then: Any, now: Any, finished: bool) -> str:
-    """Why a change of ``epochs`` or ``max_steps`` requires force=true, in words; "" if it does not.
+    """Why a change of ``epochs`` or ``max_steps`` requires force=true; "" if it does not.
 
-    A finished run may be made longer, and so may another run whose learning rate does not depend on its length.
+    A finished run may be made longer. An unfinished run may be made longer if its learning rate does not depend on its
+    length.
     """
     for name in LENGTH:
         before, after = getattr(then, name), getattr(now, name)
         if before == after:
             continue
         change = f"{name}={after}: the run has {name}={before}"
-        least = math.inf if name == "max_steps" else 0  # max_steps=0: no limit
+        least = math.inf if name == "max_steps" else 0  # max_steps=0 means no limit
         if (after or least) < (before or least):
             return f"{change}, and would become shorter"
         if not finished and now.lr_depends_on_length:
@@ -122,7 +123,7 @@ def change_of_length(then: Any, now: Any, finished: bool) -> str:
 
 
 def _is_finished(run_dir: Path, resume: str) -> bool:
-    """Whether a run is done, and is resumed from its last step."""
+    """Whether a run is done and is resumed from its last step."""
     status = rundir.read_status(run_dir) or {}
     name = Path(os.path.expanduser(resume)).name
     if name == "best":

@@ -1,7 +1,8 @@
-"""The run directory: where it is, its status, and who failed first. Standard library only.
+"""The run directory: its path, its status, and the rank that failed first. Standard library only.
 
-``status.json`` is what counts about a run's outcome: under srun a rank's exit status can be masked. Ranks that fail leave a
-record each; a rank that is gone without one was killed. `verdict` puts that together, from whichever process is left.
+``status.json`` decides the outcome of a run because srun can mask the exit status of a rank. Each rank that fails
+writes a failure record. A rank that ended without a record was killed. `verdict` combines the records. Any process that
+is still running can call it.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def own_folder(environ: Mapping[str, str]) -> Path | None:
-    """A run's own folder for what it needs while it goes on, one on each node of its job; None outside Slurm."""
+    """The path of a run's own temporary folder on this node; None outside Slurm. The folder is not created."""
     job, step = job_id(environ), environ.get("SLURM_STEP_ID", "0")
     if not job:
         return None
-    # Several runs may go on side by side in one step.
+    # Several runs may run at the same time in one step.
     told = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
     run = zlib.crc32(" ".join(told).encode("utf-8", "surrogateescape"))
     parent = Path(environ.get("TMPDIR") or "/tmp")
@@ -43,24 +44,24 @@ def own_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
-    """What tells this launch of a run from an earlier one: the launcher's own word, else Slurm's job and restart; or ""."""
+    """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's ``<job>.<restart>``, else ""."""
     job = job_id(environ)
     return environ.get("RECIPES_LAUNCH") or (f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else "")
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """The run directory: as given, else ``runs/<recipe>/<run_id>`` of the repository, with a time stamp where there is no id.
+    """The run directory: ``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository.
 
-    base: the repository, or a copy of its code.
+    A time stamp replaces ``run_id`` if there is none. base: the repository, or a snapshot of its code.
     """
     if run_dir:
-        return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises where links lead in a circle
+        return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     return source.home(base) / "runs" / recipe / (run_id or now)
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """``status.json``, or None before the run has begun."""
+    """The content of ``status.json``; None before the run has begun."""
     return files.read_json(run_dir / "status.json")
 
 
@@ -74,8 +75,11 @@ def write_status(
     kind: Kind | None = None,
     first: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces ``status.json``. kind: why the attempt ended; None while it runs and where it is done. first: the first failing
-    rank's record, as `verdict` gives it. What comes next is added later, by `note_next`."""
+    """Replaces ``status.json``.
+
+    kind: why the attempt ended; None while it runs or if it is done. first: the record of the first failing rank, from
+    `verdict`. `note_next` adds ``next`` later.
+    """
     assert state in STATES
     first = first or {}
     content = {
@@ -94,7 +98,10 @@ def write_status(
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:
-    """Adds to ``status.json``, if it is still this attempt's, what happens to the job after the run was saved."""
+    """Sets ``next`` in ``status.json``: what happens to the job after the run was saved.
+
+    Only if the status is of this attempt.
+    """
     with contextlib.suppress(OSError):
         status = read_status(run_dir)
         if status and status["attempt"] == attempt:
@@ -102,9 +109,10 @@ def note_next(run_dir: Path, word: Next, attempt: int) -> None:
 
 
 def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | None = None, **about: Any) -> int:
-    """Called by rank 0 alone: numbers this attempt (0 is the first) and records each rank's host, its launch and job, and ``about``.
+    """Numbers this attempt (the first is 0), and records the hosts of all ranks, the launch, the job and ``about``.
 
-    The run directory is the one's that has begun, noted as ``before``, until this one begins too: it may yet be refused.
+    Only rank 0 calls it. Returns the number. The run directory still belongs to the last attempt that has begun, which
+    is recorded as ``before``, until this attempt begins: it may still be refused.
     """
     newest = files.read_json(run_dir / "attempt.json")
     attempt = int(newest["attempt"]) + 1 if newest else 0
@@ -114,9 +122,11 @@ def open_attempt(run_dir: Path, hosts: list[str], launch: str = "", job: str | N
 
 
 def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> None:
-    """Called by rank 0 alone: this attempt takes the run directory over, and begins at ``step``. Raises MachineError, OSError.
+    """Makes this attempt the owner of the run directory and records that it begins at ``step``. Only rank 0 calls it.
 
-    own: from a checkpoint of this run directory. of: this ``attempt`` and ``launch``; a later one may have been opened since.
+    own: whether the attempt resumes from a checkpoint of this run directory. of: the ``attempt`` and ``launch`` of this
+    attempt. Raises MachineError if a later attempt has been opened since, or if the record cannot be read. Raises
+    OSError.
     """
     record = files.read_json(run_dir / "attempt.json")
     if record is None:
@@ -132,14 +142,15 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
 
 
 def begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The newest attempt that has begun, of what ``attempt.json`` holds."""
+    """The newest attempt that has begun, from the content of ``attempt.json``."""
     return record if record is None or "from_step" in record else record.get("before")
 
 
 def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
-    """The attempt that the run directory is: the one that has begun last, or else that was opened last; None for none.
+    """The attempt that owns the run directory: the last one that has begun, else the last one that was opened.
 
-    of: ``attempt`` or ``launch``, or both, of the one that is asked for, which may be opened and not begun; None where it is neither.
+    Returns None if there is none. of: ``attempt``, ``launch`` or both. With them, the function returns the attempt with
+    these values if it is the last one that was opened or the last one that has begun; else None.
     """
     newest = files.read_json(run_dir / "attempt.json")
     return _owner(newest, of) if of else begun(newest) or newest
@@ -153,10 +164,13 @@ def _owner(newest: dict[str, Any] | None, of: Mapping[str, Any]) -> dict[str, An
 
 
 def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
-    """Raises MachineError where a later attempt has taken the run directory over from this one, as far as the file system tells."""
+    """Raises MachineError if a later attempt has taken over the run directory.
+
+    Does nothing if ``attempt.json`` cannot be read.
+    """
     newest = files.read_json(
         run_dir / "attempt.json"
-    )  # once: where it does not answer just now, no other attempt is seen
+    )  # read only once: if the file system does not answer now, no other attempt is visible
     if newest is not None and not _owner(newest, {"attempt": attempt, "launch": launch}):
         raise _taken_over(run_dir, newest)
 
@@ -166,14 +180,20 @@ def _taken_over(run_dir: Path, newest: Mapping[str, Any]) -> MachineError:
 
 
 def taken_over_by(run_dir: Path, launch: str) -> str:
-    """The launch that has taken the run directory over from this one, "" for none. For the end of this launch's own job."""
+    """The launch that has taken over the run directory from this launch; "" if there is none.
+
+    Called at the end of this launch's job.
+    """
     newest = begun(files.read_json(run_dir / "attempt.json"))
     taken = newest and launch and newest.get("follows") == launch and newest.get("launch") != launch
     return str(newest.get("launch") or "unknown") if newest and taken else ""
 
 
 def gained_nothing(run_dir: Path, launch: str) -> bool:
-    """Whether this launch's attempt, and it is not the run's first, has ended before it began or at the step that it began at."""
+    """Whether the attempt of this launch ended before it began, or at the step at which it began.
+
+    Always False for attempt 0.
+    """
     attempt, status = owner(run_dir, launch=launch), read_status(run_dir)
     if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
         return False
@@ -181,31 +201,34 @@ def gained_nothing(run_dir: Path, launch: str) -> bool:
 
 
 def for_evaluation(run_dir: Path) -> Path:
-    """Where an evaluation of a run's checkpoint is kept: beside the run, which may be training; a new folder is its own."""
-    trained = (run_dir / "config.yaml").exists()  # an evaluation leaves none
+    """The folder for an evaluation: ``evaluation/`` in the run directory of a training; else ``run_dir``.
+
+    The training may run at the same time.
+    """
+    trained = (run_dir / "config.yaml").exists()  # an evaluation does not write this file
     return run_dir / EVALUATION if trained else run_dir
 
 
 def for_examination(run_dir: Path) -> Path:
-    """Where the doctor leaves its own status and verdict: beside the run, where there is one."""
+    """The folder for the doctor's status and verdict: ``doctor/`` in an existing run directory; else ``run_dir``."""
     return run_dir / DOCTOR if (run_dir / "config.yaml").exists() else run_dir
 
 
 def of_launch(run_dir: Path, launch: str) -> Path:
-    """``run_dir``, or the folder in it of the evaluation that this launch was."""
+    """The folder of this launch: the evaluation folder in ``run_dir`` if it was an evaluation, else ``run_dir``."""
     attempt = files.read_json(run_dir / EVALUATION / "attempt.json")
     return run_dir / EVALUATION if attempt and launch and attempt["launch"] == launch else run_dir
 
 
 def refuse(run_dir: Path, launch: str, exit_status: int, line: str) -> None:
-    """Notes that a launch was refused before the run began, for who reads how it ended; the status stays as it was."""
+    """Records in ``refused.json`` that a launch was refused before the run began. The status does not change."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         files.write_json(run_dir / "refused.json", {"launch": launch, "exit_status": exit_status, "line": line})
 
 
 def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
-    """The note of `refuse` for this launch, if there is one: ``exit_status`` and ``line``."""
+    """The record that `refuse` wrote for this launch, with ``exit_status`` and ``line``; None if there is none."""
     for folder in (of_launch(run_dir, launch), run_dir):
         if (note := files.read_json(folder / "refused.json")) and note["launch"] == launch:
             return note
@@ -213,7 +236,7 @@ def refusal(run_dir: Path, launch: str) -> dict[str, Any] | None:
 
 
 def accuracy(run_dir: Path) -> str:
-    """The accuracy in ``summary.json``, as a part of a line; "" for none."""
+    """The accuracy in ``summary.json`` as part of a line; "" if there is none."""
     found = (files.read_json(run_dir / "summary.json") or {}).get("val_top1")
     return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
 
@@ -230,8 +253,11 @@ def record_failure(
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
 ) -> None:
-    """Leaves this rank's record. behind: the rank that did not arrive, with its host and how far it was (``at``), as this one
-    sees it. moment: when it failed, as time.time(); None: now."""
+    """Writes the failure record of this rank.
+
+    behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this rank sees it.
+    moment: the time of the failure, as time.time(); None means now.
+    """
     content = {
         "rank": rank,
         "host": host,
@@ -245,17 +271,21 @@ def record_failure(
 
 
 def read_failure(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
-    """That rank's record, if it has left one."""
+    """The failure record of that rank; None if it has not written one."""
     return files.read_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json")
 
 
 def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
-    """The ranks that have left a record of their failure in this attempt."""
+    """The ranks that have written a failure record in this attempt."""
     return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
 
 
 class Verdict(NamedTuple):
-    """Why an attempt failed: reason, in one line; the first failing rank's record, with at least its rank and host; and the kind."""
+    """Why an attempt failed.
+
+    reason: one line. first: the record of the first failing rank, which has at least its rank and host. kind: the
+    failure kind.
+    """
 
     reason: str
     first: dict[str, Any] | None
@@ -263,10 +293,11 @@ class Verdict(NamedTuple):
 
 
 def verdict(run_dir: Path, number: int | None = None) -> Verdict:
-    """Why an attempt (``number``; None: the newest) failed, as far as the ranks' records show.
+    """Why an attempt failed, according to the failure records. number: the attempt; None means the newest.
 
-    A rank's own error counts before anything else, the earliest first. Without one, a rank that left no record while others
-    lost a peer was killed from outside (SIGKILL, out of memory, its node).
+    The earliest failure that is not a consequence of another rank's failure takes precedence. If there is none, the
+    first rank without a record was killed from outside (SIGKILL, out of memory, failure of its node), and the other
+    ranks lost the connection to it.
     """
     attempt = files.read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
     if not attempt:
@@ -278,11 +309,11 @@ def verdict(run_dir: Path, number: int | None = None) -> Verdict:
     for kind, record in records:
         if not kind.is_consequence:
             alike = [r for k, r in records if not k.is_consequence and r["error"] == record["error"]]
-            record = min(alike, key=lambda r: r["rank"])  # rank 0 speaks for all ranks with the same error
+            record = min(alike, key=lambda r: r["rank"])  # the lowest rank represents all ranks with the same error
             return Verdict(f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record, kind)
     own_word: set[int] = set()
     for _, record in records:
-        # A stopped rank that is woken to be ended says afterwards that it has lost its peers.
+        # A rank that SIGSTOP has stopped and that is continued to end it reports afterwards that it has lost its peers.
         if (late := record.get("behind")) and late["rank"] not in own_word:
             who = f"rank {late['rank']} on {late['host']}"
             return Verdict(
@@ -297,7 +328,7 @@ def verdict(run_dir: Path, number: int | None = None) -> Verdict:
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
         reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
         return Verdict(reason, silent[0], Kind.killed)
-    if records:  # a rank that timed out before one that lost its connection to that rank
+    if records:  # a rank that timed out takes precedence over a rank that lost its connection to it
         kind, record = next((one for one in records if one[0] is Kind.timeout), records[0])
         return Verdict(f"rank {record['rank']} on {record['host']} lost its peers: {record['error']}", record, kind)
     return Verdict(
@@ -314,10 +345,11 @@ def close(
     kind: Kind = Kind.killed,
     first: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Called when no rank is left: a status that still says running becomes failed, or incomplete where no rank failed.
+    """Sets the final status of a launch after all of its ranks have ended.
 
-    reason, kind, first: what the caller has seen itself, for where the ranks left no record. Gives the status of this launch;
-    None where it never began, and left things as they were.
+    A status that is still ``running`` becomes ``failed``, or ``incomplete`` if no rank failed. reason, kind, first:
+    what the caller has observed itself; they are used if the ranks wrote no record. Returns the status of this launch;
+    None if the launch never began and changed nothing.
     """
     run_dir = of_launch(run_dir, launch)
     status, attempt = read_status(run_dir), owner(run_dir, launch=launch)
@@ -326,7 +358,7 @@ def close(
     begun = status is not None and status["attempt"] == attempt["attempt"]
     if not begun and (refusal(run_dir, launch) or _runs_elsewhere(status, attempt)):
         return None
-    # A rank whose record was missing when the others wrote theirs may have left it since.
+    # A rank whose record was missing when the status was written may have written it since then.
     unsure = begun and status is not None and status["state"] == "failed" and kind_of(status) is Kind.killed
     if not status or not begun or status["state"] == "running" or unsure:
         found = verdict(run_dir, attempt["attempt"])
@@ -338,7 +370,7 @@ def close(
         step = status["step"] if status else 0
         told = {"state": state, "attempt": attempt["attempt"], "step": step, "reason": found.reason, "kind": found.kind}
         status = {**told, "exit_status": (found.first or {}).get("exit_status")}
-        with contextlib.suppress(OSError):  # a full disk: the caller is given the outcome all the same
+        with contextlib.suppress(OSError):  # the disk may be full; the caller gets the status in any case
             write_status(
                 run_dir,
                 state,
@@ -353,7 +385,7 @@ def close(
 
 
 def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]) -> bool:
-    """Whether an attempt that never began stands beside another job's, which is running as far as can be seen."""
+    """Whether another job still runs this run, as far as the status shows, while this attempt has never begun."""
     before = attempt.get("before")
     if not before or not status or status["state"] != "running":
         return False
@@ -362,7 +394,10 @@ def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
-    """The exit status that ``status.json`` stands for; ``fallback`` (never 0) where it says nothing better."""
+    """The exit status for the content of ``status.json``.
+
+    If the content does not determine it, the result is ``fallback``, or 1 if ``fallback`` is 0.
+    """
     state = status["state"] if status else ""
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}.get(state)
     return known if known is not None else (status and status.get("exit_status")) or fallback or EXIT_CRASH

@@ -1,4 +1,4 @@
-"""What Slurm's controller knows about a job: the one caller and parser of ``scontrol show job``. Standard library only."""
+"""Calls ``scontrol show job`` and parses its output. No other module does this. Standard library only."""
 
 import contextlib
 import os
@@ -10,15 +10,16 @@ from datetime import datetime, timedelta
 
 from recipes.core.errors import MachineError, Next
 
-# States from which a job does not come back by itself. Not REVOKED: in a federation another cluster runs that job.
+# States after which a job does not start again. REVOKED is not one of them: in a federation, another cluster runs that
+# job.
 ENDED = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
-# Between two starts of a requeued job, or ahead of its first one.
+# States between two starts of a requeued job, or before the first start.
 WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"])
-COMPLETING = "COMPLETING"  # its last start is ending: what comes next shows in other fields
+COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
-# Fields whose value may contain spaces and "=": each stands on a line by itself, or at the end of its line.
+# Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a line.
 _LINE = re.compile(
     r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
@@ -29,9 +30,9 @@ _WORD = re.compile(r"(\S+?)=(\S*)")
 class Job:
     """One job, one array task, or one component of a heterogeneous job.
 
-    id: ``<job>``, or ``<array>_<task>``. state: Slurm's word (PENDING, RUNNING, …). reason: why it is pending or has
-    ended, "" for none. exit_status: 0 while it runs; 128 + N for a job ended by signal N. restarts: times requeued.
-    fields: all that ``scontrol`` printed, by its names.
+    id: ``<job>`` or ``<array>_<task>``. state: Slurm's name of the state (PENDING, RUNNING, …). reason: why the job is
+    pending or has ended; "" if there is none. exit_status: 0 while the job runs; 128 + N for a job that signal N ended.
+    restarts: how often the job was requeued. fields: all fields that ``scontrol`` printed, by their names.
     """
 
     id: str
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def never_starts(self) -> bool:
-        """Whether its dependency can never be met. Slurm leaves such a job in the queue."""
+        """Whether the dependency of the job can never be met. Slurm leaves such a job in the queue."""
         return self.state == "PENDING" and self.reason == "DependencyNeverSatisfied"
 
     @property
@@ -56,17 +57,20 @@ class Job:
 
     @property
     def held(self) -> bool:
-        """Whether Slurm starts it again only after ``scontrol release``."""
+        """Whether Slurm starts the job only after ``scontrol release``."""
         return (self.waiting or self.state == COMPLETING) and self.fields.get("Priority") == "0"
 
     @property
     def start(self) -> str:
-        """When a waiting job starts, as far as Slurm knows: a time, or ""."""
+        """The expected start time of a waiting job; "" if Slurm does not know it."""
         start = self.fields.get("StartTime", "")
         return "" if start in ("Unknown", "N/A", "None") else start
 
     def after_start(self, restarts: int) -> Next | None:
-        """What Slurm does with the job after the start with this number (0: the first); None while that start is running."""
+        """What Slurm does with the job after the start with this number (the first is 0).
+
+        None while that start runs.
+        """
         if self.held:
             return Next.held
         if self.ended:
@@ -89,7 +93,10 @@ class Job:
 
 
 class Queue:
-    """Answers about several jobs. Asks for each job once, and for none after the controller has failed to answer."""
+    """Finds several jobs.
+
+    It asks the controller once per job, and never again after the controller has failed to answer.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
         self._environ, self._timeout_s = environ, timeout_s
@@ -97,7 +104,7 @@ class Queue:
         self._failure: MachineError | None = None
 
     def find(self, job_id: str) -> Job | None:
-        """The job as `find` gives it. Raises MachineError."""
+        """The same as the function `find`. Raises MachineError."""
         if self._failure:
             raise self._failure
         if job_id not in self._known:
@@ -110,15 +117,16 @@ class Queue:
 
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
-    """The job as the controller describes it, one entry per array task or component; [] where Slurm does not know it.
+    """The job as the controller describes it, with one entry per array task or component.
 
-    Asks the controller and not accounting, which a site need not have. ``environ`` is scontrol's environment.
-    Raises MachineError where the controller cannot be asked.
+    The list is empty if Slurm does not know the job. The function asks the controller and not the accounting, since a
+    site may not have accounting. environ: the environment of scontrol. Raises MachineError if the controller cannot be
+    asked.
     """
     try:
         asked = subprocess.run(
             ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True, timeout=timeout_s,
-            encoding="utf-8", errors="surrogateescape",  # any user's job name or path may be in it
+            encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
         )  # fmt: skip
     except FileNotFoundError:
         raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
@@ -127,7 +135,8 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     except OSError as error:
         raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
     if asked.returncode:
-        # scontrol's only signs of it: no job of that number, or (on stdout) no such element of an array that it knows.
+        # Only these two texts show that Slurm does not know the job: the first for a job ID (stderr), the second (on
+        # stdout) for an element of an array that Slurm knows.
         if "Invalid job id" in asked.stderr or re.fullmatch(r"Job \S+ not found\s*", asked.stdout):
             return []
         raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
@@ -135,12 +144,15 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
 
 
 def find(job_id: str, environ: Mapping[str, str] = os.environ) -> Job | None:
-    """The job, of an array or a heterogeneous job its first part; None where Slurm does not know it. Raises MachineError."""
+    """The job; None if Slurm does not know it. For an array or a heterogeneous job, its first part.
+
+    Raises MachineError.
+    """
     return next(iter(show(job_id, environ)), None)
 
 
 def describe(job: Job) -> str:
-    """A job's state in the queue, in one line."""
+    """One line on the state of a job in the queue."""
     reason = f" ({job.reason})" if job.reason else ""
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
@@ -154,14 +166,15 @@ def describe(job: Job) -> str:
 
 
 def parse(text: str) -> list[Job]:
-    """The jobs in the output of ``scontrol show job`` (not ``-o``). Seen with Slurm 22.05, 24.11 and 26.05."""
+    """The jobs in the output of ``scontrol show job`` (without ``-o``). Checked with Slurm 22.05, 24.11 and 26.05."""
     return [_job(block) for block in re.split(r"\n\s*\n", text) if "JobId=" in block]
 
 
 def gpus(tres: str) -> str:
-    """The GPUs in a list of resources, as sbatch's options count them: ``2``, ``a100:2``, or "" for none.
+    """The GPUs in a list of resources, in the format of sbatch's options: ``2`` or ``a100:2``; "" if there are none.
 
-    The list is as ``scontrol`` or SLURM_TRES_PER_TASK has it: gres:gpu:2 (Slurm 22.05), gres/gpu:2 or cpu=4,gres/gpu:a100=2 (24.11).
+    tres: a list from ``scontrol`` or SLURM_TRES_PER_TASK, for example gres:gpu:2 (Slurm 22.05), gres/gpu:2 or
+    cpu=4,gres/gpu:a100=2 (24.11).
     """
     found = (re.fullmatch(r"(?:gres[:/])?gpu[:=](.+)", one) for one in tres.split(","))
     return ",".join(one[1].replace("=", ":") for one in found if one)

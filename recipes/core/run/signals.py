@@ -1,7 +1,7 @@
-"""Stopping: a signal, or the near end of the job, sets a flag, and the step loop acts on it when all ranks have agreed.
+"""Stopping: a signal, or the approaching end of the job, sets a flag.
 
-A Python handler does not run while the main thread waits in a collective; a thread that reads the interpreter's wake-up pipe
-sees the signal at once.
+The step loop acts on the flag when all ranks have agreed. A Python signal handler does not run while the main thread
+waits in a collective. A thread that reads the interpreter's wake-up pipe sees the signal immediately.
 """
 
 import contextlib
@@ -20,25 +20,26 @@ from types import FrameType
 
 from recipes.core.run import rundir
 
-# SIGUSR1 and SIGUSR2: a site's or the scripts' --signal. NCCL 2.12 and 2.13 caught SIGUSR1; since 2.14 NCCL does so only where
-# NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal is gone.
+# SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
+# NCCL catches it only if NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-TOGETHER_S = 0.3  # signals so close are one: timeout(1) sends its own to the command, and then to its whole group
-INTERRUPT_S = 5.0  # after a second SIGINT: for the main thread to end by itself, which it cannot inside of a collective
-SAID_S = 1.0  # for a line on stderr
-UNWINDING = 5  # times that, where it has heard, for a slow disk
-SHARE = 0.25  # of a job's time, the most that may be left at its end
-ASK_AGAIN_S = 60.0  # before the end that is known: it may have been put off since
-SHORT_S = 480.0  # a job of less: 120 s, the signal's, are more than a quarter of it
-ANSWER_S = 10.0  # for the controller; one that is silent is not to use up the time that is left
-INTERRUPTED = 130
+TOGETHER_S = 0.3  # signals within this time count as one: timeout(1) signals the command, then its whole process group
+INTERRUPT_S = 5.0  # time for the main thread to end after a second SIGINT; inside a collective it cannot
+SAID_S = 1.0  # time to write a line to stderr
+UNWINDING = 5  # how often a main thread that is already ending gets INTERRUPT_S more time, for a slow disk
+SHARE = 0.25  # the margin before the end of a job is at most this share of the time that is left at the start
+ASK_AGAIN_S = 60.0  # ask again for the end this long before the known end, which may have been moved
+SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
+ANSWER_S = 10.0  # timeout for the controller, so that waiting for an answer does not use up the remaining time
+INTERRUPTED = 130  # exit status after a second SIGINT
 
 
 class StopFlag:
-    """Whether this rank is to stop, and why: a signal's name, or words. The first reason stays.
+    """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept.
 
-    settling: to be set when what the run has come to is written: a second SIGINT does not cut that short.
-    last_words: called, from another thread, where a second SIGINT ends the process since its main thread does not come back.
+    settling: set it to True while the final state of the run is written; a second SIGINT then does not interrupt.
+    last_words: called from another thread before a second SIGINT ends the process because its main thread does not
+    respond.
     """
 
     def __init__(self) -> None:
@@ -49,13 +50,13 @@ class StopFlag:
         return bool(self.reason)
 
     def note(self, reason: str) -> bool:
-        """Whether this is the first reason."""
+        """Sets the reason if there is none yet. Returns whether this is the first reason."""
         first, self.reason = not self.reason, self.reason or reason
         return first
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """SIGNALS, but for a SIGHUP that whoever has started this had ignored, as nohup does."""
+    """SIGNALS without SIGHUP if the parent process has it ignored, as nohup does; else all SIGNALS."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
@@ -65,19 +66,20 @@ def stop_flag(
     by_clock: bool = False,
     continued: Callable[[], None] = lambda: None,
 ) -> Iterator[StopFlag]:
-    """A flag that each of SIGNALS sets. A second SIGINT, TOGETHER_S later, interrupts once.
+    """Yields a flag that each of SIGNALS sets.
 
-    tell: called once, from a thread of its own, with the first signal's name. by_clock: SIGUSR2 is ignored, see `is_short`.
-    continued: called from a thread at each SIGCONT.
+    A second SIGINT, at least TOGETHER_S later, raises KeyboardInterrupt once. tell: called once, in a separate thread,
+    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `is_short`. continued: called from a
+    thread at each SIGCONT. Must be called from the main thread.
     """
     flag, main_thread = StopFlag(), threading.get_ident()
-    saying = threading.Thread()  # the words on the first signal
-    interrupts, interrupted = 0, False  # counted by the thread: Python may call the handler once for two
+    saying = threading.Thread()  # the thread that calls tell
+    interrupts, interrupted = 0, False  # counted by the listener: Python may call the handler only once for two signals
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        flag.note(signal.Signals(number).name)  # where the thread has not come to it yet
-        if interrupts > 1 and not (interrupted or flag.settling):  # a third one is not to cut the last words short
+        flag.note(signal.Signals(number).name)  # in case the listener has not set it yet
+        if interrupts > 1 and not (interrupted or flag.settling):  # a third SIGINT must not cut the final messages
             interrupted = True
             raise KeyboardInterrupt
 
@@ -87,7 +89,7 @@ def stop_flag(
         print("interrupted while it waited below Python, for another rank perhaps", file=sys.stderr, flush=True)
 
     def aside(call: Callable[[], object]) -> threading.Thread:
-        """So that one that nobody reads, or a slow disk, holds up nothing."""
+        """Calls ``call`` in a separate thread, so that a blocked stderr or a slow disk blocks nothing else."""
 
         def quietly() -> None:
             with contextlib.suppress(OSError):
@@ -101,18 +103,18 @@ def stop_flag(
         nonlocal interrupts, saying
         told, over, patience, last, deadline = False, False, UNWINDING, -math.inf, math.inf
         while not over:
-            # Waits without the interpreter's lock, and for ever where there is nothing to wait for.
+            # select waits without holding the interpreter's lock. It has no timeout before the second SIGINT.
             left = max(0.0, deadline - time.monotonic()) if interrupts > 1 else None
             ready, _, _ = select.select([read_end], [], [], left)
             if not ready and (interrupted or flag.settling) and patience:
-                patience -= 1  # the main thread is on its way out, and leaves word of that
+                patience -= 1  # the main thread is ending, and writes its final messages
                 deadline = time.monotonic() + INTERRUPT_S
                 continue
             if not ready:
                 aside(leave_word).join(INTERRUPT_S * UNWINDING)
                 os._exit(INTERRUPTED)
             numbers = os.read(read_end, 64)
-            over = 0 in numbers  # no signal: the flag is not needed any more
+            over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
             if signal.SIGINT in numbers and not over and time.monotonic() - last > TOGETHER_S:
                 interrupts, last = interrupts + 1, time.monotonic()
                 if interrupts == 2:
@@ -130,20 +132,20 @@ def stop_flag(
     os.set_blocking(write_end, False)
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child is sent is not for this process
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
     before = {number: signal.signal(number, handle) for number in heeded()}
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that is held back is forgotten, too
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2
     listener.start()
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, SIGNALS
-    )  # entry.begin blocks SIGUSR1 and SIGUSR2; a parent may have blocked others
+    )  # entry.begin blocks SIGUSR1 and SIGUSR2; a parent process may have blocked others
     try:
         yield flag
     finally:
         os.write(write_end, b"\0")
-        listener.join()  # before the handlers go: it may send a signal
+        listener.join()  # before the handlers are restored, since the listener may send a signal
         if saying.ident:
             saying.join(SAID_S)
         signal.set_wakeup_fd(old_pipe)
@@ -154,9 +156,11 @@ def stop_flag(
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Until Slurm ends this job, as its controller says, else as the job was told when it began; inf: no limit; None: unknown.
+    """Seconds until Slurm ends this job. inf means no limit, None means unknown.
 
-    Raises nothing: a controller that does not answer is no reason to end.
+    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began. The function
+    raises no exception, since a controller that does not answer is no reason to end the run. It takes up to ANSWER_S
+    seconds.
     """
     if not rundir.job_id(environ):
         return None
@@ -165,13 +169,17 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
 
 
 def is_short(environ: Mapping[str, str]) -> bool:
-    """Whether this job's time limit is so short that the ready scripts' signal, for hours, would come at its begin."""
+    """Whether the time limit of this job is below SHORT_S.
+
+    The ready scripts request their signal for jobs of hours. In such a short job, the signal would come soon after the
+    start.
+    """
     limit = _ask(environ, "%l")
     return limit is not None and limit < SHORT_S
 
 
 def _ask(environ: Mapping[str, str], field: str) -> float | None:
-    """A time of this job's, in seconds, by squeue's name of it."""
+    """A time of this job in seconds. field: the format of squeue for it. None if squeue does not give it."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
             ["squeue", "--noheader", "--jobs", str(rundir.job_id(environ)), f"--format={field}"],
@@ -183,7 +191,10 @@ def _ask(environ: Mapping[str, str], field: str) -> float | None:
 
 
 def parse_time_left(text: str) -> float | None:
-    """squeue's ``[days-][[hours:]minutes:]seconds`` in seconds; UNLIMITED is inf, and what is no time (NOT_SET) None."""
+    """Converts squeue's ``[days-][[hours:]minutes:]seconds`` to seconds. UNLIMITED gives inf.
+
+    Other text (NOT_SET) gives None.
+    """
     if text == "UNLIMITED":
         return math.inf
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
@@ -199,10 +210,11 @@ def watch_the_end(
     left: Callable[[], float | None],
     tell: Callable[[str], None] = lambda name: None,
 ) -> threading.Event:
-    """Sets ``flag`` when the job has ``stop_before_s`` left, at most a quarter of what it has now, from a thread of its own.
+    """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left.
 
-    left: `seconds_left`, asked now and again near the end. For the sites that send no signal.
-    Setting the event that this gives ends the thread.
+    For sites that send no signal. The margin is at most a quarter of the time that the job has left now. left:
+    `seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
+    had no earlier reason. Set the returned event to end the thread.
     """
     over = threading.Event()
 
@@ -216,7 +228,7 @@ def watch_the_end(
             wait = early - ASK_AGAIN_S if early > 2 * ASK_AGAIN_S else max(0.5, early)
             if math.isinf(early) or over.wait(wait):
                 return
-            now = left()  # the limit may have been moved since
+            now = left()  # the time limit may have been changed since
             known = known - wait if now is None else now
         if flag.note("the time limit"):
             tell("the time limit")

@@ -1,4 +1,4 @@
-"""The project's own code: which files belong to it, its commit, how it differs from that, and whether this is a job's copy."""
+"""The project's own code: its files, its commit, its difference from the commit, and whether it is a job's snapshot."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ from typing import Any
 
 from recipes.core.files import read_json
 
-STAMP = "snapshot.json"  # in a copy of the code that a job runs: where the repository is, and its commit
-DIFF = "code.diff"  # in a copy and in a run directory: how the code differs from that commit
-MOST_DIFF = 4 << 20  # bytes of a difference that are kept
-LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # at the top, where they are no packages
-GIT_S = 20.0
-PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # of git diff, whatever the user has configured
+STAMP = "snapshot.json"  # file in a snapshot of the code: the path of the repository, and the commit
+DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference between the code and the commit
+MOST_DIFF = 4 << 20  # largest difference that is kept, in bytes
+LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # top folders that are copied only if packages
+GIT_S = 20.0  # timeout for git
+PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # of git diff, whatever the user's configuration
 
 
 def code_files(root: Path) -> Iterator[Path]:
-    """The files that a job runs: modules and packages of Python at the top, env/, and sbatch/job.sh."""
+    """The files that a job needs: Python modules and packages in the top folder, env/, and sbatch/job.sh."""
     if (shell := root / "sbatch/job.sh").is_file():
         yield shell
     for entry in sorted(root.iterdir()):
@@ -32,7 +32,7 @@ def code_files(root: Path) -> Iterator[Path]:
 
 
 def _is_code(folder: Path) -> bool:
-    """Whether a folder at the top is copied: what it holds is Python's to import."""
+    """Whether a folder in the top folder is copied: env/, and folders that contain Python code to import."""
     if folder.name in LEFT_OUT:
         return (folder / "__init__.py").exists()
     modules = (path for path in folder.glob("*.py") if not path.name.startswith("."))
@@ -40,7 +40,7 @@ def _is_code(folder: Path) -> bool:
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
-    """A folder's files, also through links, but each folder once."""
+    """The files in a folder. Symbolic links are followed, and each folder is visited once."""
     seen: set[str] = set()
     for path, folders, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(path)) in seen:
@@ -54,14 +54,14 @@ def _files_of(folder: Path) -> Iterator[Path]:
 
 
 def _mode(path: Path) -> int:
-    """The mode of what a path leads to; 0 for a link to nothing, as editors leave them."""
+    """The mode of the file that a path leads to; 0 for a broken symbolic link, which some editors create."""
     with contextlib.suppress(OSError):
         return path.stat().st_mode
     return 0
 
 
 def commit(code: Path) -> str | None:
-    """The commit of the code, ``-dirty`` behind it where files differ; None outside of a repository."""
+    """The commit of the code, followed by ``-dirty`` if files differ; None outside a git repository."""
     if there := stamp(code):
         commit = there.get("commit")
         return commit if isinstance(commit, str) else None
@@ -69,9 +69,10 @@ def commit(code: Path) -> str | None:
 
 
 def difference(code: Path) -> bytes:
-    """How the code differs from its commit, as ``git apply`` takes it: with the new files that a copy has and git does not ignore.
+    """The difference between the code and its commit, in the format of ``git apply``.
 
-    New files that would make it larger than MOST_DIFF are named at its top instead.
+    It includes new files that a snapshot contains and git does not ignore. A new file that would make the difference
+    larger than MOST_DIFF is only listed at the top.
     """
     if stamp(code):
         with contextlib.suppress(OSError):
@@ -86,7 +87,7 @@ def difference(code: Path) -> bytes:
         name = os.fsencode(path)
         try:
             size = (code / path).stat().st_size
-        except OSError:  # removed since, by an editor for example
+        except OSError:  # the file was removed in the meantime, for example by an editor
             continue
         added = _git(code, "diff", "--no-index", *PLAIN, "--", os.devnull, str(path)) if size <= MOST_DIFF else b""
         if added and len(diff) + len(added) <= MOST_DIFF:
@@ -97,7 +98,10 @@ def difference(code: Path) -> bytes:
 
 
 def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
-    """The code's files, by their paths under ``code``, that are in ``listed``; none where the folder cannot be read."""
+    """The files of the code that are in ``listed``, as paths relative to ``code``.
+
+    Empty if the folder cannot be read.
+    """
     with contextlib.suppress(OSError):
         if listed - {b""}:
             return [path for file in code_files(code) if os.fsencode(path := file.relative_to(code)) in listed]
@@ -105,7 +109,7 @@ def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
 
 
 def _git(root: Path, *words: str) -> bytes:
-    """What git prints; nothing where there is no git, or no repository."""
+    """The stdout of a git command; empty if there is no git or no repository, or if the command fails."""
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S)
@@ -115,28 +119,29 @@ def _git(root: Path, *words: str) -> bytes:
 
 
 def stamp(code: Path) -> dict[str, Any] | None:
-    """What a copy of the code knows of where it comes from; None where ``code`` is the repository itself."""
+    """The origin of a snapshot of the code (repository and commit); None if ``code`` is the repository itself."""
     found = read_json(code / STAMP)
     return found if found and isinstance(found.get("root"), str) else None
 
 
 def home(code: Path) -> Path:
-    """The repository that ``code`` is, or is a copy from."""
+    """The repository of ``code``: ``code`` itself, or the repository from which the snapshot was made."""
     found = stamp(code)
     return Path(found["root"]) if found else code
 
 
 def go_home(code: Path) -> None:
-    """Makes the repository the working folder of a process that runs a copy of its code: what is typed is relative to it.
+    """Makes the repository the working folder of a process that runs a snapshot.
 
-    Modules are still found in the copy, whose path is the first that Python looks in.
+    Typed paths are relative to the repository. Python still imports modules from the snapshot, which is the first entry
+    of its search path.
     """
     if stamp(code):
         os.chdir(home(code))
 
 
 def other_code(code: Path, environ: Mapping[str, str]) -> str:
-    """A line that names both folders where Python has imported ``code`` in place of the code that the job runs; else ""."""
+    """A line that names both folders if Python has imported ``code`` instead of the code of the job; else ""."""
     expected = environ.get("RECIPES_SOURCE", "")
     with contextlib.suppress(OSError):
         if not expected or os.path.samefile(code, expected):

@@ -1,4 +1,4 @@
-"""What run directories say of their runs, side by side. Never torch."""
+"""A table of runs from their run directories. Does not import torch."""
 
 import json
 import os
@@ -14,15 +14,19 @@ from recipes.core import errors, files
 from recipes.core.run import outlook, resumed, rundir
 from recipes.core.run.scontrol import Queue
 
-DEPTH = 3  # folders below the one that is named: runs/RECIPE/ID
-INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # of a run directory; no runs of their own
+DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
+INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "loss", "samples_per_second")
-WIDEST, LONGEST_NOTE = 60, 300  # characters of a value, and of a note, in the table
+WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
 
 @dataclass(frozen=True)
 class Found:
-    """One run. values: its recipe's keys, and what was submitted besides. results: of its summary, else of its last row."""
+    """One run.
+
+    values: the keys of its recipe, and other keys from its submission. results: from summary.json, else from the last
+    row of metrics.jsonl.
+    """
 
     folder: Path
     recipe: str
@@ -34,9 +38,10 @@ class Found:
 
 
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The run directories in ``folder``, itself among them, the oldest first; those of jobs that wait in the queue too.
+    """The run directories in ``folder``, oldest first. ``folder`` itself may be one.
 
-    Raises OSError where the folder itself cannot be read; one below it that cannot is left out, with a line.
+    Run directories of pending jobs are included. Raises OSError if ``folder`` cannot be read. A folder below it that
+    cannot be read is skipped and reported with one line.
     """
     if any((folder / name).exists() for name in ("attempt.json", "job.yaml", "refused.json")):
         yield folder
@@ -50,7 +55,10 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
-    """What a run directory says. now: of time.time(). queue: for the note on what comes next; None: not asked."""
+    """Reads one run directory.
+
+    now: the current time.time(). queue: asked for the note on what happens next; None to not ask Slurm.
+    """
     status, summary = rundir.read_status(folder) or {}, files.read_json(folder / "summary.json") or {}
     values, job = _keys(folder / "config.yaml"), files.read_json(folder / "job.yaml") or {}
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
@@ -88,7 +96,10 @@ def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
 
 
 def is_newer(folder: Path, name: str, other: str) -> bool:
-    """By the clock of the file system, whose both are; also where the other is not there."""
+    """Whether the file ``name`` is newer than ``other``, by the file system's time stamps.
+
+    Also True if only ``name`` exists.
+    """
     try:
         return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
     except OSError:
@@ -98,7 +109,7 @@ def is_newer(folder: Path, name: str, other: str) -> bool:
 def _keys(path: Path) -> dict[str, Any]:
     try:
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception:  # a run that was refused has none; a damaged one costs its keys alone
+    except Exception:  # a refused run has no config.yaml; a damaged file only makes its keys unknown
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
@@ -113,11 +124,11 @@ def _last_lines(path: Path) -> list[bytes]:
 
 
 def _last_row(path: Path) -> dict[str, Any]:
-    """The last whole row of metrics.jsonl, however long that is."""
+    """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
     for line in reversed(_last_lines(path)):
         try:
             row = json.loads(line)
-        except ValueError:  # being written, or cut by a kill
+        except ValueError:  # the line is being written, or a kill has cut it
             continue
         if isinstance(row, dict):
             return row
@@ -129,7 +140,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def ago(seconds: float) -> str:
-    """A duration, rounded to its largest unit."""
+    """A duration as text, rounded to its largest unit (d, h, min or s)."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -137,7 +148,7 @@ def ago(seconds: float) -> str:
 
 
 def differing(runs: Sequence[Found]) -> list[str]:
-    """The keys in which runs of one recipe differ, in the order in which they are declared."""
+    """The keys in which runs of the same recipe differ, in the order of their declaration."""
     seen: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         for name, value in run.values.items():
@@ -146,7 +157,7 @@ def differing(runs: Sequence[Found]) -> list[str]:
 
 
 def table(runs: Sequence[Found]) -> list[str]:
-    """Lines of a table: a run each, with what it differs in and what came of it."""
+    """The lines of a table with one row per run: the keys in which runs differ, and the results."""
     keys = differing(runs)
     results = [name for name in RESULTS if any(name in run.results for run in runs)]
     head = ["run", "state", "step", *keys, *results, "note"]
@@ -164,7 +175,7 @@ def table(runs: Sequence[Found]) -> list[str]:
 
 
 def _short(folder: Path) -> str:
-    """The path from here, where that is below."""
+    """The path relative to the current folder if it lies below it, else the full path."""
     relative = os.path.relpath(folder)
     return str(folder) if relative.startswith("..") else relative
 

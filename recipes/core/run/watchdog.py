@@ -1,7 +1,8 @@
-"""Ends a rank that makes no progress, from outside of its process: also one whose interpreter is stuck, or that was stopped.
+"""Ends a rank that makes no progress.
 
-The rank writes its pulse into memory that it shares with a small process of its own, `python -m recipes.core.run.watchdog`, which
-looks at it. Standard library only.
+A separate process does this, so that it also works for a rank that is stopped or stuck. The rank writes its pulse into
+memory that it shares with a small process, `python -m recipes.core.run.watchdog`. This process monitors the pulse.
+Standard library only.
 """
 
 import collections
@@ -22,9 +23,9 @@ from typing import Any
 
 from recipes.core.place import processes
 
-PULSE = struct.Struct("<QQQ")  # beats so far, step, phase
-NOTE_AT, BYTES = 64, 1 << 16  # behind the pulse: JSON, zero bytes at its end
-# In the order in which a step count goes through them: of two ranks at one step, the lower is behind.
+PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
+NOTE_AT, BYTES = 64, 1 << 16  # after the pulse: JSON, padded with zero bytes
+# In the order in which a step goes through them. Of two ranks at the same step, the rank in the lower phase is behind.
 PHASES = (
     "nothing that is watched", "start", "collective", "loss over all ranks", "start of an evaluation", "evaluation",
     "sum of the evaluation", "row of metrics", "saving", "saved", "data", "forward", "forward, in the model", "backward", "update",
@@ -35,20 +36,22 @@ PHASES = (
     END, LEAVING,
 ) = range(len(PHASES))  # fmt: skip
 NOT_WATCHED = (UNWATCHED, END)
-WAITING = (MEETING, SUM, COUNT, SAVED, LEAVING)  # a rank does nothing but wait for the others
+WAITING = (MEETING, SUM, COUNT, SAVED, LEAVING)  # phases in which a rank only waits for the others
 POLL_S = 0.5
-STOP_S = 2.0  # a process that did not run for so long was stopped; a busy machine delays a thread by less
-MARGIN_S = 15.0  # beyond timeout_s: the other ranks, who wait for this one, tell more about it, and come first
-TELL_S = 5.0  # for the run directory's file system to take the last words
-RECENT_S = 60.0  # after a stop: a connection that is lost then was lost because of it
-STACK_S = 3.0  # for faulthandler to write the stack
+STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
+MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
+TELL_S = 5.0  # time to write the failure record to the run directory's file system
+RECENT_S = 60.0  # a connection lost within this time after a suspension was lost because of the suspension
+STACK_S = 3.0  # time for faulthandler to write the stack
 
 
 class RunningClock:
-    """A monotonic clock that does not count while this process is stopped: by scontrol suspend, gang scheduling or SIGSTOP.
+    """A monotonic clock that does not count while this process is stopped.
 
-    A gap of `STOP_S` between two readings does not count, so it has to be read more often: in a loop, or by the thread of `start`.
-    An overloaded machine can cause such a gap too; only one at whose end SIGCONT arrived (`continued`) is reported as a suspension.
+    scontrol suspend, gang scheduling and SIGSTOP stop a process. A gap of more than `STOP_S` between two readings does
+    not count. The clock must therefore be read more often: in a loop, or by the thread of `start`. An overloaded
+    machine can cause such a gap too. A gap is reported as a suspension only if SIGCONT arrived at its end
+    (`continued`).
     """
 
     def __init__(self) -> None:
@@ -57,8 +60,8 @@ class RunningClock:
         self._continued_at = -math.inf
         self._gaps = collections.deque[tuple[float, float]](
             maxlen=16
-        )  # begin and end; a busy machine adds some after a resume
-        self.stopped_s = 0.0  # all gaps
+        )  # begin and end of each gap; a busy machine adds some after the process has been continued
+        self.stopped_s = 0.0  # total length of all gaps
 
     def now(self) -> float:
         """Seconds since an arbitrary moment."""
@@ -95,7 +98,10 @@ class RunningClock:
 
 
 class Pulse:
-    """How far a rank has come: ``beat`` is called whenever it gets on. Seen by the watchdog, and by this rank's own threads."""
+    """The progress of a rank. The rank calls ``beat`` at each progress.
+
+    The watchdog and the rank's own threads read it.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("pulse")
@@ -105,7 +111,10 @@ class Pulse:
         self.clock = RunningClock()
 
     def beat(self, phase: int, step: int | None = None) -> None:
-        """phase: what begins now. step: completed optimiser steps; as before where it is left out."""
+        """Records progress.
+
+        phase: the phase that begins now. step: completed optimiser steps; unchanged if it is omitted.
+        """
         self._beats += 1
         PULSE.pack_into(self._memory, 0, self._beats, self.step if step is None else step, phase)
 
@@ -114,21 +123,28 @@ class Pulse:
         return int(PULSE.unpack_from(self._memory)[1])
 
     def read(self) -> tuple[int, int, int]:
-        """Beats, step, phase."""
+        """Returns the number of beats, the step and the phase."""
         beats, step, phase = PULSE.unpack_from(self._memory)
         return beats, step, phase
 
     def tell(self, **note: Any) -> None:
-        """What the watchdog is to know for its last words: recipe, rank, host; run_dir and attempt, when there are such."""
+        """Sets the data for the watchdog's message and failure record.
+
+        note: recipe, rank and host, and also run_dir and attempt if they exist.
+        """
         text = json.dumps(note).encode()
         assert len(text) < BYTES - NOTE_AT
         self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
 
     def watch(self, timeout_s: float, root: Path) -> None:
-        """Starts the watchdog, which ends with this process and shares only this memory with it; and this rank's clock."""
+        """Starts the watchdog and the clock of this rank.
+
+        The watchdog ends with this process, and shares only this memory with it.
+        """
         self.beat(START)
         self.clock.start()
-        # A session of its own, so that what is typed at a terminal does not reach it; of Slurm's signals it heeds KILL alone.
+        # The watchdog has its own session, so that Ctrl-C at a terminal does not reach it. Of Slurm's signals, only
+        # SIGKILL ends it.
         subprocess.Popen(
             [sys.executable, "-m", "recipes.core.run.watchdog", str(os.getpid()), str(self._descriptor), str(timeout_s)],
             cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[self._descriptor], start_new_session=True,
@@ -136,13 +152,16 @@ class Pulse:
 
 
 def place(step: int, phase: int) -> str:
-    """Where a pulse stands, for a line. step: completed ones."""
+    """The position of a pulse, as text for a message. step: completed optimiser steps."""
     return f"step {step + (DATA <= phase < END)} ({PHASES[phase]})"
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    """Looks at the pulse until the parent has ended, and ends it where there is none for ``timeout_s``."""
-    clock = RunningClock()  # a job that is suspended stops this process too
+    """Monitors the pulse until the parent has ended.
+
+    Ends the parent if the pulse does not change for ``timeout_s`` seconds.
+    """
+    clock = RunningClock()  # suspending a job stops this process too
     last, since = PULSE.unpack_from(memory), clock.now()
     while os.getppid() == parent:
         time.sleep(POLL_S)
@@ -155,11 +174,11 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    # Not waited for without end: what the rank hangs in may be the file system of the log and the record.
+    # The wait has a limit, since the rank may hang in the file system of the log and the failure record.
     telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
-    # At the first faulthandler writes the stack.
+    # At SIGABRT, faulthandler writes the stack.
     for number, patience_s in ((signal.SIGABRT, STACK_S), (signal.SIGKILL, 0.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(parent, number)
@@ -169,7 +188,7 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
-    """Says which rank is ended and why, and leaves its record."""
+    """Prints which rank is ended and why, and writes its failure record."""
     from recipes.core.errors import Kind
     from recipes.core.run import rundir
 
