@@ -27,8 +27,10 @@ TIMEOUT_S = 30.0  # to connect, and for each read
 TOTAL_S = 1800.0  # for one file from one URL
 ATTEMPTS = 3  # for each URL
 RETRY_WAIT_S = 1.0
-# Printable ASCII without user, query and fragment; a site's own mirror may be http, since the SHA-256 is verified.
-URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[!-\"$->A-~]*)?")
+# Printable ASCII without user, query and fragment. http only on this machine: a proxy on the way may change other http answers.
+URL = re.compile(
+    r"(https://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])|http://(localhost|127\.0\.0\.1|\[::1\]))(:\d{1,5})?(/[!-\"$->A-~]*)?"
+)
 
 
 class FetchError(Exception):
