@@ -429,7 +429,7 @@ def test_every_ready_script_trains(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("nodes=4",), "mnist: nodes=4: the job's size and place are not the recipe's to set; .*--nodes=4"),
+        (("nodes=4",), "mnist: nodes=4: is a job key, .*--nodes=4"),
         (("epoch=1",), "mnist: .*epoch.*did you mean 'epochs'"),
     ],
 )
@@ -447,8 +447,8 @@ def test_a_ready_script_submitted_from_another_folder(slurm: Cluster, repo: Path
     log = tmp_path / "log"
     job = slurm.submit(f"--output={log}", "--nodes=1", repo / "sbatch/mnist_2x8.sh", cwd=tmp_path, env=PYTHON)
     assert ended(slurm, job, log, 10) == ("FAILED", "2:0"), log.read_text()
-    expected = "is not the repository: cd to its top folder and type sbatch sbatch/mnist_2x8.sh"
-    assert said(log) == [f"sbatch/mnist_2x8.sh: {tmp_path} {expected}"]
+    expected = "is not the repository: cd to its top folder and run sbatch there"
+    assert said(log) == [f"mnist_2x8.sh: {tmp_path} {expected}"]
 
 
 # --- runs that are stopped -------------------------------------------------------------------------------------------

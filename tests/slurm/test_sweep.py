@@ -44,7 +44,7 @@ def test_three_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
     assert [line.split()[1] for line in told[1:]] == ["done", "failed", "done"]
     assert "the loss at step " in told[2]
     assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))
-    asked = next(line for line in done.stdout.splitlines() if line.startswith("a table of what came of them: "))
+    asked = next(line for line in done.stdout.splitlines() if line.startswith("table of the runs: "))
     again = helpers.run(["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo)
     assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in told]
 
