@@ -252,7 +252,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def as_text(value: object) -> str:
-    """A key's value as it is typed."""
+    """A key's value as it is typed on the command line."""
     return value.name if isinstance(value, Enum) else str(value)
 
 

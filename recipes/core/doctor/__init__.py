@@ -4,8 +4,8 @@
     meeting         messages between the nodes, as files in the run directory
     probes          checks of one node: its disks, limits, versions; probe_network, probe_gpus: its network and GPUs
     reach           whether a node reaches others over TCP
-    gpucheck        a process of its own: torch computes on each GPU
-    linkcheck       a process of its own: one rank of the bandwidth test
+    gpucheck        a separate process: torch computes on each GPU
+    linkcheck       a separate process: one rank of the bandwidth test
     judge           which nodes are bad, by the reports of all (judge_network: by links and bandwidth); verdict: the result
     variables       invalid and conflicting environment variables
     explain         why a run failed: its records, its job (diagnosis: its logs; log_events, signatures: known lines in them)

@@ -1,4 +1,4 @@
-"""Runs commands that may hang, each in a process of its own and for a limited time."""
+"""Runs commands that may hang, each in a separate process and for a limited time."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 """The GPUs of a node: whether all that were granted are visible, and each computes correctly. Standard library only; torch runs
-in a process of its own (`gpucheck`)."""
+in a separate process (`gpucheck`)."""
 
 import csv
 import json

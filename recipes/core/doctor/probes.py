@@ -1,6 +1,6 @@
 """The checks of one node: each returns facts, some of which are compared between nodes, and findings. Never torch.
 
-Whatever can hang (a file system, a driver, a resolver) runs in a process of its own.
+Whatever can hang (a file system, a driver, a resolver) runs in a separate process.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """In a process of its own: an import can hang on a file system, or crash on a broken driver."""
+    """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     begin = time.monotonic()
     out, why = commands.ask([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
@@ -132,7 +132,7 @@ def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """/dev/shm, the run directory, TMPDIR and the data folder, each in a process of its own: a file system may not answer."""
+    """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file system may not answer."""
     temporary = here.environ.get("TMPDIR") or "/tmp"
     folders = {
         "shm": ("/dev/shm", "/dev/shm", "look at that file system"),
