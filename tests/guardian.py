@@ -47,7 +47,7 @@ def begin() -> None:
         return
     own_mounts()
     mark = secrets.randbelow(1 << 48 if limit == resource.RLIM_INFINITY else limit)
-    # Locked under a temporary name first: another guardian could otherwise lock it, and treat this session as dead.
+    # Locked under a temporary name first: another guardian could otherwise lock it, and treat this test run as dead.
     new = lock_file(mark).with_suffix(".new")
     lock = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -63,8 +63,8 @@ def compare(
 ) -> list[Figure]:
     train_set, test_set, source = inputs.cifar10(train_images, test_images, real)
     if real and source == inputs.RANDOM:
-        mend = f"{datasets.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
-        raise InputError(f"accuracy wants the real CIFAR-10: {mend}")
+        fix = f"{datasets.prepare_command('cifar10', 'DIR')}, then RECIPES_DATA=DIR make bench ONLY=cifar_training"
+        raise InputError(f"accuracy requires the real CIFAR-10: {fix}")
     ours: list[Trained] = []
     theirs: list[Trained] = []
     with tempfile.TemporaryDirectory() as folder:

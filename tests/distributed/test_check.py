@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert ended.status == 3, ended.out
     assert parts(ended)["disk"] == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
     (tmp_path / "file").touch()
-    with pytest.raises(MachineError, match=f"{tmp_path}/file is no folder: give another run_dir"):
+    with pytest.raises(MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"):
         checks.room(tmp_path / "file/run", 3, None)
 
 

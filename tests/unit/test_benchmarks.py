@@ -114,7 +114,7 @@ def test_status_2_and_one_line_for_an_invalid_argument(
 def test_the_long_benchmark_requires_real_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inputs, "CIFAR_JPEGS", tmp_path / "none")
     monkeypatch.setattr(inputs, "DATA", tmp_path)
-    with pytest.raises(InputError, match=r"wants the real CIFAR-10: python -m recipes\.prepare cifar10"):
+    with pytest.raises(InputError, match=r"requires the real CIFAR-10: python -m recipes\.prepare cifar10"):
         bench_cifar_training.figures(FULL)
 
 

@@ -176,32 +176,32 @@ def room(run_dir: Path, keep: int, found: Found | None) -> str:
     count = max(BESIDE_KEPT, keep + BESIDE_KEPT - there) if keep else BESIDE_KEPT
     each = files.size_text(size)
     if usage.total and usage.free < count * size:
-        mend = f"make room there, or {OTHER_RUN_DIR}" + (" or a smaller keep_checkpoints" if keep > 1 else "")
+        fix = f"make room there, or {OTHER_RUN_DIR}" + (" or a smaller keep_checkpoints" if keep > 1 else "")
         raise MachineError(
-            f"run_dir={run_dir}: {count} checkpoints of {each} take {files.size_text(count * size)}, {free}: {mend}"
+            f"run_dir={run_dir}: {count} checkpoints of {each} take {files.size_text(count * size)}, {free}: {fix}"
         )
     return f"{count} checkpoints of {each}, {free}" if keep else f"all checkpoints stay, of {each} each, {free}"
 
 
-def want_writable(folder: Path, what: str, mend: str, size: int = 0) -> Path:
+def want_writable(folder: Path, what: str, fix: str, size: int = 0) -> Path:
     """Returns ``folder``, or its nearest parent that exists.
 
-    Raises MachineError if this user cannot create files in it. what, mend: the beginning and the end of the error line;
-    ``mend`` is the fix. size: number of bytes to write there as a test, to a file that is removed immediately.
+    Raises MachineError if this user cannot create files in it. what, fix: the beginning and the end of the error line;
+    ``fix`` is the fix. size: number of bytes to write there as a test, to a file that is removed immediately.
     """
     there = Path(os.path.realpath(folder))  # Path.resolve() raises for symbolic links in a circle
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
-        raise MachineError(f"{what}: {there} is no folder: {mend}")
+        raise MachineError(f"{what}: {there} is not a folder: {fix}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise MachineError(f"{what}: {there} cannot be written: {mend}")
+        raise MachineError(f"{what}: {there} cannot be written: {fix}")
     try:
         if size:
             with tempfile.TemporaryFile(dir=there) as file:
                 file.write(bytes(size))
     except OSError as error:
-        raise MachineError(f"{what}: {there} cannot be written ({error.strerror}): {mend}") from None
+        raise MachineError(f"{what}: {there} cannot be written ({error.strerror}): {fix}") from None
     return there
 
 

@@ -73,7 +73,7 @@ def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
                 net(torch.zeros(1, 3, side, side))
         except (AssertionError, RuntimeError, ValueError) as error:
             raise InputError(
-                f"arch={arch}: takes no images of {side} px ({errors.one_line(error, 120)}): give px, small_px, val_px of its own"
+                f"arch={arch}: takes no images of {side} px ({errors.one_line(error, 120)}): give another px=, small_px= or val_px="
             ) from None
     net.train(training)
 
