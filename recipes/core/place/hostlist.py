@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from itertools import chain, product
 
-MAX_ITEMS = 65_536  # Slurm's MAX_SLURM_NODES; also prevents a malicious list from filling the memory
+from recipes.core.errors import shown
+
+MAX_ITEMS = 65_536  # Slurm's MAX_SLURM_NODES; also keeps a malicious list from filling the memory
 MAX_NAME = 255  # characters of a name; DNS allows no longer name
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -29,7 +31,7 @@ def expand(text: str) -> list[str]:
         items = [_parse_item(item) for item in _split_outside_brackets(text)]
         _check_size(sum(_size(item) for item in items))
     except HostListError as error:
-        raise HostListError(f"host list {_show(text)}: {error}") from None
+        raise HostListError(f"host list '{shown(text)}': {error}") from None
     return [host for item in items for host in map("".join, product(*map(_values, item)))]
 
 
@@ -42,7 +44,7 @@ def expand_counts(text: str) -> list[int]:
         runs = [_parse_count(item) for item in text.split(",")]
         _check_size(sum(times for _, times in runs))
     except HostListError as error:
-        raise HostListError(f"counts {_show(text)}: {error}") from None
+        raise HostListError(f"counts '{shown(text)}': {error}") from None
     return [count for count, times in runs for _ in range(times)]
 
 
@@ -83,7 +85,7 @@ def _parse_item(item: str) -> list[_Part]:
 
 def _parse_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise HostListError(f"{_show(name)} has a character that no host name has")
+        raise HostListError(f"'{shown(name)}' has a character that no host name has")
     return name
 
 
@@ -94,7 +96,7 @@ def _parse_ranges(inside: str) -> list[_Range]:
 def _parse_range(part: str) -> _Range:
     ends = part.split("-")
     if len(ends) > 2 or not all(_NUMBER.fullmatch(end) for end in ends):
-        raise HostListError(f"{_show(part)} in brackets is neither a number nor a range of numbers")
+        raise HostListError(f"'{shown(part)}' in brackets is neither a number nor a range of numbers")
     low, high = int(ends[0]), int(ends[-1])
     if high < low:
         raise HostListError(f"the range {part} runs backwards")
@@ -104,10 +106,10 @@ def _parse_range(part: str) -> _Range:
 def _parse_count(item: str) -> tuple[int, int]:
     match = _COUNT.fullmatch(item)
     if not match:
-        raise HostListError(f"{_show(item)} is neither a count nor COUNT(xTIMES)")
+        raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
     count, times = int(match[1]), int(match[2] or 1)
     if not count or not times:
-        raise HostListError(f"{_show(item)} counts zero")
+        raise HostListError(f"'{shown(item)}' counts zero")
     return count, times
 
 
@@ -133,7 +135,3 @@ def _values(part: _Part) -> list[str]:
 def _check_size(size: int) -> None:
     if size > MAX_ITEMS:
         raise HostListError(f"more than {MAX_ITEMS:,} entries")
-
-
-def _show(text: str, limit: int = 80) -> str:
-    return repr(text if len(text) <= limit else text[: limit - 1] + "…")

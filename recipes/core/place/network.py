@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from recipes.core.place.launcher_variables import is_loopback
 from recipes.core.place.ranks import RankInfo
 
 # linux/netlink.h, linux/rtnetlink.h, linux/if_addr.h
@@ -39,6 +40,8 @@ class NetworkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Route:
+    """The kernel's route to an address."""
+
     interface: str
     source: str  # this machine's source address on that route; "" if the kernel names none
     local: bool  # the target address is one of this machine's own
@@ -46,6 +49,8 @@ class Route:
 
 @dataclass(frozen=True)
 class Choice:
+    """The network interface of this node, and why it was chosen."""
+
     interface: str
     address: str  # this node's address on the interface
     peer: str  # host name of the node whose route decided; "" for a single node
@@ -94,7 +99,7 @@ def choose(info: RankInfo) -> Choice | None:
         return _towards(info.nodes[1 if info.node_rank == 0 else 0])
     if info.node_rank > 0:
         return _towards(info.master_addr)
-    return _carrier(info.master_addr)
+    return _interface_of_master(info.master_addr)
 
 
 def settings(choice: Choice, environ: Mapping[str, str]) -> dict[str, str]:
@@ -108,6 +113,7 @@ def settings(choice: Choice, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _towards(peer: str) -> Choice:
+    """The interface on the route to ``peer``; loopback if ``peer`` is this machine. Raises NetworkError."""
     own, failures = [], []
     for address in _resolve(peer):
         try:
@@ -128,13 +134,13 @@ def _towards(peer: str) -> Choice:
     return Choice(loopback, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
 
 
-def _carrier(master: str) -> Choice | None:
+def _interface_of_master(master: str) -> Choice | None:
     """The only interface that has the master's address, on the master's node; None if there is not exactly one."""
-    carriers = {address: interface for interface, address in own_addresses()}
-    found = [address for address in _resolve(master) if address in carriers and not _is_loopback(address)]
-    if len({carriers[address] for address in found}) != 1:
+    interface_of = {address: interface for interface, address in own_addresses()}
+    found = [address for address in _resolve(master) if address in interface_of and not is_loopback(address)]
+    if len({interface_of[address] for address in found}) != 1:
         return None
-    return Choice(carriers[found[0]], found[0], master, found[0], f"it has the master's address {found[0]}")
+    return Choice(interface_of[found[0]], found[0], master, found[0], f"it has the master's address {found[0]}")
 
 
 def _resolve(host: str) -> list[str]:
@@ -145,10 +151,6 @@ def _resolve(host: str) -> list[str]:
         reason = getattr(error, "strerror", None) or "not a host name"
         raise NetworkError(f"{socket.gethostname()} cannot resolve {host} ({reason})", FIX_NAME) from None
     return [str(sockaddr[0]) for *_, sockaddr in answers]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _loopback() -> str | None:
@@ -167,7 +169,7 @@ def own_addresses() -> list[tuple[str, str]]:
             if packed:
                 found.append((socket.if_indextoname(fields[4]), str(ipaddress.ip_address(packed))))
     except OSError as error:
-        raise NetworkError(f"{socket.gethostname()}: the kernel does not tell its addresses ({error})") from None
+        raise NetworkError(f"{socket.gethostname()}: the kernel does not list its addresses ({error})") from None
     return found
 
 
@@ -180,7 +182,7 @@ def _ask(
 ) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
     """Asks the kernel and yields its answers of one type: header fields and attributes. Raises OSError with its error."""
     if not hasattr(socket, "AF_NETLINK"):
-        raise OSError(errno.EAFNOSUPPORT, "asking for routes needs Linux")
+        raise OSError(errno.EAFNOSUPPORT, "routes can be read on Linux only")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
         kernel.settimeout(5)
         kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)

@@ -1,0 +1,101 @@
+"""Environment variables of launchers, read and checked. Standard library only."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+
+from recipes.core.errors import ConfigError, shown
+
+Environ = Mapping[str, str]
+
+# The form that the resolver accepts. It raises for an empty label and for a longer one.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+class RankError(ConfigError):
+    """The variables of the launcher are contradictory, malformed or incomplete. The message names the variable, its value and the fix."""
+
+
+def number(
+    environ: Environ,
+    name: str,
+    *,
+    default: int | None = None,
+    minimum: int = 0,
+    below: tuple[str, int] | None = None,
+    fix: str = "correct it or unset it",
+) -> int:
+    """The value of a variable as a whole number.
+
+    below: what the number must be less than, in words and as a number. fix: ends each message. Raises RankError if the variable is
+    not set and has no default, is not a plain decimal number, or is out of range.
+    """
+    if name not in environ:
+        if default is None:
+            raise RankError(f"{name} is not set: {fix}")
+        return default
+    text = environ[name]
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
+        raise RankError(f"{name}={shown(text)}: must be a whole number of at least {minimum}: {fix}")
+    if below and int(text) >= below[1]:
+        raise RankError(f"{name}={text}: must be less than {below[0]}={below[1]}: {fix}")
+    return int(text)
+
+
+def text_of(environ: Environ, name: str, fix: str) -> str:
+    """The value of a variable. Raises RankError if it is not set."""
+    if name not in environ:
+        raise RankError(f"{name} is not set: {fix}")
+    return environ[name]
+
+
+def require_equal(environ: Environ, name: str, value: int) -> None:
+    """Raises RankError if a variable is set to another number than ``value``, which comes from the launcher."""
+    if name in environ and number(environ, name) != value:
+        raise RankError(f"{name}={environ[name]}: must be {value}, as the launcher says: unset it")
+
+
+def first_set(environ: Environ, *names: str) -> str:
+    """The first of ``names`` that is set; the last one if none is."""
+    return next((name for name in names if name in environ), names[-1])
+
+
+def master_addr_of(environ: Environ) -> str:
+    """MASTER_ADDR without the brackets of an IPv6 address; "" if it is not set."""
+    if "MASTER_ADDR" not in environ:
+        return ""
+    given = environ["MASTER_ADDR"]
+    address = given[1:-1] if given.startswith("[") and given.endswith("]") else given
+    is_name = address == given and len(address) <= 253 and _HOST_NAME.fullmatch(address)
+    if not is_name and not _is_ipv6(address):
+        raise RankError(
+            f"MASTER_ADDR={shown(given)}: must be a host name or an IP address: "
+            "set it so, with the port in MASTER_PORT, or unset it"
+        )
+    return address
+
+
+def master_port_of(environ: Environ) -> int:
+    """MASTER_PORT; 0 if it is not set."""
+    if "MASTER_PORT" not in environ:
+        return 0
+    return number(environ, "MASTER_PORT", minimum=1, below=("the number of ports", 65_536))
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    # ipaddress accepts any character in a zone such as that of fe80::1%eth0.
+    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", address) is not None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address, or the name localhost, stands for this machine."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

@@ -1,0 +1,139 @@
+"""The Slurm job and step of this process: their ids, and the layout of the step's ranks. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from recipes.core.errors import shown
+from recipes.core.place.hostlist import HostListError, expand, expand_counts
+from recipes.core.place.launcher_variables import Environ, RankError, first_set, number, text_of
+
+# slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
+# 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
+# -6 in the shell that salloc starts on a node.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+_BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
+
+FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The number of a rank, and of its node, in a run. nodes: host names in the order of ``node_rank``; () if unknown."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    num_nodes: int
+    nodes: tuple[str, ...] = ()
+
+
+def in_step(environ: Environ) -> bool:
+    """Whether this is a numbered step of srun, and not the batch shell or the shell that salloc starts on a node."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ:
+        return False
+    return step_id(environ) < _FIRST_RESERVED_STEP
+
+
+def in_batch_shell(environ: Environ) -> bool:
+    """Whether this process runs in a batch script and was not started by srun."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    return "SLURM_STEP_ID" not in environ or step_id(environ) in _BATCH_STEPS
+
+
+def is_slurm_task(environ: Environ, rank: str, size: str, local_names: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the variables of another launcher, if set, equal those of the Slurm task.
+
+    rank, size, local_names: the names of these variables; ``local_names`` are pairs for the rank and the size on the node.
+    """
+    if not in_step(environ) or "SLURM_PROCID" not in environ:
+        return False
+    tasks = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    pairs = [(rank, "SLURM_PROCID"), (size, tasks), *((local_rank, "SLURM_LOCALID") for local_rank, _ in local_names)]
+    if any(environ[mine] != environ.get(slurms) for mine, slurms in pairs if mine in environ):
+        return False
+    local_size = str(slurm_layout(environ).local_world_size)
+    return all(environ.get(name, local_size) == local_size for _, name in local_names)
+
+
+def slurm_layout(environ: Environ) -> Layout:
+    """The step's layout from the variables of srun. `-m cyclic` and `-m arbitrary` scatter the ranks, but the counts are valid."""
+    tasks_name = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes_name = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    counts_name = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    num_nodes_name = first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+
+    world_size = number(environ, tasks_name, minimum=1, fix=FIX_SLURM)
+    rank = number(environ, "SLURM_PROCID", below=(tasks_name, world_size), fix=FIX_SLURM)
+    try:
+        nodes = expand(text_of(environ, nodes_name, FIX_SLURM))
+        counts = expand_counts(text_of(environ, counts_name, FIX_SLURM))
+    except HostListError as error:
+        raise RankError(f"{nodes_name} or {counts_name}: {error}: {FIX_SLURM}") from None
+    if sum(counts) != world_size:
+        raise _contradiction(environ, counts_name, f"{sum(counts)} tasks", tasks_name)
+    if len(counts) != len(nodes):
+        raise _contradiction(environ, counts_name, f"{len(counts)} nodes", nodes_name)
+    if num_nodes_name in environ and number(environ, num_nodes_name) != len(nodes):
+        raise _contradiction(environ, nodes_name, f"{len(nodes)} nodes", num_nodes_name)
+
+    nodes, counts = _in_order_of_node_id(environ, nodes, counts)
+    node_rank = number(environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM)
+    if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
+        raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
+    tasks_here = (f"the tasks on node {node_rank} ({counts_name})", counts[node_rank])
+    local_rank = number(environ, "SLURM_LOCALID", below=tasks_here, fix=FIX_SLURM)
+    return Layout(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))
+
+
+def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) -> tuple[list[str], list[int]]:
+    """Nodes and their counts of tasks, in the order of node ids.
+
+    A step over several components of a heterogeneous job lists its nodes by name, but numbers them by component.
+    Observed with Slurm 22.05: components node[2-3] and node1 give SLURM_STEP_NODELIST=node[1-3], and node1 is number 2.
+    """
+    if "SLURM_HET_SIZE" not in environ:
+        return nodes, counts
+    ordered: list[str] = []
+    step = set(nodes)
+    for i in range(number(environ, "SLURM_HET_SIZE", minimum=1, below=("the limit of components", 1024))):
+        name = f"SLURM_JOB_NODELIST_HET_GROUP_{i}"
+        try:
+            component = expand(text_of(environ, name, FIX_SLURM))
+        except HostListError as error:
+            raise RankError(f"{name}: {error}: {FIX_SLURM}") from None
+        ordered += [node for node in component if node in step]
+        if len(ordered) > len(nodes):
+            break
+    if sorted(ordered) != sorted(nodes):
+        raise RankError(
+            f"SLURM_HET_SIZE={shown(environ['SLURM_HET_SIZE'])}: each node of the step ({shown(','.join(nodes))}) must be in exactly one "
+            "component of the job: request different nodes for each component"
+        )
+    count_of = dict(zip(nodes, counts, strict=True))
+    return ordered, [count_of[node] for node in ordered]
+
+
+def _contradiction(environ: Environ, name: str, means: str, other: str) -> RankError:
+    return RankError(f"{name}={shown(environ[name])} means {means}, but {other}={shown(environ[other])}: {FIX_SLURM}")
+
+
+def step_id(environ: Environ) -> int:
+    """SLURM_STEP_ID unsigned, as in slurm.h: 4294967291 for the -5 of Slurm 26.05. Raises RankError if it is invalid."""
+    if re.fullmatch("-([1-9]|1[0-6])", environ.get("SLURM_STEP_ID", "")):
+        return int(environ["SLURM_STEP_ID"]) % 2**32
+    return number(environ, "SLURM_STEP_ID")
+
+
+def job_id(environ: Environ) -> int:
+    return number(environ, "SLURM_JOB_ID", default=0)
+
+
+def restart_count(environ: Environ) -> int:
+    """Sum of both launchers' restart counts: torchrun may restart its ranks inside a job that was itself requeued."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return sum(number(environ, name, default=0) for name in names)
