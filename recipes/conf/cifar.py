@@ -19,33 +19,35 @@ class Arch(Enum):
 class Config(TrainKeys):
     prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
     dataset: str = key("cifar10", "cifar10; fake: random images")
-    arch: Arch = key(Arch.resnet18, "resnet18: adapted to 32 px; resnet9: a quarter of its compute")
+    arch: Arch = key(Arch.resnet18, "resnet18 (adapted to images of 32 px), or resnet9 (a quarter of its compute)")
     epochs: int = default(TrainKeys, "epochs", 30)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 512)
     lr: float = key(0.4, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
         512,
-        "global batch size that lr is for; lr is scaled in proportion to the actual one; 0: lr is not scaled",
+        "global batch size that lr= is given for; lr is scaled in proportion to global_batch_size; 0: lr is not scaled",
         low=0,
         high=2**30,
     )
     warmup: float = key(
-        0.2, "fraction of the steps in which the learning rate rises; it then falls to zero", low=0, high=1
+        0.2, "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero", low=0, high=1
     )
     momentum: float = key(0.9, "Nesterov momentum", low=0, high=1)
     weight_decay: float = key(5e-4, "weight decay; not for norms and biases", low=0)
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     ema: float = key(
         0.0,
-        "decay per lr_batch_size samples of the averaged weights, which are then evaluated; 0: no averaging",
+        "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
         low=0,
         high=0.999999,
     )
-    crop: int = key(4, "pixels by which training images are shifted at most; the border is mirrored", low=0, high=31)
+    crop: int = key(
+        4, "maximum shift of training images in pixels; the border is filled with mirrored pixels", low=0, high=31
+    )
     flip: bool = key(True, "mirror half of the training images")
     cutout: int = key(0, "side in pixels of a square that is erased in each training image; 0: none", low=0, high=32)
     small_px: int = key(32, "side in pixels of the first training images; it grows to 32", low=8, high=32)
-    tta: bool = key(True, "evaluate each image and its mirror image, and add the outputs")
+    tta: bool = key(True, "test-time augmentation: evaluate each image and its mirror image, and add the outputs")
     sync_bn: bool = key(False, "batch normalisation over all ranks (GPUs only)")
     dtype: Dtype = default(TrainKeys, "dtype", Dtype.auto)
 

@@ -53,34 +53,37 @@ class Config(TrainKeys):
     epochs: int = default(TrainKeys, "epochs", 90)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)
     optimizer: Optimizer = key(
-        Optimizer.sgd, "sgd; lars: for global batches of 8192 and more, with lr_batch_size=0 and an lr of about 10"
+        Optimizer.sgd, "sgd, or lars for global batches of at least 8192 (with lr_batch_size=0 and lr= of about 10)"
     )
     lr: float = key(0.1, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
         256,
-        "global batch size that lr is for; lr is scaled in proportion to the actual one; 0: lr is not scaled",
+        "global batch size that lr= is given for; lr is scaled in proportion to global_batch_size; 0: lr is not scaled",
         low=0,
         high=2**30,
     )
-    warmup_epochs: float = key(5, "epochs in which the learning rate rises", low=0)
+    warmup_epochs: float = key(5, "number of epochs in which the learning rate rises (warm-up)", low=0)
     schedule: Schedule = key(
-        Schedule.cosine, "after the warm-up: cosine: fall to zero; step: divide by 10 after each third of the epochs"
+        Schedule.cosine,
+        "learning rate after the warm-up: cosine (falls to zero) or step (divided by 10 after each third of the epochs)",
     )
     momentum: float = key(0.9, "momentum", low=0, high=1)
     nesterov: bool = key(True, "Nesterov's momentum (sgd)")
-    weight_decay: float = key(1e-4, "weight decay of the weights", low=0)
+    weight_decay: float = key(1e-4, "weight decay; norms and biases have none unless decay_norms=true", low=0)
     decay_norms: bool = key(False, "apply weight decay to norms and biases too")
     zero_init_residual: bool = key(True, "start residual blocks as the identity (ResNets)")
     label_smoothing: float = key(0.1, "label smoothing", low=0, high=1)
     mixup: float = key(0.0, "alpha of mixup (blends pairs of images and labels); 0: off", low=0)
     ema: float = key(
         0.0,
-        "decay per lr_batch_size samples of the averaged weights, which are then evaluated; 0: no averaging",
+        "decay of the averaged weights (EMA) per lr_batch_size samples; evaluations use these weights; 0: no averaging",
         low=0,
         high=0.999999,
     )
     px: int = key(224, "side in pixels of the training images", low=32, high=1024)
-    small_px: int = key(0, "side in pixels of the first training images; it grows to px; 0: px", low=0, high=1024)
+    small_px: int = key(
+        0, "side in pixels of the first training images; it grows to px; 0: px from the start", low=0, high=1024
+    )
     val_px: int = key(224, "side in pixels of the validation images", low=32, high=1024)
     val_resize: int = key(
         256, "shorter side in pixels of a validation image before the center crop of val_px", low=32, high=2048

@@ -37,6 +37,7 @@ FACTORS: Mapping[str, Callable[[int], float]] = {
 }
 # For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
+OUT_OF_PLACE, IN_PLACE = "out of place", "in place"
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
 
 
@@ -44,14 +45,14 @@ Filled = tuple[tuple[Tensor, Tensor | float], ...]
 class Case:
     """One operation in one form: out of place or in place.
 
-    fill: tensors and the values to write into them before the call, in this order. right: tensors and their expected values after the
-    call, on this rank.
+    fill: tensors and the values to write into them before the call, in this order. expected: tensors and their values after the call,
+    on this rank.
     """
 
     form: str
     call: Callable[[], object]
     fill: Filled
-    right: Filled
+    expected: Filled
 
 
 def cases(operation: str, size: int, world: World) -> Iterator[Case]:
@@ -60,60 +61,55 @@ def cases(operation: str, size: int, world: World) -> Iterator[Case]:
     Yields nothing if a part would be empty. Each rank contributes its number plus 1. To a sum it contributes `addend` of its number, so
     that sums are exact.
     """
-    n, rank = world.size, world.rank
-    count = used_bytes(operation, size, n) // 4 // (1 if operation in WHOLE else n)
-    if not count:
-        return
-    ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
-    mine, addends = rank + 1.0, torch.tensor([addend(i) for i in range(n)], device=world.device)[:, None]
-    total = sum(map(addend, range(n)))
+    count = used_bytes(operation, size, world.size) // 4
+    if count and operation in WHOLE:
+        yield _whole_case(operation, count, world)
+    elif count:
+        yield from _part_cases(operation, count // world.size, world)
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(*shape, count, device=world.device)
 
-    own, in_place = "out of place", "in place"
-    call: Callable[[], object]
+def _whole_case(operation: str, count: int, world: World) -> Case:
+    """An operation for which each rank holds the whole array of ``count`` numbers."""
+    rank, total = world.rank, sum(map(addend, range(world.size)))
+    data = torch.zeros(count, device=world.device)
     if operation == "send_recv":
-        data, came = zeros(), zeros()
-        call = partial(_ring, data, came, (rank + 1) % n, (rank - 1) % n)
-        yield Case(own, call, ((data, mine),), ((came, (rank - 1) % n + 1.0),))
-    elif operation == "broadcast":
-        data = zeros()
-        yield Case(in_place, partial(dist.broadcast, data, 0), ((data, mine),), ((data, 1.0),))
-    elif operation == "reduce":
-        data = zeros()
-        yield Case(
-            in_place, partial(dist.reduce, data, 0), ((data, addend(rank)),), ((data, total),) if rank == 0 else ()
-        )
-    elif operation == "all_reduce":
-        data = zeros()
-        yield Case(in_place, partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
-    elif operation == "gather":
-        part, parts = zeros(), list(zeros(n)) if rank == 0 else None
-        right = tuple((one, i + 1.0) for i, one in enumerate(parts or []))
-        yield Case(own, partial(dist.gather, part, parts, 0), ((part, mine),), right)
+        received = torch.zeros_like(data)
+        right, left = (rank + 1) % world.size, (rank - 1) % world.size
+        call = partial(_ring, data, received, right, left)
+        return Case(OUT_OF_PLACE, call, ((data, rank + 1.0),), ((received, left + 1.0),))
+    if operation == "broadcast":
+        return Case(IN_PLACE, partial(dist.broadcast, data, 0), ((data, rank + 1.0),), ((data, 1.0),))
+    if operation == "reduce":
+        expected = ((data, total),) if rank == 0 else ()
+        return Case(IN_PLACE, partial(dist.reduce, data, 0), ((data, addend(rank)),), expected)
+    return Case(IN_PLACE, partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
+
+
+def _part_cases(operation: str, count: int, world: World) -> Iterator[Case]:
+    """An operation for which the array is divided into one part of ``count`` numbers for each rank."""
+    n, rank, own = world.size, world.rank, world.rank + 1.0
+    whole, part = torch.zeros(n, count, device=world.device), torch.zeros(count, device=world.device)
+    ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
+    of_each = tuple((row, i + 1.0) for i, row in enumerate(whole)) if rank == 0 else ()
+    rows = list(whole) if rank == 0 else None
+    if operation == "gather":
+        yield Case(OUT_OF_PLACE, partial(dist.gather, part, rows, 0), ((part, own),), of_each)
     elif operation == "scatter":
-        part, parts = zeros(), list(zeros(n)) if rank == 0 else None
-        fill = tuple((one, i + 1.0) for i, one in enumerate(parts or []))
-        yield Case(own, partial(dist.scatter, part, parts, 0), fill, ((part, mine),))
+        yield Case(OUT_OF_PLACE, partial(dist.scatter, part, rows, 0), of_each, ((part, own),))
     elif operation == "all_gather":
-        whole = zeros(n)
-        for form, part in ((own, zeros()), (in_place, whole[rank])):
-            call = partial(dist.all_gather_into_tensor, whole.view(-1), part)
-            yield Case(form, call, ((whole, 0.0), (part, mine)), ((whole, ranks),))
+        for form, data in ((OUT_OF_PLACE, part), (IN_PLACE, whole[rank])):
+            call = partial(dist.all_gather_into_tensor, whole.view(-1), data)
+            yield Case(form, call, ((whole, 0.0), (data, own)), ((whole, ranks),))
     elif operation == "reduce_scatter":
-        whole = zeros(n)
-        for form, part in ((own, zeros()), (in_place, whole[rank])):
-            call = partial(dist.reduce_scatter_tensor, part, whole.view(-1))
-            yield Case(form, call, ((whole, addends * addend(rank)),), ((part, total * addend(rank)),))
+        addends = torch.tensor([addend(i) for i in range(n)], device=world.device)[:, None]
+        total = sum(map(addend, range(n)))
+        for form, data in ((OUT_OF_PLACE, part), (IN_PLACE, whole[rank])):
+            call = partial(dist.reduce_scatter_tensor, data, whole.view(-1))
+            yield Case(form, call, ((whole, addends * addend(rank)),), ((data, total * addend(rank)),))
     elif operation == "all_to_all":
-        whole, came = zeros(n), zeros(n)
-        yield Case(
-            own,
-            partial(dist.all_to_all_single, came.view(-1), whole.view(-1)),
-            ((whole, ranks * mine),),
-            ((came, ranks * mine),),
-        )
+        received = torch.zeros_like(whole)
+        call = partial(dist.all_to_all_single, received.view(-1), whole.view(-1))
+        yield Case(OUT_OF_PLACE, call, ((whole, ranks * own),), ((received, ranks * own),))
     else:
         raise ValueError(f"no operation {operation!r}")
 
@@ -131,8 +127,8 @@ def addend(rank: int) -> float:
     return rank % 13 + 1.0
 
 
-def _ring(data: Tensor, came: Tensor, to: int, of: int) -> None:
-    for work in dist.batch_isend_irecv([P2POp(dist.isend, data, to), P2POp(dist.irecv, came, of)]):
+def _ring(data: Tensor, received: Tensor, to: int, source: int) -> None:
+    for work in dist.batch_isend_irecv([P2POp(dist.isend, data, to), P2POp(dist.irecv, received, source)]):
         work.wait()
 
 
@@ -167,8 +163,10 @@ class Figure:
 
     def line(self) -> str:
         times = "".join(f"{1e6 * seconds:>12,.1f}" for seconds in (self.min_s, self.median_s, self.max_s))
-        told = f"{self.wrong} wrong" if self.wrong else "right"
-        return f"{self.operation:<15}{self.form:<13}{self.size:>13,}{times}{self.algbw:>9.3f}{self.busbw:>9.3f}  {told}"
+        result = f"wrong on {self.wrong} ranks" if self.wrong else "ok"
+        return (
+            f"{self.operation:<15}{self.form:<13}{self.size:>13,}{times}{self.algbw:>9.3f}{self.busbw:>9.3f}  {result}"
+        )
 
 
 HEADING = f"{'operation':<15}{'form':<13}{'bytes':>13}{'min us':>12}{'median us':>12}{'max us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)"
@@ -186,9 +184,9 @@ def measure(operation: str, size: int, world: World, budget_s: float) -> list[Fi
         for tensor, value in case.fill:
             tensor.copy_(torch.as_tensor(value, device=world.device))
         case.call()
-        right = all(bool((tensor == value).all()) for tensor, value in case.right)
+        is_correct = all(bool((tensor == value).all()) for tensor, value in case.expected)
         times = (min(seconds), statistics.median(seconds), max(seconds))
-        found.append(Figure(operation, case.form, world.size, used, *times, len(wrong_ranks(right, world))))
+        found.append(Figure(operation, case.form, world.size, used, *times, len(wrong_ranks(is_correct, world))))
     return found
 
 
@@ -233,10 +231,10 @@ def synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def wrong_ranks(right: bool, world: World) -> list[int]:
-    """The ranks on which ``right`` is False. Called by all ranks, which get the same result."""
+def wrong_ranks(is_correct: bool, world: World) -> list[int]:
+    """The ranks on which ``is_correct`` is False. Called by all ranks, which get the same result."""
     wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
-    wrong[world.rank] = not right
+    wrong[world.rank] = not is_correct
     dist.all_reduce(wrong)
     return [rank for rank, found in enumerate(wrong.tolist()) if found]
 
@@ -254,8 +252,9 @@ def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> 
     dist.all_reduce(least, dist.ReduceOp.MIN)
     fitting = [size for size in sizes if 2 * size <= float(least)]
     if left := [size for size in sizes if size not in fitting]:
+        room_gb = float(least) / 1e9
         say(
-            f"{len(left)} sizes from {min(left):,} bytes on are left out: a rank has {float(least) / 1e9:.1f} GB for two arrays"
+            f"{len(left)} sizes of at least {min(left):,} bytes are left out: two arrays must fit into {room_gb:.1f} GB per rank"
         )
     return fitting
 
@@ -324,11 +323,11 @@ def every_pair(world: World, members: Sequence[int], size: int, budget_s: float)
                 peer = members[other] if world.rank == members[one] else members[one]
                 found[one, other] = exchange(world, peer, size, budget_s)
         dist.barrier()
-    everybodys: list[Any] = [None] * world.size
-    dist.all_gather_object(everybodys, found)
+    of_all_ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(of_all_ranks, found)
     whole = torch.full((len(members), len(members)), float("nan"), dtype=torch.float64)
     for rank in members:
-        for (one, other), value in everybodys[rank].items():
+        for (one, other), value in of_all_ranks[rank].items():
             if rank == members[one]:  # use the clock of only one rank of each pair
                 whole[one, other] = whole[other, one] = value
     return whole
@@ -354,11 +353,11 @@ def pair_lines(found: Tensor, names: Sequence[str]) -> list[str]:
 
 def exchange(world: World, peer: int, size: int, budget_s: float) -> float:
     """Median bytes per second between this rank and ``peer``, in both directions at once. Only these two ranks call it."""
-    data, came = (torch.zeros(size, dtype=torch.uint8, device=world.device) for _ in range(2))
+    data, received = (torch.zeros(size, dtype=torch.uint8, device=world.device) for _ in range(2))
 
     def both_ways() -> float:
         begin = time.perf_counter()
-        _ring(data, came, peer, peer)
+        _ring(data, received, peer, peer)
         synchronize(world)
         return time.perf_counter() - begin
 

@@ -1,4 +1,4 @@
-"""Plots with matplotlib, which is optional. If it is not installed, a line says so and no plot is drawn."""
+"""Plots with matplotlib, which is optional. If it is not installed, a line says so and nothing is drawn."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ def _figure(path: Path, say: Callable[[str], None], inches: tuple[float, float])
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
-        say(f"no {path.name}: pip install matplotlib has it drawn")
+        say(f"{path.name} is not drawn: matplotlib is not installed; type: pip install matplotlib")
         return None
     return Canvas(figsize=inches, dpi=120, layout="constrained")
 

@@ -7,7 +7,9 @@ import re
 import signal
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
+
+Word = TypeVar("Word", bound=Enum)
 
 MAX_SHOWN = 60  # characters of a bad value that are shown
 
@@ -19,7 +21,7 @@ EXIT_REQUEUE = 75  # the run was saved and is to be requeued
 
 
 class ConfigError(ValueError):
-    """A user's key or value is invalid. The message is one line with the key, the value, the problem and the fix.
+    """A key, an env file or a launcher's variable is invalid. The message is one line with its name, its value and the fix.
 
     Exit status 2.
     """
@@ -45,7 +47,7 @@ class Stopped(Exception):
 
 
 class InputError(ValueError):
-    """Input other than keys (data, a checkpoint, an environment variable) is invalid. The message is one line.
+    """Other input (data, a checkpoint) is invalid. The message is one line.
 
     Exit status 2.
     """
@@ -86,12 +88,8 @@ class Next(str, Enum):
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
-    """The kind in a status record or a failure record.
-
-    None if the record has none, as in run directories of earlier versions.
-    """
-    word = "peer-lost" if record.get("kind") == "peer" else record.get("kind")  # earlier versions wrote "peer"
-    return _member(Kind, word)
+    """The kind in a status record or a failure record. None if the record has no known kind."""
+    return _member(Kind, record.get("kind"))
 
 
 def next_of(status: Mapping[str, Any]) -> Next | None:
@@ -99,15 +97,18 @@ def next_of(status: Mapping[str, Any]) -> Next | None:
     return _member(Next, status.get("next"))
 
 
-def _member(of: Any, word: object) -> Any:
-    return of(word) if word in [member.value for member in of] else None
+def _member(of: type[Word], word: object) -> Word | None:
+    try:
+        return of(word)
+    except ValueError:
+        return None
 
 
 def show(text: str) -> None:
     """Prints ``text``.
 
-    If the reader has closed the pipe (``| head``), SIGPIPE ends the process, as it ends other commands. Must be called
-    from the main thread.
+    If the reader has closed the pipe (``| head``), SIGPIPE ends the process without a traceback. Must be called from the
+    main thread.
     """
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pwd
 import re
 import secrets
 import shlex
@@ -33,31 +32,24 @@ def private_folder(root: Path, name: str) -> Path:
     """
     runs = root / "runs"
     if runs.is_symlink() and not runs.exists():
-        raise MachineError(f"{runs}: is a link to {os.path.realpath(runs)}, which is not there: make that folder")
+        raise MachineError(f"{runs}: is a link to {os.path.realpath(runs)}, which does not exist: create that folder")
     folder = runs / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
         raise MachineError(
-            f"{folder}: cannot be made ({error.strerror}); what jobs run has to be written there"
+            f"{folder}: cannot be created ({error.strerror}), and jobs execute files from there: make {runs} writable"
         ) from None
     if found.st_uid != os.getuid():
         raise MachineError(
-            f"{folder}: belongs to {_user(found.st_uid)}, and must be yours, since jobs run what lies there: use a clone of your own"
+            f"{folder}: belongs to user {found.st_uid}, and jobs execute files from there: use a clone of your own"
         )
     if stat.S_IMODE(found.st_mode) & 0o022:
         raise MachineError(
-            f"{folder}: must be yours and nobody else's to write, since jobs run what lies there: chmod 700 {shlex.quote(str(folder))}"
+            f"{folder}: other users can write to it, and jobs execute files from there: chmod 700 {shlex.quote(str(folder))}"
         )
     return folder
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def write_whole(
@@ -118,6 +110,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError with the reason in words."""
+    if not stat.S_ISREG(path.stat().st_mode):  # checked first, since open() on a named pipe waits for a writer
+        raise ValueError("not an ordinary file")
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    return content
+
+
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
     """Sets the umask of the process within the ``with`` block."""
@@ -148,7 +151,7 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]
             except BlockingIOError:
                 if wait is None:
                     raise MachineError(
-                        f"{str(path)!r} is locked: another process is using this folder; wait until it ends, or give another folder"
+                        f"{str(path)!r} is locked: another process uses this folder: wait until it ends, or give another folder"
                     ) from None
                 wait()
             except OSError:

@@ -20,6 +20,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def choice(word: str, known: Iterable[str]) -> str:
+    """The rule for a value that must be one of ``known``, with the one that is closest to ``word``."""
+    names = list(known)
+    return f"must be {names[0]}" if len(names) == 1 else f"must be one of {', '.join(names)}{nearest(word, names)}"
+
+
 def key(
     default: Any,
     help: str,
@@ -47,20 +53,23 @@ def key(
 
 
 def default(cls: type, name: str, value: Any) -> Any:
-    """The field ``name`` of the dataclass ``cls`` with another default."""
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    return dataclasses.field(default=value, metadata=field.metadata)
+    """The field ``name`` of the dataclass ``cls`` with another default. Raises ConfigError if there is no such field."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if name not in fields:
+        given = f"default({cls.__name__}, '{shown(name)}', {shown(value)})"
+        raise ConfigError(f"{given}: {cls.__name__} has no key '{shown(name)}'{nearest(name, fields)}")
+    return dataclasses.field(default=value, metadata=fields[name].metadata)
 
 
 def may_change(keys: type) -> set[str]:
-    """The keys of a dataclass that may change when a run is resumed, by its own declaration or that of a base class."""
+    """The keys of a dataclass that may have another value when a run is resumed."""
     return declared(keys, "may_change") | declared(keys, "path")
 
 
 def declared(keys: type, what: str) -> set[str]:
     """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`."""
-    declared = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
-    return {field.name for field in declared if field.metadata.get(what)}
+    fields = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
+    return {field.name for field in fields if field.metadata.get(what)}
 
 
 def check(keys: Any) -> None:
@@ -81,11 +90,11 @@ def check(keys: Any) -> None:
                 raise ConfigError(f"{given}: must be at most {high:g}")
         if isinstance(value, str):
             if CONTROL.search(value):
-                raise ConfigError(f"{given}: contains a control character, such as a newline; write it on one line")
+                raise ConfigError(f"{given}: contains a control character, such as a newline; remove it")
             if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: must be {meta['form']}")
             if value.startswith("~") and os.path.expanduser(value) == value:
-                raise ConfigError(f"{given}: that user has no home folder; write the whole path")
+                raise ConfigError(f"{given}: this user has no home folder; write the absolute path")
 
 
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
@@ -99,4 +108,5 @@ def path_keys(classes: Sequence[type]) -> set[str]:
 
 
 def names_of(cls: type) -> set[str]:
+    """The names of a dataclass's keys."""
     return {f.name for f in dataclasses.fields(cls)}

@@ -1,7 +1,7 @@
 """Env files: `NAME=value` lines with the same meaning for Python and for `set -a; . file` in dash and bash.
 
-An env file says how a network is used, never which code runs. Therefore nothing in it is evaluated. Text that a shell
-would expand, split or execute is refused with the file, the line and the fix. Standard library only.
+An env file says how a network is used, never which code runs. Nothing in it is evaluated. Text that a shell would expand,
+split or execute is refused with the file, the line and the fix. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import stat
 from collections.abc import Mapping, MutableMapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
+from recipes.core import files
+from recipes.core.errors import ConfigError, shown
+
 MAX_BYTES = 64 * 1024
+PATH_SHOWN = 300  # characters of a path that a message shows
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A POSIX shell takes each character listed here literally anywhere in an assignment; `~`, `*`, `{` and others need quotes.
@@ -36,16 +39,16 @@ _REFUSED = (
         r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
         r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_",
         "belongs to the shell",
-        "leave it out",
+        "remove it",
     ),
     (
         r"(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL",
         "is set by Slurm for each step",
-        "ask for GPUs with gpus_per_node",
+        "request GPUs with gpus_per_node=",
     ),
     (
         r"(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\w+",
-        "is Slurm's own",
+        "belongs to Slurm",
         "give it as an option of sbatch or srun",
     ),
     (
@@ -55,7 +58,7 @@ _REFUSED = (
         "leave it to the launcher",
     ),
 )
-_REFUSED_NAMES = tuple((re.compile(pattern), reason, mend) for pattern, reason, mend in _REFUSED)
+_REFUSED_NAMES = tuple((re.compile(pattern), reason, fix) for pattern, reason, fix in _REFUSED)
 
 _UNPRINTABLE = {
     "\r": ("a carriage return", "save the file with Unix line ends"),
@@ -64,7 +67,7 @@ _UNPRINTABLE = {
 }
 
 
-class EnvFileError(ValueError):
+class EnvFileError(ConfigError):
     """An env file, or its name, is invalid. The message is one line: the file and line, the problem, the fix."""
 
 
@@ -77,13 +80,13 @@ def parse(text: str, name: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     seen: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{_shown(name)}:{number}"
+        where = f"{shown(name, PATH_SHOWN)}:{number}"
         setting = _parse_line(line, where)
         if setting is None:
             continue
         variable, value = setting
         if variable in settings:
-            raise EnvFileError(f"{where}: {variable} is set on line {seen[variable]} already; keep one of the two")
+            raise EnvFileError(f"{where}: {variable} is already set on line {seen[variable]}; keep one of the two")
         settings[variable] = value
         seen[variable] = number
     return settings
@@ -101,16 +104,8 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        raise EnvFileError(f"{_shown(name)}:{number}: not UTF-8; save the file as UTF-8") from None
+        raise EnvFileError(f"{shown(name, PATH_SHOWN)}:{number}: not UTF-8; save the file as UTF-8") from None
     return parse(text, name)
-
-
-def merge(*layers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of all `layers`. If several layers have a name, the last one's value is used."""
-    merged: dict[str, str] = {}
-    for layer in layers:
-        merged.update(layer)
-    return merged
 
 
 def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -145,30 +140,20 @@ def _fabric_file(network: str, root: Path) -> Path:
     nearest = difflib.get_close_matches(network.lower(), fabrics, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     there = ", ".join(fabrics) if fabrics else "none"
-    raise EnvFileError(f"network={_shown(network)}: no such fabric in {_shown(str(root))}; {hint}there are: {there}")
+    raise EnvFileError(
+        f"network={shown(network)}: no such fabric in {shown(root, PATH_SHOWN)}; {hint}give one of: {there}"
+    )
 
 
 def _read_bytes(path: Path) -> bytes:
-    shown = _shown(str(path))
+    name = shown(path, PATH_SHOWN)
     try:
-        # Checked before opening: open() on a named pipe would wait for a writer.
-        is_ordinary = stat.S_ISREG(path.stat().st_mode)
-        data = _head(path) if is_ordinary else b""
+        return files.read_bounded(path, MAX_BYTES)
     except FileNotFoundError:
-        raise EnvFileError(f"{shown}: no such file; check the path of the env file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise EnvFileError(f"{name}: no such file; check the path of the env file") from None
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise EnvFileError(f"{shown}: cannot be read ({reason}); check the path and its permissions") from None
-    if not is_ordinary:
-        raise EnvFileError(f"{shown}: not an ordinary file; name an env file")
-    if len(data) > MAX_BYTES:
-        raise EnvFileError(f"{shown}: larger than {MAX_BYTES} bytes; an env file holds a few NAME=value lines")
-    return data
-
-
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
+        raise EnvFileError(f"{name}: cannot be read ({reason}); give the path of an env file") from None
 
 
 def _parse_line(line: str, where: str) -> tuple[str, str] | None:
@@ -178,14 +163,14 @@ def _parse_line(line: str, where: str) -> tuple[str, str] | None:
     if not text or text.startswith("#"):
         return None
     if re.match(r"export[ \t]", text):
-        raise EnvFileError(f"{where}: starts with 'export'; leave that word out")
+        raise EnvFileError(f"{where}: starts with 'export'; remove this word")
     name, equals, value = line.partition("=")
     if not equals:
-        raise EnvFileError(f"{where}: not a setting; write NAME=value, or # in front of a comment")
+        raise EnvFileError(f"{where}: not a setting; write NAME=value, or # before a comment")
     if name != name.strip(" \t") or value[:1] in (" ", "\t"):
-        raise EnvFileError(f"{where}: blanks in front of the name or around '='; write NAME=value without them")
+        raise EnvFileError(f"{where}: blanks before the name or around '='; write NAME=value without blanks")
     if not _NAME.fullmatch(name):
-        raise EnvFileError(f"{where}: {name[:40]!r} is not a variable's name; use letters, digits and _")
+        raise EnvFileError(f"{where}: {name[:40]!r} is not a variable name; use letters, digits and _")
     _refuse_name(name, where)
     return name, _parse_value(value, f"{where}: {name}")
 
@@ -194,8 +179,8 @@ def _refuse_unprintable(line: str, where: str) -> None:
     for character in line:
         if character == "\t" or character.isprintable():
             continue
-        what, mend = _UNPRINTABLE.get(character, (f"the invisible character U+{ord(character):04X}", "delete it"))
-        raise EnvFileError(f"{where}: has {what}; {mend}")
+        what, fix = _UNPRINTABLE.get(character, (f"the invisible character U+{ord(character):04X}", "delete it"))
+        raise EnvFileError(f"{where}: has {what}; {fix}")
 
 
 def is_secret(name: str) -> bool:
@@ -204,9 +189,9 @@ def is_secret(name: str) -> bool:
 
 
 def _refuse_name(name: str, where: str) -> None:
-    for pattern, reason, mend in _REFUSED_NAMES:
+    for pattern, reason, fix in _REFUSED_NAMES:
         if pattern.fullmatch(name):
-            raise EnvFileError(f"{where}: {name} {reason}; {mend}")
+            raise EnvFileError(f"{where}: {name} {reason}; {fix}")
     if is_secret(name):
         raise EnvFileError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")
 
@@ -218,40 +203,33 @@ def _parse_value(value: str, where: str) -> str:
     if value.startswith('"'):
         return _parse_quoted(value[1:], where)
     if bad := _NOT_PLAIN.search(value):
-        raise EnvFileError(f"{where} has {_describe(bad.group())} outside quotes; {_mend(bad.group())}")
+        raise EnvFileError(f"{where} has {_describe(bad.group())} outside quotes; {_fix_for(bad.group())}")
     return value
 
 
 def _parse_quoted(text: str, where: str) -> str:
     body, quote, rest = text.partition('"')
     if bad := _NOT_QUOTABLE.search(body):
-        raise EnvFileError(f"{where} has {_describe(bad.group())}; {_mend(bad.group(), quoted=True)}")
+        raise EnvFileError(f"{where} has {_describe(bad.group())}; {_fix_for(bad.group(), quoted=True)}")
     if not quote:
-        raise EnvFileError(f"{where} has no closing double quote on its line; add it, or put the value on one line")
+        raise EnvFileError(f"{where} has no closing double quote on its line; add it, or write the value on one line")
     if rest:
-        raise EnvFileError(f"{where} has something behind the closing quote; put comments on lines of their own")
+        raise EnvFileError(f"{where} has text after the closing quote; write comments on their own lines")
     return body
 
 
 def _describe(character: str) -> str:
-    return {" ": "a blank", "\t": "a tab", '"': "a double quote", "`": "a backquote", "\\": "a backslash"}.get(
-        character, f"'{character}'"
-    )
+    names = {" ": "a blank", "\t": "a tab", '"': "a double quote", "`": "a backquote", "\\": "a backslash"}
+    return names.get(character, f"'{character}'")
 
 
-def _mend(character: str, quoted: bool = False) -> str:
+def _fix_for(character: str, quoted: bool = False) -> str:
     if character in "$`\\":
-        return "nothing is expanded here: write out what it stands for"
+        return "env files are not expanded: write the value itself"
     if not character.isascii():
         return "write it in ASCII"
     if quoted:
         return "replace it by a blank"
     if character in " #":
-        return "put the whole value in double quotes, and comments on lines of their own"
+        return "put the whole value in double quotes, and comments on their own lines"
     return "put the whole value in double quotes"
-
-
-def _shown(text: str, limit: int = 300) -> str:
-    """`text` in a form that is safe in a one-line message."""
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return text if text.isprintable() and text else repr(text)

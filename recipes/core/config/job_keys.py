@@ -9,7 +9,7 @@ from enum import Enum
 
 from recipes.core.config import declare
 from recipes.core.errors import ConfigError, shown
-from recipes.core.place import hostlist
+from recipes.core.place import durations, hostlist
 
 IN_IMAGE = ("container", "container_runtime", "container_mounts")  # also $RECIPES_CONTAINER…
 
@@ -29,7 +29,6 @@ class Runtime(Enum):
 
 MOUNT = r"(/|~/)[A-Za-z0-9_./+@=~-]*(:[A-Za-z0-9_./+@=~-]+){0,2}"
 DEPENDENCY = r"(singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+)([,?](singleton|after\w*(:\d+(_(\d+|\*))?(\+\d+)?)+))*"
-TIME = r"\d{1,7}|\d{1,6}:\d{2}|\d{1,5}:\d{2}:\d{2}|\d{1,4}-\d{1,2}(:\d{2}){0,2}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class JobKeys:
     """What a job requests from Slurm, or from this machine. Only launch.py has these keys."""
 
     recipe: str = declare.key(
-        "", "recipe: NAME of a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name"
+        "", "recipe to run: NAME of a file recipes/NAME.py", pattern=r"[a-z][a-z0-9_]*", form="a recipe's name"
     )
     launcher: Launcher = declare.key(
         Launcher.slurm, "slurm: submit; local: start the ranks on this machine; print: print the sbatch script"
@@ -46,7 +45,7 @@ class JobKeys:
         None, "number of nodes; default: 1; with gpus=, Slurm chooses", low=1, high=65536, sbatch="--nodes"
     )
     gpus_per_node: int | None = declare.key(
-        None, "GPUs per node, one rank each; default: the profile's, else 1", low=0, high=1024,
+        None, "GPUs per node, one rank per GPU; default: that of the profile, else 1", low=0, high=1024,
         sbatch="--ntasks-per-node and --gpus-per-node",
     )  # fmt: skip
     gpu_type: str = declare.key(
@@ -56,23 +55,25 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = declare.key(
-        None, "CPUs per rank; default: the profile's, else 8 for a rank with a GPU", low=1, high=4096,
+        None, "CPUs per rank; default: that of the profile, else 8 with a GPU, or one for each thread with device=cpu", low=1, high=4096,
         sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = declare.key(
-        "", "GPUs in total, one rank each, on any number of nodes, such as 10; with launcher=local on several machines: GPUs of each, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
+        "", "total number of GPUs, on any number of nodes, one rank per GPU, such as 10; with launcher=local on several machines: GPUs of each machine, such as 8,2", pattern=r"\d{1,4}(,\d{1,4})*",
         form="a whole number, or several separated by commas, such as 8,2", sbatch="--ntasks and --gpus-per-task=1",
     )  # fmt: skip
     node_rank: int = declare.key(
-        0, "index of this machine in gpus=, for launcher=local on several machines", low=0, sbatch="none: srun sets it"
+        0,
+        "index of this machine in gpus=, from 0, for launcher=local on several machines",
+        low=0,
+        sbatch="none: srun sets it",
     )
     master: str = declare.key(
         "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
         form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="none: srun sets it",
     )  # fmt: skip
     time: str = declare.key(
-        "01:00:00", "time limit", pattern=TIME, form="minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
-        sbatch="--time",
+        "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time",
     )  # fmt: skip
     partition: str = declare.key(
         "", "Slurm partition(s)", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--partition"
@@ -88,7 +89,7 @@ class JobKeys:
         "", "Slurm reservation", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--reservation"
     )
     dependency: str = declare.key(
-        "", "jobs to wait for: afterok:1234, afterany:1234:1235, singleton", pattern=DEPENDENCY,
+        "", "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton", pattern=DEPENDENCY,
         form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
         sbatch="--dependency",
     )  # fmt: skip
@@ -113,22 +114,23 @@ class JobKeys:
         form="letters, digits, _ and - only",
     )
     container: str = declare.key(
-        "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, docker://…",
+        "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
         sbatch="no option: export RECIPES_CONTAINER",
     )  # fmt: skip
     container_runtime: Runtime = declare.key(
-        Runtime.auto, "container runtime: auto: pyxis for .sqsh files and names with #, else apptainer; apptainer; singularity; pyxis",
+        Runtime.auto, "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
         sbatch="no option: export RECIPES_CONTAINER_RUNTIME",
     )  # fmt: skip
     container_mounts: str = declare.key(
-        "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are mounted anyway",
+        "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
         sbatch="no option: export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
     snapshot: bool = declare.key(
-        True, "run a copy of the code, made at submission; false: run the code in the repository when the job starts"
+        True,
+        "run a snapshot of the code, taken at submission; false: run the code that the repository has when the job starts",
     )
     parallel: int = declare.key(
         0,
@@ -147,18 +149,22 @@ class JobKeys:
             try:
                 hostlist.expand(self.exclude)
             except hostlist.HostListError as error:
-                raise ConfigError(f"exclude={shown(self.exclude)}: {error}") from None
+                raise ConfigError(
+                    f"exclude={shown(self.exclude)}: {error}; give nodes such as node[3-4],node7"
+                ) from None
         minutes(self.time)
         extra_options(self.extra)
-        if problem := image_problem(self.container):
-            raise ConfigError(f"container={shown(self.container)}: {problem}")
+        if _is_missing_file(self.container):
+            raise ConfigError(
+                f"container={shown(self.container)}: there is no such file; give the path or the address of an image"
+            )
 
 
-# Options of sbatch that extra= must not contain, with the fix; so must the options that a key of JobKeys sets.
+# Options of sbatch that extra= must not contain, with the fix. It must not contain those that a key of JobKeys sets either.
 OUR_OPTIONS = {
     "array": "sweep.KEY=A,B makes an array",
     "cpus-per-gpu": "give cpus_per_rank=",
-    "chdir": "a job runs in the repository; relative paths are those of the folder where you typed them",
+    "chdir": "a job runs in the repository; relative paths are relative to the folder of the submission",
     "clusters": "log in to that cluster",
     "export": "the launcher chooses the variables of the ranks",
     "export-file": "the launcher chooses the variables of the ranks",
@@ -185,8 +191,8 @@ def extra_options(text: str) -> dict[str, str]:
             raise ConfigError(f"{given}: '{shown(word)}' is not --option or --option=value, in plain characters")
         name, value = option.groups(default="")
         # sbatch accepts an abbreviated option.
-        if whole := next((known for known in ours if known.startswith(name)), ""):
-            raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[whole]}")
+        if known := next((known for known in ours if known.startswith(name)), ""):
+            raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[known]}")
         if name == "gres" and "gpu" in value:
             raise ConfigError(
                 f"{given}: extra= must not request GPUs: give gpus_per_node= and gpu_type=; if the site requires --gres,"
@@ -199,26 +205,17 @@ def extra_options(text: str) -> dict[str, str]:
 
 
 def minutes(time: str) -> int:
-    """Minutes, rounded up, of a time in one of Slurm's forms (``man sbatch``, --time). Raises ConfigError when zero."""
-    days, _, clock = time.rpartition("-")
-    if not clock:
-        raise ConfigError("time=: must be minutes or HH:MM:SS")
-    parts = [int(p) for p in clock.split(":")]
-    if days:
-        hours, mins, secs = parts + [0] * (3 - len(parts))
-    else:
-        hours, mins, secs = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
-    total_s = ((int(days or 0) * 24 + hours) * 60 + mins) * 60 + secs
-    if total_s == 0:
-        raise ConfigError(f"time={shown(time)}: must not be zero; give minutes or HH:MM:SS")
-    return math.ceil(total_s / 60)
+    """The minutes, rounded up, of a time limit in one of Slurm's forms. Raises ConfigError for an empty text and for zero."""
+    seconds = durations.seconds(time)
+    if not seconds:
+        raise ConfigError(f"time={shown(time)}: must be more than 0; give minutes or HH:MM:SS")
+    return math.ceil(seconds / 60)
 
 
-def image_problem(image: str) -> str:
-    """Why an image is invalid; "" if it is not. A file must exist; the runtime checks an address."""
+def _is_missing_file(image: str) -> bool:
+    """Whether an image is a file that does not exist. The container runtime checks other addresses."""
     if re.match(r"[a-z][a-z0-9+.-]*://", image) or "#" in image:
-        return ""
+        return False
     path = os.path.expanduser(image)
-    if os.path.isabs(path) or image.endswith((".sif", ".sqsh", ".img")) or image.startswith("."):
-        return "" if os.path.exists(path) else "there is no such file"
-    return ""
+    is_file = os.path.isabs(path) or image.startswith(".") or image.endswith((".sif", ".sqsh", ".img"))
+    return is_file and not os.path.exists(path)

@@ -7,30 +7,51 @@ from typing import Any
 from recipes.core.config import declare, envfile, job_keys, yaml_file
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
+from recipes.core.place import durations
 
-# Keys that only a profile has: how jobs request GPUs and nodes. Each with a regular expression and the rule in words.
-ASKS = {
+# Keys of a profile that are lists of names.
+LISTS = ("modules", "env_files")
+# Keys of a profile that request GPUs and nodes. Each has a regular expression and the rule in words.
+REQUESTS = {
     "gpus": ("--gres|--gpus-per-node|--gpus-per-task", "must be --gres, --gpus-per-node or --gpus-per-task"),
     "exclusive": ("true|false|user|mcs|topo", "must be true, false, or a value of sbatch's --exclusive"),
     "mem": (r"\d{1,12}[KMGT]?", "must be a value of sbatch's --mem, such as 0 or 64G"),
     "segment": (r"\d{1,6}", "must be a number of nodes"),
-    "switches": (rf"\d{{1,6}}(@({job_keys.TIME}))?", "must be NUMBER or NUMBER@TIME"),
+    "switches": (rf"\d{{1,6}}(@({durations.PATTERN}))?", "must be NUMBER or NUMBER@TIME"),
 }
+# Other keys that are texts.
+TEXTS = {
+    "environment": (r"/[A-Za-z0-9_.+/@=-]{1,256}", "must be the absolute path of a venv or a conda environment"),
+    "data_dir": (r"(/|~/).*", "must be an absolute path"),
+}
+# Defaults of job keys and run keys, which check the values.
+DEFAULTS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "extra",
+    *job_keys.IN_IMAGE,
+    "gpus_per_node",
+    "gpu_type",
+    "cpus_per_rank",
+    "time",
+    "network",
+)
 
 
 def in_image(environ: Mapping[str, str]) -> dict[str, str]:
     """The container keys that ``$RECIPES_CONTAINER``, ``…_RUNTIME`` and ``…_MOUNTS`` set. An empty variable overrides the profile too."""
-    said = {
-        name: environ[f"RECIPES_{name.upper()}"] for name in job_keys.IN_IMAGE if f"RECIPES_{name.upper()}" in environ
-    }
-    return {name: value or ("auto" if name == "container_runtime" else "") for name, value in said.items()}
+    variables = {name: f"RECIPES_{name.upper()}" for name in job_keys.IN_IMAGE}
+    given = {name: environ[variable] for name, variable in variables.items() if variable in environ}
+    return {name: value or ("auto" if name == "container_runtime" else "") for name, value in given.items()}
 
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
-    """The profile env/clusters/NAME.yaml: defaults of job keys, ``network``, ``data_dir``, ``environment``, the keys of `ASKS`, and
-    the lists ``modules`` and ``env_files``.
+    """The profile env/clusters/NAME.yaml, without empty values: the keys of `DEFAULTS`, `REQUESTS`, `TEXTS` and `LISTS`.
 
-    Raises ConfigError where there is no profile of that name, or where it has an unknown key or an invalid value.
+    Raises ConfigError if there is no such profile, or if it has an unknown key or an invalid value.
     """
     folder = ROOT / "env" / "clusters"
     there = sorted(p.stem for p in folder.glob("*.yaml"))
@@ -40,54 +61,40 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
         )
     path = folder / f"{cluster}.yaml"
     profile = {k: v for k, v in yaml_file.load(path, str(path)).items() if v not in ("", "null", "~")}
-    lines = {" ".join(line.split("#")[0].split()) for line in path.read_text(encoding="utf-8").splitlines()}
-    keys = (
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "reservation",
-        "extra",
-        *job_keys.IN_IMAGE,
-        "gpus_per_node",
-        "gpu_type",
-        "cpus_per_rank",
-        "time",
-        "network",
-    )
     for name, value in profile.items():
-        if name in ("modules", "env_files"):
-            pattern = r"[A-Za-z0-9_.+/-]{1,256}"
-            if not isinstance(value, list) or not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in value):
-                raise ConfigError(f"{path}: '{name}' must be a list of names, each on its own line after '- '")
-        elif name == "environment":
-            if not re.fullmatch(r"/[A-Za-z0-9_.+/@=-]{1,256}", str(value)) or f"environment: {value}" not in lines:
-                raise ConfigError(
-                    f"{path}: 'environment' must be a line 'environment: /FOLDER' that names a venv or a conda environment"
-                )
-        elif name == "data_dir":
-            if not str(value).startswith(("/", "~/")):
-                raise ConfigError(f"{path}: 'data_dir: {shown(value)}' must be an absolute path")
-        elif name in ASKS:
-            pattern, form = ASKS[name]
-            if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
-                raise ConfigError(f"{path}: '{name}: {shown(value)}' {form}")
-        elif name not in keys:
-            raise ConfigError(
-                f"{path}: unknown key '{shown(name)}'{declare.nearest(str(name), (*keys, *ASKS, 'modules', 'env_files', 'environment', 'data_dir'))}"
-            )
-        elif not isinstance(value, str):
-            raise ConfigError(f"{path}: '{name}' must be one plain value")
-    for module in profile.get("modules", ()):
-        if f"- {module}" not in lines:
-            raise ConfigError(
-                f"{path}: 'modules' must have a line '- {module}', written like this: batch scripts read it too"
-            )
+        if problem := _problem(str(name), value):
+            raise ConfigError(f"{path}: {problem}")
+    # sbatch/job.sh reads these lines with sed, before it has a Python environment.
+    for_sed = [f"- {module}" for module in profile.get("modules", ())]
+    for_sed += [f"environment: {profile['environment']}"] if "environment" in profile else []
+    lines = {" ".join(line.split("#")[0].split()) for line in path.read_text(encoding="utf-8").splitlines()}
+    if missing := [line for line in for_sed if line not in lines]:
+        raise ConfigError(
+            f"{path}: must have a line '{missing[0]}', without quotes or brackets: batch scripts read it too"
+        )
     return profile
 
 
+def _problem(name: str, value: object) -> str:
+    """Why a key of a profile is invalid; "" if it is valid. The job keys and run keys check the values of `DEFAULTS`."""
+    if name in LISTS:
+        names = value if isinstance(value, list) else [None]
+        valid = all(isinstance(one, str) and re.fullmatch(r"[A-Za-z0-9_.+/-]{1,256}", one) for one in names)
+        return "" if valid else f"'{name}' must be a list of names, each on its own line after '- '"
+    if pattern_form := (REQUESTS | TEXTS).get(name):
+        pattern, form = pattern_form
+        valid = isinstance(value, str) and bool(re.fullmatch(pattern, value, re.ASCII))
+        return "" if valid else f"'{name}: {shown(value)}' {form}"
+    if name not in DEFAULTS:
+        return f"unknown key '{shown(name)}'{declare.nearest(name, (*DEFAULTS, *REQUESTS, *TEXTS, *LISTS))}"
+    return "" if isinstance(value, str) else f"'{name}' must be one plain value"
+
+
 def env_variables(network: str, cluster: str) -> dict[str, str]:
-    """The variables of the env files: common < the fabric's < the site's. Raises EnvFileError, or ConfigError for the profile."""
+    """The variables of the env files: common < the fabric's < the site's. Raises ConfigError."""
     profile = cluster_profile(cluster) if cluster else {}
     files = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
-    return envfile.merge(*(envfile.read(file) for file in files))
+    variables: dict[str, str] = {}
+    for file in files:
+        variables |= envfile.read(file)
+    return variables

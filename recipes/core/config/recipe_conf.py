@@ -1,10 +1,14 @@
 """The recipes that exist, and the keys, variants and data sets that recipes/conf/NAME.py declares for each."""
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
+from enum import Enum
+from types import ModuleType
 from typing import Any, cast
 
 from recipes.core.config import declare
+from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
 
@@ -18,12 +22,46 @@ def names() -> list[str]:
 Differences = Mapping[str, Mapping[str, Any]]
 
 
+def require(recipe: str, given: str) -> None:
+    """Raises ConfigError unless the recipe exists. given: names it in the message."""
+    known = names()
+    if recipe in known:
+        return
+    if recipe in {path.stem for path in (ROOT / "recipes").glob("*.py")}:
+        raise ConfigError(
+            f"{given}: recipes/conf/{recipe}.py is missing; write it, as docs/new-recipe.md shows, or give one of {', '.join(known)}"
+        )
+    raise ConfigError(f"{given}: {declare.choice(recipe, known)}")
+
+
 def load(recipe: str) -> tuple[type, Differences]:
-    """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py. Raises ConfigError for an unknown recipe."""
-    if recipe not in (known := names()):
-        raise ConfigError(f"recipe={shown(recipe)}: must be one of {', '.join(known)}{declare.nearest(recipe, known)}")
-    module = importlib.import_module(f"recipes.conf.{recipe}")
+    """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py.
+
+    Raises ConfigError for an unknown recipe, and for keys that the file declares incorrectly.
+    """
+    require(recipe, f"recipe={shown(recipe)}")
+    try:
+        module = importlib.import_module(f"recipes.conf.{recipe}")
+        _check(module)
+    except ConfigError as error:
+        raise ConfigError(f"recipes/conf/{recipe}.py: {error}") from None
     return module.Config, getattr(module, "VARIANTS", {})
+
+
+def _check(module: ModuleType) -> None:
+    """Raises ConfigError if a key has no help text, or if a variant or a data set sets an unknown key."""
+    for field in dataclasses.fields(module.Config):
+        if "help" not in field.metadata:
+            value = str(field.default) if isinstance(field.default, Enum) else repr(field.default)
+            raise ConfigError(f"{field.name}: has no help text; write key({shown(value)}, 'help text')")
+    known = declare.names_of(module.Config) | declare.names_of(RunKeys)
+    for kind, attribute in (("variant", "VARIANTS"), ("dataset", "DATASETS")):
+        for name, keys in getattr(module, attribute, {}).items():
+            if unknown := [key for key in keys if key not in known]:
+                raise ConfigError(
+                    f"{kind}={shown(name)}: sets '{shown(unknown[0])}', which is no key of the recipe and no run key"
+                    f"{declare.nearest(unknown[0], known)}"
+                )
 
 
 def keys_of(recipe: str) -> set[str]:

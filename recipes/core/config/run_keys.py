@@ -42,7 +42,7 @@ class RunKeys:
     )
     variant: str = declare.key(
         "",
-        "a named set of keys of the recipe, from recipes/conf/RECIPE.py",
+        "name of a set of values for the recipe's keys, from recipes/conf/RECIPE.py",
         pattern=declare.NAME,
         form=declare.NAME_FORM,
         of_launch=True,
@@ -56,14 +56,17 @@ class RunKeys:
     )
     backend: Backend = declare.key(
         Backend.auto,
-        "communication backend: auto: nccl on GPUs, gloo on CPUs; nccl; gloo; mpi, if torch was built with it",
+        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl, gloo, or mpi (if torch was built with it)",
     )
     cpu_threads: int = declare.key(
-        0, "torch's threads per rank; 0: 1 with several ranks, torch's default with one", low=0, high=4096
+        0,
+        "CPU threads of torch per rank; 0: torch's default for a single rank, 1 thread each for several ranks",
+        low=0,
+        high=4096,
     )
     resume: str = declare.key(
         "auto",
-        "auto: resume from the newest valid checkpoint of the run directory; never; best; latest; or the path of a checkpoint or of a run directory",
+        "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a checkpoint; best, latest: that checkpoint of the run directory; or the path of a checkpoint or of another run directory",
         of_launch=True,
     )
     force: bool = declare.key(
@@ -72,7 +75,7 @@ class RunKeys:
         of_launch=True,
     )
     takeover: bool = declare.key(
-        False, "take the run directory over from a job that still uses it; that job ends", of_launch=True
+        False, "use the run directory even if another job uses it; the run of the other job ends", of_launch=True
     )
     checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
     checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
@@ -81,17 +84,19 @@ class RunKeys:
     keep_best: bool = declare.key(True, "keep the checkpoint with the best val_top1; checkpoints/best names it")
     max_requeues: int = declare.key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
     stop_before_s: float = declare.key(
-        60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
+        60.0, "number of seconds before the time limit when the ranks save and stop, at most a quarter of the limit; 0: off",
         low=0,
     )  # fmt: skip
     timeout_s: float = declare.key(
-        600.0, "seconds after which a collective that does not complete is an error", low=1, high=86400
+        600.0, "seconds that a rank waits for the other ranks in a collective before the run fails", low=1, high=86400
     )
     debug: bool = declare.key(
-        False, "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match; slower", of_launch=True
+        False,
+        "set TORCH_DISTRIBUTED_DEBUG=DETAIL: torch names collectives that do not match between ranks; this is slower",
+        of_launch=True,
     )
     umask: str = declare.key(
-        "077", "umask of all files, in octal: 077: only you can read them; 027: your group can too"
+        "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)"
     )
 
     def __post_init__(self) -> None:
@@ -137,7 +142,10 @@ class TrainKeys:
     )
     epochs: int = declare.key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
     max_steps: int = declare.key(
-        0, "number of optimiser steps after which the run, and its schedule, ends; 0: no limit", low=0, may_change=True
+        0,
+        "maximum number of optimiser steps; the learning-rate schedule ends there too; 0: no limit",
+        low=0,
+        may_change=True,
     )
     global_batch_size: int = declare.key(
         128,
@@ -170,6 +178,4 @@ class TrainKeys:
     def choose_dataset(self, *names: str) -> None:
         """Raises ConfigError unless ``dataset`` is one of ``names``."""
         if self.dataset not in names:
-            raise ConfigError(
-                f"dataset={shown(self.dataset)}: must be one of {', '.join(names)}{declare.nearest(self.dataset, names)}"
-            )
+            raise ConfigError(f"dataset={shown(self.dataset)}: {declare.choice(self.dataset, names)}")

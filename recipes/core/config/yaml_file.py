@@ -1,36 +1,30 @@
-"""YAML files of keys: every value as the text that is written there."""
+"""Reads YAML files of keys. Every value is the text in the file."""
 
-import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.errors import ConfigError, shown
 
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 
 def load(path: Path, given: str) -> dict[str, Any]:
-    """The mapping in ``path``, every plain value as the text that stands there; ``given``: what names it in a message.
+    """The mapping in the file ``path``. A plain value is its text, not a value of YAML 1.1, which reads 1:00:00 as the number 3600.
 
-    Not as YAML 1.1 would type them, to which ``time: 1:00:00`` is the number 3600.
+    given: names the file in a message. Raises ConfigError.
     """
-    import yaml  # OmegaConf's own parser; imported where a file is read, since it costs as much as all else here
+    import yaml  # OmegaConf's parser; imported only when a file is read, since the import is slow
 
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # asked first: open() on a named pipe would wait for a writer
-            raise ValueError("no ordinary file")
-        with open(path, "rb") as file:
-            text = file.read(MAX_YAML + 1)
-        if len(text) > MAX_YAML:
-            raise ValueError(f"larger than {MAX_YAML} bytes")
-        loader = yaml.BaseLoader(text.decode("utf-8"))
+        loader = yaml.BaseLoader(files.read_bounded(path, MAX_YAML).decode("utf-8"))
         node = loader.get_single_node()
         content = loader.construct_document(node) if node else None
         keys = node.value if isinstance(node, yaml.MappingNode) else []
         names = Counter(str(name.value) for name, _ in keys)
         if names and max(names.values()) > 1:
-            raise ValueError(f"'{shown(names.most_common(1)[0][0])}' stands there twice")
+            raise ValueError(f"'{shown(names.most_common(1)[0][0])}' is given twice")
     except OSError as error:
         raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
