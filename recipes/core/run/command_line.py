@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from recipes.core.config import declare, parser
+from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError, shown
@@ -28,12 +28,12 @@ def parse(
     first invalid word.
     """
     environ = os.environ if environ is None else environ
-    words = parser.read_words(argv)
+    words = key_value.read(argv)
     swept = {name: words[name] for name in words if name.startswith(SWEEP)}
     if swept and recipe:
         name, value = next(iter(swept.items()))
         raise ConfigError(
-            f"{name}={shown(value)}: a sweep is for launch.py; here give {name.removeprefix(SWEEP)}= one value"
+            f"{name}={shown(value)}: only launch.py sweeps keys; give {name.removeprefix(SWEEP)}= one value"
         )
     if swept:
         return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
@@ -60,7 +60,9 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
         name = word.removeprefix(SWEEP)
         values[name] = [value.strip(" ") for value in given.split(",")]
         if name in words:
-            raise ConfigError(f"{word}={shown(given)}: {name}={shown(words[name])} is given too; give one of the two")
+            raise ConfigError(
+                f"{word}={shown(given)}: {name}={shown(words[name])} is given as well; give one of the two"
+            )
         if name in {"cpu_threads", "num_workers"} and "cpus_per_rank" not in words:
             raise ConfigError(
                 f"{word}={shown(given)}: all runs of an array request the same CPUs: give cpus_per_rank= too"
@@ -80,8 +82,11 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
         try:
             one = _one({**words, **run, **own}, "", environ)
         except ConfigError as error:
-            combination = " ".join(f"{SWEEP}{name}={shown(value)}" for name, value in run.items())
-            raise ConfigError(f"{combination}: {error}") from None
+            pairs = [f"{name}={shown(value)}" for name, value in run.items()]
+            text = str(error)
+            if len(pairs) == 1:
+                text = text.removeprefix(f"{pairs[0]}: ")
+            raise ConfigError(f"{' '.join(SWEEP + pair for pair in pairs)}: {text}") from None
         if own:  # each run has its own folder in the given run_dir
             keys = dataclasses.replace(one.run, run_dir=run_dir)
             one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": run_dir})

@@ -71,28 +71,25 @@ def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, e
             rundir.refuse(rundir.choose(run_dir, recipe, job, ROOT), rundir.launch_id(environ), status, line)
 
 
-_through: list[int] = []  # the exit status of a rank that has completed its work
+_exit_status: list[int] = []  # the status of `end`, once it was called
 
 
 def end(code: int) -> NoReturn:
-    """Ends a rank that has completed its work.
-
-    The exit status is ``code`` even if the teardown of Python or torch would fail.
-    """
-    _through.append(code)
+    """Ends a rank that has completed its work. The exit status is ``code`` even if the teardown of Python or torch would fail."""
+    _exit_status.append(code)
     sys.exit(code)
 
 
-def _leave() -> None:
-    """Skips the teardown of Python and torch, which takes a second and can hang or crash in a library.
+def _skip_teardown() -> None:
+    """Skips the teardown of Python and torch after `end`. It takes a second, and can hang or crash in a library.
 
     Runs last at exit. The teardown is not skipped if another tool inspects this process (nsys, a preloaded library),
     since such a tool may write its results during the teardown.
     """
-    if _through and "LD_PRELOAD" not in os.environ and not any("INJECTION" in name for name in os.environ):
+    if _exit_status and "LD_PRELOAD" not in os.environ and not any("INJECTION" in name for name in os.environ):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_through[0])
+        os._exit(_exit_status[0])
 
 
 def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
@@ -102,58 +99,69 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     invalid key or an inconsistent environment, 3 if this machine cannot take part.
     """
     if argv is None:
-        atexit.register(_leave)  # atexit calls the function that was registered first last
+        atexit.register(_skip_teardown)  # atexit calls the function that was registered first last
     # Slurm may signal a short job while it starts. The signals stay blocked until signals.stop_flag installs a handler,
     # so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     argv = sys.argv[1:] if argv is None else argv
     if "RANK" in os.environ:  # python -m torch.distributed.launch adds an argument that repeats LOCAL_RANK
         argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
-    if any(word in ("-h", "--help") for word in argv):
-        errors.show(help.help_text(recipe))
-        sys.exit(errors.EXIT_DONE)
-    host = socket.gethostname()
+    host, is_first = socket.gethostname(), _rank_unchecked() == "0"
+    try:
+        recipe_conf.require(recipe, f'entry.begin("{recipe}") in {Path(sys.argv[0]).name}')
+        if any(word in ("-h", "--help") for word in argv):
+            errors.show(help.help_text(recipe))
+            sys.exit(errors.EXIT_DONE)
+    except ConfigError as error:
+        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     if other := source.other_code(ROOT, os.environ):
-        _refuse(recipe, f"{host}: {other}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
+        _exit(recipe, errors.EXIT_CONFIG, f"{host}: {other}", prints=is_first)
     source.go_home(ROOT)
     try:
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
-        if _rank_hint() == "0":
+        if is_first:
             note_refusal_of(recipe, argv, errors.EXIT_CONFIG, str(error), os.environ)
-        _refuse(recipe, str(error), errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
+        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
         info = ranks.detect(os.environ)
-        from_files = _apply_env_files(settings)
-    except (ranks.RankError, envfile.EnvFileError, ConfigError) as error:
-        note_refusal(settings, errors.EXIT_CONFIG, f"{host}: {error}")
-        _refuse(recipe, f"{host}: {error}", errors.EXIT_CONFIG, speaks=_rank_hint() == "0")
-    named = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
+        from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
+    except ConfigError as error:
+        _refuse(settings, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
+    prints = info.local_rank == 0
     try:
-        interface = None if named else network.choose(info)
+        interface = _set_interface(info)
     except network.NetworkError as error:
-        note_refusal(settings, errors.EXIT_MACHINE, f"{host}: {error}")
-        _refuse(recipe, f"{host}: {error}", errors.EXIT_MACHINE, speaks=info.local_rank == 0)
-    if interface:
-        os.environ.update(network.settings(interface, os.environ))
-    wants_tmpdir = "TMPDIR" in getattr(settings.config, "stage_dir", "") and not os.environ.get("TMPDIR")
-    own_folder = _own_folder(os.environ, speaks=info.local_rank == 0)
-    if own_folder and wants_tmpdir:  # TMPDIR is now the run's own folder, which is removed at the end of the run
-        line = f"{host}: stage_dir={settings.config.stage_dir}: TMPDIR is not set in this job: give a folder of the nodes' own disks"
-        note_refusal(settings, errors.EXIT_CONFIG, line)
-        _refuse(recipe, line, errors.EXIT_CONFIG, speaks=info.local_rank == 0)
+        _refuse(settings, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
+    stage_dir = getattr(settings.config, "stage_dir", "")
+    if rundir.job_id(os.environ) and "TMPDIR" in stage_dir and not os.environ.get("TMPDIR"):
+        # _make_own_folder would set TMPDIR to a folder that is removed at the end of the run.
+        line = (
+            f"{host}: stage_dir={stage_dir}: TMPDIR is not set in this job: give a folder on a local disk of the nodes"
+        )
+        _refuse(settings, errors.EXIT_CONFIG, line, prints=prints)
+    own_folder = _make_own_folder(os.environ, prints=prints)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
     return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=dryrun.asked(os.environ))
 
 
-def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
-    """Creates a folder on the node's own disk for this job's temporary files and compile caches.
+def _set_interface(info: RankInfo) -> network.Choice | None:
+    """Sets the variables for the interface that reaches the other nodes, unless the user has set both. Raises NetworkError."""
+    if {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys():
+        return None
+    interface = network.choose(info)
+    if interface:
+        os.environ.update(network.settings(interface, os.environ))
+    return interface
 
-    The function also sets the variables for this folder. A variable that is already set takes precedence. Jobs do not
-    share these caches because several jobs would write to them at the same time, and because the home folder is slow
-    when many nodes use it. `remove_own_folder` removes the folder. Returns None outside Slurm or if the folder cannot
-    be used.
+
+def _make_own_folder(environ: MutableMapping[str, str], prints: bool) -> Path | None:
+    """Creates a folder on the node's own disk for this job's temporary files and compile caches, and sets their variables.
+
+    A variable that is already set takes precedence. Jobs do not share these caches because several jobs would write to
+    them at the same time, and because the home folder is slow when many nodes use it. `remove_own_folder` removes the
+    folder. Returns None outside Slurm or if the folder cannot be used.
     """
     folder = rundir.own_folder(environ)
     if not folder:
@@ -162,11 +170,11 @@ def _own_folder(environ: MutableMapping[str, str], speaks: bool) -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "it is somebody else's")
+            raise PermissionError(errno.EPERM, "another user owns it or can write to it")
     except OSError as error:
-        words = f"{socket.gethostname()}: {folder}: cannot be used ({error.strerror}): caches are shared"
-        if speaks:
-            print(f"warning: {words}", file=sys.stderr)
+        if prints:
+            line = f"{folder}: cannot be used ({error.strerror}): this job shares its compile caches with other jobs"
+            print(f"warning: {socket.gethostname()}: {line}", file=sys.stderr)
         return None
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
     environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
@@ -181,29 +189,21 @@ def remove_own_folder(start: Start) -> None:
         shutil.rmtree(start.own_folder, ignore_errors=True)
 
 
-def _apply_env_files(settings: Settings) -> dict[str, str]:
-    """Sets the variables of the env files (common < fabric < site) that the user has not set.
-
-    Raises EnvFileError or ConfigError.
-    """
-    return envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
-
-
-def _rank_hint() -> str:
-    """The rank of this process as its launcher gives it, unchecked.
-
-    It selects the rank that prints before ranks are detected.
-    """
+def _rank_unchecked() -> str:
+    """The rank of this process as its launcher gives it. It selects the rank that prints before ranks are detected."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
-def _refuse(recipe: str, message: str, status: int, *, speaks: bool) -> NoReturn:
-    """Ends the process with one line.
+def _refuse(settings: Settings, status: int, line: str, *, prints: bool) -> NoReturn:
+    """Records a refusal in the run directory, and ends the process with one line."""
+    note_refusal(settings, status, line)
+    _exit(settings.recipe, status, line, prints=prints)
 
-    Ranks without ``speaks`` wait 1.5 s so that the line of the rank with it comes first.
-    """
-    if not speaks:
+
+def _exit(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
+    """Ends the process with one line. Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first."""
+    if not prints:
         time.sleep(1.5)
-    print(f"{recipe}: {message}", file=sys.stderr, flush=True)
+    print(f"{recipe}: {line}", file=sys.stderr, flush=True)
     sys.exit(status)

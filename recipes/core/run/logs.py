@@ -35,7 +35,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         ) from None
     if shutil.which("tee") is None:
         raise MachineError(
-            f"{socket.gethostname()}: there is no tee on the PATH, which writes logs/: it is of coreutils"
+            f"{socket.gethostname()}: tee is not on the PATH, and writes the files in logs/: install coreutils"
         )
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []

@@ -11,14 +11,14 @@ from recipes.core.errors import MachineError, Next, next_of
 from recipes.core.run import rundir
 from recipes.core.run.scontrol import Job, Queue, describe
 
-AGAIN = "to resume, start it again with the same run_dir="
-# Reasons why nothing starts the run again.
-WORDS = {
-    Next.cancelled: f"the job was cancelled: {AGAIN}",
-    Next.max_requeues: f"not requeued, since max_requeues= is reached: {AGAIN}",
-    Next.no_progress: f"not requeued, since its last start completed no step: {AGAIN}",
-    Next.requeue_failed: f"not requeued, since scontrol requeue failed: {AGAIN}",
-    Next.not_requeued: f"not requeued by Slurm: {AGAIN}",
+HOW_TO_RESUME = "to resume, start it again with the same run_dir="
+# Why nothing starts the run again, for each outcome without a requeue.
+NOT_REQUEUED = {
+    Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
+    Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
+    Next.no_progress: f"not requeued, since its last start completed no step: {HOW_TO_RESUME}",
+    Next.requeue_failed: f"not requeued, since scontrol requeue failed: {HOW_TO_RESUME}",
+    Next.not_requeued: f"not requeued by Slurm: {HOW_TO_RESUME}",
 }
 
 
@@ -45,7 +45,7 @@ class Outlook:
         return self.job is not None and not self.job.ended and not self.job.waiting
 
 
-def look(run_dir: Path, queue: Queue) -> Outlook:
+def of_run(run_dir: Path, queue: Queue) -> Outlook:
     """The outlook of the job that was submitted last.
 
     If that job has ended and the job that started the run last has not, it is the outlook of the latter.
@@ -72,21 +72,21 @@ def look(run_dir: Path, queue: Queue) -> Outlook:
 
 def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
-    found, noted = look(run_dir, queue), next_of(status)
+    found, recorded = of_run(run_dir, queue), next_of(status)
     saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
     if found.job is None:  # only the status of the run is known
         why = f" ({found.line})" if found.id else ""
-        if noted in (Next.requeued, Next.held):
-            lost = f": {AGAIN}" if found.asked else ""
+        if recorded in (Next.requeued, Next.held):
+            lost = f": {HOW_TO_RESUME}" if found.asked else ""
             return f"{saved}; job {found.id} was requeued, and its state now is unknown{why}{lost}"
-        return f"{saved}; {WORDS[noted] if noted else AGAIN}{'' if noted else why}"
+        return f"{saved}; {NOT_REQUEUED[recorded] if recorded else HOW_TO_RESUME}{'' if recorded else why}"
     if found.next in (Next.requeued, Next.held):
         return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
     if found.next:
         # The batch script has recorded why it did not requeue the job. While the script ends, Slurm shows the job like
         # a cancelled one.
-        is_final = noted not in (None, Next.requeued, Next.held) and not found.submitted_since
-        return f"{saved}; {found.line}; {WORDS[noted if noted and is_final else found.next]}"
+        is_final = recorded not in (None, Next.requeued, Next.held) and not found.submitted_since
+        return f"{saved}; {found.line}; {NOT_REQUEUED[recorded if recorded and is_final else found.next]}"
     if found.job.fields.get("BatchFlag") == "0":  # a job of salloc or srun, which nothing requeues
-        return f"{saved}; {AGAIN}"
+        return f"{saved}; {HOW_TO_RESUME}"
     return f"{saved}; {found.line}, and its batch script has not ended yet"

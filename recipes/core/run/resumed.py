@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import declare, parser, recipe_conf, yaml_file
+from recipes.core.config import convert, declare, key_value, recipe_conf, yaml_file
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
@@ -56,16 +56,16 @@ def recipe_of(run_dir: Path) -> str:
         return str(begun["recipe"])
     try:
         keys = set(yaml_file.load(run_dir / "config.yaml", "")) - declare.names_of(RunKeys)
+        return next((name for name in recipe_conf.names() if recipe_conf.keys_of(name) == keys), "")
     except ConfigError:
         return ""
-    return next((name for name in recipe_conf.names() if recipe_conf.keys_of(name) == keys), "")
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     """The keys of a run that a resumed launch inherits, with their values as text. Raises ConfigError."""
     path = run_dir / "config.yaml"
     try:
-        words = parser.read_yaml(path, shown(path, 4096))
+        words = key_value.read_yaml(path, shown(path, 4096))
     except ConfigError as error:
         raise ConfigError(f"{error}, or remove the file to resume with typed keys alone") from None
     known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
@@ -87,17 +87,17 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
     own = declare.names_of(recipe_class)
-    then = parser.build(recipe_class, {k: v for k, v in saved.items() if k in own})
+    then = convert.build(recipe_class, {k: v for k, v in saved.items() if k in own})
     free = declare.may_change(recipe_class)
     changed = [
-        f"{name}: {parser.as_text(getattr(then, name))} then, {parser.as_text(getattr(now, name))} now"
+        f"{name}={convert.as_text(getattr(then, name))} becomes {convert.as_text(getattr(now, name))}"
         for name in (f.name for f in dataclasses.fields(recipe_class))
         if name not in free and getattr(then, name) != getattr(now, name)
     ]
     if changed:
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
-            "give those, or another run_dir"
+            "give the earlier values, or another run_dir"
         )
     if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):
         raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")

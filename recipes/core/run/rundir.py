@@ -1,8 +1,7 @@
-"""The run directory: its path, its status, and the rank that failed first. Standard library only.
+"""The run directory: its path, its attempts and its status. Standard library only.
 
-``status.json`` decides the outcome of a run because srun can mask the exit status of a rank. Each rank that fails
-writes a failure record. A rank that ended without a record was killed. `verdict` combines the records. Any process that
-is still running can call it.
+``status.json`` decides the outcome of a run, since srun can mask the exit status of a rank. Any process that still runs can
+complete it with `close`.
 """
 
 import contextlib
@@ -12,11 +11,12 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes.core import files
 from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, MachineError, Next, kind_of
-from recipes.core.run import source
+from recipes.core.run import failures, source
+from recipes.core.run.failures import Verdict
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
@@ -35,12 +35,11 @@ def own_folder(environ: Mapping[str, str]) -> Path | None:
     if not job:
         return None
     # Several runs may run at the same time in one step.
-    told = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
-    run = zlib.crc32(" ".join(told).encode("utf-8", "surrogateescape"))
+    run_names = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    run = zlib.crc32(" ".join(run_names).encode("utf-8", "surrogateescape"))
     parent = Path(environ.get("TMPDIR") or "/tmp")
-    return (
-        parent if parent.is_dir() else Path("/tmp")
-    ) / f"recipes-{os.getuid()}-{job}.{step}-{socket.gethostname()}-{run:08x}"
+    parent = parent if parent.is_dir() else Path("/tmp")
+    return parent / f"recipes-{os.getuid()}-{job}.{step}-{socket.gethostname()}-{run:08x}"
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
@@ -98,10 +97,7 @@ def write_status(
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:
-    """Sets ``next`` in ``status.json``: what happens to the job after the run was saved.
-
-    Only if the status is of this attempt.
-    """
+    """Sets ``next`` in ``status.json``, if the status is of this attempt: what happens to the job after the run was saved."""
     with contextlib.suppress(OSError):
         status = read_status(run_dir)
         if status and status["attempt"] == attempt:
@@ -131,7 +127,7 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
     record = files.read_json(run_dir / "attempt.json")
     if record is None:
         raise MachineError(
-            f"{run_dir}/attempt.json, which this run has just written, cannot be read: the file system is at fault"
+            f"{run_dir}/attempt.json, which this run wrote, cannot be read back: check the file system of the run directory"
         )
     if any(record.get(name) != value for name, value in of.items()):
         raise _taken_over(run_dir, record)
@@ -168,9 +164,8 @@ def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
 
     Does nothing if ``attempt.json`` cannot be read.
     """
-    newest = files.read_json(
-        run_dir / "attempt.json"
-    )  # read only once: if the file system does not answer now, no other attempt is visible
+    # Read only once: if the file system does not answer now, no other attempt is visible.
+    newest = files.read_json(run_dir / "attempt.json")
     if newest is not None and not _owner(newest, {"attempt": attempt, "launch": launch}):
         raise _taken_over(run_dir, newest)
 
@@ -241,101 +236,6 @@ def accuracy(run_dir: Path) -> str:
     return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
 
 
-def record_failure(
-    run_dir: Path,
-    *,
-    attempt: int,
-    rank: int,
-    host: str,
-    kind: Kind,
-    error: str,
-    exit_status: int = EXIT_CRASH,
-    behind: Mapping[str, Any] | None = None,
-    moment: float | None = None,
-) -> None:
-    """Writes the failure record of this rank.
-
-    behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this rank sees it.
-    moment: the time of the failure, as time.time(); None means now.
-    """
-    content = {
-        "rank": rank,
-        "host": host,
-        "kind": kind,
-        "error": error,
-        "exit_status": exit_status,
-        "behind": behind,
-        "time": moment or time.time(),
-    }
-    files.write_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json", content)
-
-
-def read_failure(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
-    """The failure record of that rank; None if it has not written one."""
-    return files.read_json(run_dir / "failures" / f"attempt-{attempt}-rank-{rank}.json")
-
-
-def failed_ranks(run_dir: Path, attempt: int) -> list[int]:
-    """The ranks that have written a failure record in this attempt."""
-    return [int(p.stem.rpartition("-")[2]) for p in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
-
-
-class Verdict(NamedTuple):
-    """Why an attempt failed.
-
-    reason: one line. first: the record of the first failing rank, which has at least its rank and host. kind: the
-    failure kind.
-    """
-
-    reason: str
-    first: dict[str, Any] | None
-    kind: Kind
-
-
-def verdict(run_dir: Path, number: int | None = None) -> Verdict:
-    """Why an attempt failed, according to the failure records. number: the attempt; None means the newest.
-
-    The earliest failure that is not a consequence of another rank's failure takes precedence. If there is none, the
-    first rank without a record was killed from outside (SIGKILL, out of memory, failure of its node), and the other
-    ranks lost the connection to it.
-    """
-    attempt = files.read_json(run_dir / "attempt.json") if number is None else owner(run_dir, attempt=number)
-    if not attempt:
-        return Verdict("it failed before its first step; the log above says why", None, Kind.error)
-    found = (files.read_json(p) for p in (run_dir / "failures").glob(f"attempt-{attempt['attempt']}-rank-*.json"))
-    records = [
-        (kind_of(record) or Kind.error, record) for record in sorted(filter(None, found), key=lambda r: r["time"])
-    ]
-    for kind, record in records:
-        if not kind.is_consequence:
-            alike = [r for k, r in records if not k.is_consequence and r["error"] == record["error"]]
-            record = min(alike, key=lambda r: r["rank"])  # the lowest rank represents all ranks with the same error
-            return Verdict(f"rank {record['rank']} on {record['host']} failed first: {record['error']}", record, kind)
-    own_word: set[int] = set()
-    for _, record in records:
-        # A rank that SIGSTOP has stopped and that is continued to end it reports afterwards that it has lost its peers.
-        if (late := record.get("behind")) and late["rank"] not in own_word:
-            who = f"rank {late['rank']} on {late['host']}"
-            return Verdict(
-                f"{who} got no further than {late['at']}, and the other ranks timed out waiting for it",
-                late,
-                Kind.timeout,
-            )
-        own_word.add(record["rank"])
-    silent = [{"rank": rank, "host": host} for rank, host in enumerate(attempt["hosts"]) if rank not in own_word]
-    if records and silent:
-        named = ", ".join(f"rank {s['rank']} on {s['host']}" for s in silent[:4])
-        more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-        reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
-        return Verdict(reason, silent[0], Kind.killed)
-    if records:  # a rank that timed out takes precedence over a rank that lost its connection to it
-        kind, record = next((one for one in records if one[0] is Kind.timeout), records[0])
-        return Verdict(f"rank {record['rank']} on {record['host']} lost its peers: {record['error']}", record, kind)
-    return Verdict(
-        "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)", None, Kind.killed
-    )
-
-
 def close(
     run_dir: Path,
     launch: str = "",
@@ -360,28 +260,35 @@ def close(
         return None
     # A rank whose record was missing when the status was written may have written it since then.
     unsure = begun and status is not None and status["state"] == "failed" and kind_of(status) is Kind.killed
-    if not status or not begun or status["state"] == "running" or unsure:
-        found = verdict(run_dir, attempt["attempt"])
-        if all_ended_well and not unsure:
-            found = Verdict("every rank ended with status 0 before the run's end", None, Kind.exited)
-        elif first and (found.first is None or found.kind is Kind.killed):
-            found = Verdict(reason, dict(first), kind)
-        state = "incomplete" if all_ended_well and not unsure else "failed"
-        step = status["step"] if status else 0
-        told = {"state": state, "attempt": attempt["attempt"], "step": step, "reason": found.reason, "kind": found.kind}
-        status = {**told, "exit_status": (found.first or {}).get("exit_status")}
-        with contextlib.suppress(OSError):  # the disk may be full; the caller gets the status in any case
-            write_status(
-                run_dir,
-                state,
-                attempt=attempt["attempt"],
-                step=step,
-                reason=found.reason,
-                kind=found.kind,
-                first=found.first,
-            )
-            status = read_status(run_dir)
-    return status
+    if status and begun and status["state"] != "running" and not unsure:
+        return status
+    found = failures.verdict(run_dir, attempt)
+    state = "failed"
+    if all_ended_well and not unsure:
+        state = "incomplete"
+        found = Verdict("every rank exited with status 0 before the end of the run", None, Kind.exited)
+    elif first and (found.first is None or found.kind is Kind.killed):
+        found = Verdict(reason, dict(first), kind)
+    step = status["step"] if status else 0
+    with contextlib.suppress(OSError):  # the disk may be full; the caller gets the status in any case
+        write_status(
+            run_dir,
+            state,
+            attempt=attempt["attempt"],
+            step=step,
+            reason=found.reason,
+            kind=found.kind,
+            first=found.first,
+        )
+        return read_status(run_dir)
+    return {
+        "state": state,
+        "attempt": attempt["attempt"],
+        "step": step,
+        "reason": found.reason,
+        "kind": found.kind,
+        "exit_status": (found.first or {}).get("exit_status"),
+    }
 
 
 def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]) -> bool:
@@ -398,6 +305,6 @@ def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
 
     If the content does not determine it, the result is ``fallback``, or 1 if ``fallback`` is 0.
     """
-    state = status["state"] if status else ""
-    known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}.get(state)
-    return known if known is not None else (status and status.get("exit_status")) or fallback or EXIT_CRASH
+    status = status or {}
+    known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
+    return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

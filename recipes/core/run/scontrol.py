@@ -1,14 +1,14 @@
 """Calls ``scontrol show job`` and parses its output. No other module does this. Standard library only."""
 
-import contextlib
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from recipes.core.errors import MachineError, Next
+from recipes.core.place import durations
 
 # States after which a job does not start again. REVOKED is not one of them: in a federation, another cluster runs that
 # job.
@@ -20,7 +20,7 @@ WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPEC
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
 # Fields whose value may contain spaces and "=". Each of them has its own line or is at the end of a line.
-_LINE = re.compile(
+_TEXT_FIELD = re.compile(
     r"(?:JobId=\S+ .*?)?\b(JobName|Command|WorkDir|StdErr|StdIn|StdOut|SubmitLine|(?:Admin|System)?Comment|Extra)=(.*)"
 )
 _WORD = re.compile(r"(\S+?)=(\S*)")
@@ -83,13 +83,12 @@ class Job:
         return None
 
     def _reached_its_limit(self) -> bool:
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", self.fields.get("TimeLimit", ""))
-        with contextlib.suppress(KeyError, ValueError):
+        limit_s = durations.seconds(self.fields.get("TimeLimit", ""))
+        try:
             start, end = (datetime.fromisoformat(self.fields[name]) for name in ("StartTime", "EndTime"))
-            days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
-            limit = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-            return bool(found) and end - start >= limit
-        return False
+        except (KeyError, ValueError):
+            return False
+        return limit_s is not None and (end - start).total_seconds() >= limit_s
 
 
 class Queue:
@@ -183,11 +182,11 @@ def gpus(tres: str) -> str:
 def _job(block: str) -> Job:
     fields: dict[str, str] = {}
     for line in block.splitlines():
-        whole = _LINE.match(line.strip())
-        words = line[: line.index(f"{whole[1]}=")] if whole else line
+        text_field = _TEXT_FIELD.match(line.strip())
+        words = line[: line.index(f"{text_field[1]}=")] if text_field else line
         fields |= dict(_WORD.findall(words))
-        if whole:
-            fields[whole[1]] = whole[2]
+        if text_field:
+            fields[text_field[1]] = text_field[2]
     array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
     status, _, number = fields.get("ExitCode", "0:0").partition(":")
     reason = fields.get("Reason", "")

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
+from recipes.core.place import durations
 from recipes.core.run import rundir
 
 # SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
@@ -186,22 +186,8 @@ def _ask(environ: Mapping[str, str], field: str) -> float | None:
             capture_output=True, text=True, timeout=ANSWER_S,
         )  # fmt: skip
         if asked.returncode == 0 and (words := asked.stdout.split()):
-            return parse_time_left(words[0])
+            return durations.seconds(words[0])
     return None
-
-
-def parse_time_left(text: str) -> float | None:
-    """Converts squeue's ``[days-][[hours:]minutes:]seconds`` to seconds. UNLIMITED gives inf.
-
-    Other text (NOT_SET) gives None.
-    """
-    if text == "UNLIMITED":
-        return math.inf
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
-    if not found:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def watch_the_end(

@@ -12,10 +12,10 @@ from recipes.core.files import read_json
 
 STAMP = "snapshot.json"  # file in a snapshot of the code: the path of the repository, and the commit
 DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference between the code and the commit
-MOST_DIFF = 4 << 20  # largest difference that is kept, in bytes
+MAX_DIFF_BYTES = 4 << 20  # largest difference that is kept
 LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # top folders that are copied only if packages
 GIT_S = 20.0  # timeout for git
-PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # of git diff, whatever the user's configuration
+GIT_DIFF_OPTIONS = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # override the user's configuration
 
 
 def code_files(root: Path) -> Iterator[Path]:
@@ -72,15 +72,15 @@ def difference(code: Path) -> bytes:
     """The difference between the code and its commit, in the format of ``git apply``.
 
     It includes new files that a snapshot contains and git does not ignore. A new file that would make the difference
-    larger than MOST_DIFF is only listed at the top.
+    larger than MAX_DIFF_BYTES is only listed at the top.
     """
     if stamp(code):
         with contextlib.suppress(OSError):
             return (code / DIFF).read_bytes()
         return b""
-    diff = _git(code, "diff", "HEAD", *PLAIN, "--", ".")
-    if len(diff) > MOST_DIFF:
-        return b"# more than can be kept here\n"
+    diff = _git(code, "diff", "HEAD", *GIT_DIFF_OPTIONS, "--", ".")
+    if len(diff) > MAX_DIFF_BYTES:
+        return b"# the difference is too large to be kept here\n"
     listed = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
     left_out = b""
     for path in _new_files(code, listed):
@@ -89,8 +89,12 @@ def difference(code: Path) -> bytes:
             size = (code / path).stat().st_size
         except OSError:  # the file was removed in the meantime, for example by an editor
             continue
-        added = _git(code, "diff", "--no-index", *PLAIN, "--", os.devnull, str(path)) if size <= MOST_DIFF else b""
-        if added and len(diff) + len(added) <= MOST_DIFF:
+        added = (
+            _git(code, "diff", "--no-index", *GIT_DIFF_OPTIONS, "--", os.devnull, str(path))
+            if size <= MAX_DIFF_BYTES
+            else b""
+        )
+        if added and len(diff) + len(added) <= MAX_DIFF_BYTES:
             diff += added
         else:
             left_out += b"# new file %s, %d bytes: not kept here\n" % (name, size)

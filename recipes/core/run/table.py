@@ -21,8 +21,8 @@ WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and o
 
 
 @dataclass(frozen=True)
-class Found:
-    """One run.
+class Run:
+    """One row of the table.
 
     values: the keys of its recipe, and other keys from its submission. results: from summary.json, else from the last
     row of metrics.jsonl.
@@ -51,27 +51,46 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             try:
                 yield from run_directories(Path(entry.path), depth - 1)
             except OSError as error:
-                print(f"{entry.path}: cannot be read ({error.strerror}), and is left out", file=sys.stderr)
+                print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
-def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
+def read_run(folder: Path, now: float, queue: Queue | None = None) -> Run:
     """Reads one run directory.
 
     now: the current time.time(). queue: asked for the note on what happens next; None to not ask Slurm.
     """
-    status, summary = rundir.read_status(folder) or {}, files.read_json(folder / "summary.json") or {}
-    values, job = _keys(folder / "config.yaml"), files.read_json(folder / "job.yaml") or {}
-    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
-    if state != "done":  # what an earlier attempt has left
-        summary = {}
+    status, job = rundir.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
+    # A summary of an earlier attempt stays until the run is done again.
+    summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
+    state, note = _state_and_note(folder, status, job, now, queue)
+    arguments = job.get("arguments")
+    typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
+    return Run(
+        folder=folder,
+        recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
+        state=state,
+        step=int(_number(row.get("step"), _number(status.get("step"), 0))),
+        note=note,
+        values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
+        results={name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None},
+    )
+
+
+def _state_and_note(
+    folder: Path, status: dict[str, Any], job: dict[str, Any], now: float, queue: Queue | None
+) -> tuple[str, str]:
+    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
     if state == "running":
-        note = f"last word {ago(now - _number(status.get('updated'), now))} ago"
-        if queue and (found := outlook.look(folder, queue)).asked and not found.is_active:  # it was killed, or its node
+        note = f"last update {ago(now - _number(status.get('updated'), now))} ago"
+        if (
+            queue and (found := outlook.of_run(folder, queue)).asked and not found.is_active
+        ):  # it was killed, or its node
             state, note = "not running", f"{note}; {found.line}"
     if queue and state == "preempted":
         note = outlook.after_stop(folder, status, queue)
-    if (refused := files.read_json(folder / "refused.json")) and is_newer(folder, "refused.json", "status.json"):
+    refused = files.read_json(folder / "refused.json")
+    if refused and is_newer(folder, "refused.json", "status.json"):
         line = str(refused.get("line") or "")
         if not status:
             note = line
@@ -83,16 +102,9 @@ def look(folder: Path, now: float, queue: Queue | None = None) -> Found:
         # The batch script may have ended before it started Python.
         lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
         note = lines[-1].decode(errors="replace") if lines else ""
-    if queue and not status and not note and (found := outlook.look(folder, queue)).asked:
+    if queue and not status and not note and (found := outlook.of_run(folder, queue)).asked:
         note = found.line
-    recipe = str(job.get("recipe") or resumed.recipe_of(folder))
-    arguments = job.get("arguments")
-    typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
-    values = {**{name: value for name, _, value in typed if name != "run_dir"}, **values}
-    results = {name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None}
-    return Found(
-        folder, recipe, state, int(_number(row.get("step"), _number(status.get("step"), 0))), note, values, results
-    )
+    return state, note
 
 
 def is_newer(folder: Path, name: str, other: str) -> bool:
@@ -147,7 +159,7 @@ def ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def differing(runs: Sequence[Found]) -> list[str]:
+def differing(runs: Sequence[Run]) -> list[str]:
     """The keys in which runs of the same recipe differ, in the order of their declaration."""
     seen: dict[tuple[str, str], set[str]] = {}
     for run in runs:
@@ -156,7 +168,7 @@ def differing(runs: Sequence[Found]) -> list[str]:
     return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
 
 
-def table(runs: Sequence[Found]) -> list[str]:
+def table(runs: Sequence[Run]) -> list[str]:
     """The lines of a table with one row per run: the keys in which runs differ, and the results."""
     keys = differing(runs)
     results = [name for name in RESULTS if any(name in run.results for run in runs)]

@@ -190,7 +190,7 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its failure record."""
     from recipes.core.errors import Kind
-    from recipes.core.run import rundir
+    from recipes.core.run import failures
 
     _, step, phase = PULSE.unpack_from(memory)
     note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
@@ -199,7 +199,7 @@ def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: it is ended", file=sys.stderr, flush=True)
     if "run_dir" in note:
         with contextlib.suppress(OSError):
-            rundir.record_failure(
+            failures.record(
                 Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind=Kind.hang, error=line
             )
 
