@@ -1,18 +1,37 @@
-"""The variables that an outer allocation left in a job's environment, and how a step gets all GPUs of its job."""
+"""The variables that an outer allocation left in the environment, and how a step gets all GPUs of its job."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
+from recipes.core.errors import MachineError
 from recipes.core.run import scontrol
 
 # Variables with which srun requests GPUs. The value is the field of scontrol that shows whether the job itself
 # requested GPUs this way. "" marks a variable that no step needs: it would give each task only one GPU. srun fails if
 # two of these variables differ.
-ASKS_FOR_GPUS = {
+GPU_VARIABLES = {
     "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
     "SLURM_GPUS_PER_TASK": "", "SLURM_TRES_PER_TASK": "", "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
     "SLURM_GPU_BIND": "TresBind", "SLURM_TRES_BIND": "TresBind",
 }  # fmt: skip
+# Variables that users and sites set for sbatch, with the option of sbatch that each stands for ("" for none). Such a
+# variable takes precedence over a directive in a script.
+SET_FOR_SBATCH = {
+    "SLURM_CONF": "",
+    "SLURM_CLUSTERS": "clusters",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+    "SBATCH_MEM_PER_NODE": "mem",
+    **{
+        f"SBATCH_{name.upper()}": name
+        for name in ("account", "clusters", "constraint", "partition", "qos", "reservation")
+    },
+}  # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
+OF_LAUNCHERS = re.compile(
+    r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
+    r"|RECIPES_(BATCH|BY_CLOCK|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT|SOURCE)"
+)
 
 
 def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
@@ -41,15 +60,15 @@ def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) 
     """
 
     def is_own(name: str) -> bool:
-        own = fields.get(ASKS_FOR_GPUS[name], "")
-        if ASKS_FOR_GPUS[name] == "TresBind":
+        own = fields.get(GPU_VARIABLES[name], "")
+        if GPU_VARIABLES[name] == "TresBind":
             bind = scontrol.gpus(own)
             return (
                 bool(bind) and bind in (environ[name], scontrol.gpus(environ[name])) and not bind.startswith("per_task")
             )
         return environ[name] in (own, scontrol.gpus(own))
 
-    return [name for name in ASKS_FOR_GPUS if name in environ and not is_own(name)]
+    return [name for name in GPU_VARIABLES if name in environ and not is_own(name)]
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:
@@ -66,3 +85,24 @@ def all_gpus(fields: Mapping[str, str]) -> str:
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
         gpus = [str(-(-int(tasks) // int(tasks_per_gpu)))]
     return ",".join(gpus)
+
+
+def fields_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The fields of the job in ``environ``, by scontrol's names.
+
+    {} outside a job, or if the controller does not answer.
+    """
+    job = environ.get("SLURM_JOB_ID")  # not the variables of the array, which may belong to another job
+    if job:
+        with contextlib.suppress(MachineError):
+            return next((found.fields for found in scontrol.show(job) if found.fields.get("JobId") == job), {})
+    return {}
+
+
+def clean_environment(environ: Mapping[str, str], options: Container[str] = ()) -> dict[str, str]:
+    """``environ`` without the variables of an outer allocation or of a launcher in it. The variables in `SET_FOR_SBATCH` remain.
+
+    options: the options of sbatch that the job sets itself; a variable for such an option is removed.
+    """
+    kept = {name for name, option in SET_FOR_SBATCH.items() if option not in options}
+    return {name: value for name, value in environ.items() if name in kept or not OF_LAUNCHERS.fullmatch(name)}

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from recipes.core import errors, files
 from recipes.core.config import help, parser, profiles, recipe_conf
-from recipes.core.config.job_keys import Launcher
+from recipes.core.config.job_keys import JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit
+from recipes.core.launch import checks, controller, jobs, local, scripts, snapshot, submit, waiting
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, liveness, rundir, source, table
 
 # The job keys that have an effect with launcher=local.
-OF_LOCAL = (
+LOCAL_KEYS = (
     "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
     "container", "container_runtime", "container_mounts",
 )  # fmt: skip
@@ -44,17 +44,19 @@ def main(argv: list[str], active: str) -> int:
             fix = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
             raise ConfigError(f"spawn={spawn}: launch.py starts the ranks itself: {fix}")
         if home != ROOT:
-            raise ConfigError(f"{ROOT} is the copy of the code that a job runs: use launch.py in {home}")
+            raise ConfigError(f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}")
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
             print(f"from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
-            os.environ["RECIPES_DATA"] = os.path.abspath(_here() / os.environ["RECIPES_DATA"])
+            os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:
             return check(settings, active)
-        if unlike_profile := environment(settings, active):
-            print(f"launch.py: {unlike_profile}", file=sys.stderr)
-        run = {Launcher.print: show, Launcher.local: run_here, Launcher.slurm: submit_job}[settings.job.launcher]
+        if note := other_environment(settings, active):
+            print(f"launch.py: {note}", file=sys.stderr)
+        run = {Launcher.print: print_script, Launcher.local: run_here, Launcher.slurm: submit_job}[
+            settings.job.launcher
+        ]
         return run(settings)
     except (ConfigError, InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
@@ -78,7 +80,7 @@ def _help(argv: list[str]) -> int:
     return 0 if argv else errors.EXIT_CONFIG
 
 
-def environment(settings: Settings, active: str) -> str:
+def other_environment(settings: Settings, active: str) -> str:
     """A phrase on the Python environment that is used instead of the profile's.
 
     Returns "" if the profile's environment is used or the profile names none. Raises MachineError if the profile's
@@ -104,17 +106,17 @@ def check(settings: Settings, active: str) -> int:
 
     Returns 0, or the exit status of the first failed part.
     """
-    here = _here()
-    job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, here)
-    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _ranks_here(settings)
+    base = _working_folder()
+    job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
+    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    copied = python = loaded = 0
+    python = modules = code = 0
     if settings.job.cluster and "environment" in profiles.cluster_profile(settings.job.cluster):
-        python, _ = checks.part("python", lambda: environment(settings, active) or sys.prefix)
+        python, _ = checks.part("python", lambda: other_environment(settings, active) or sys.prefix)
     if job and job.modules:
-        loaded, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
+        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
     if job and settings.job.snapshot:
-        copied, _ = checks.part("code", lambda: snapshot.size(ROOT))
+        code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
@@ -123,40 +125,40 @@ def check(settings: Settings, active: str) -> int:
     place, keep = rundir.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
     try:
         if settings.job.container:
-            started, found = 0, None
+            recipe, found = 0, None
             print("recipe: not tried: its Python is that of container=", flush=True)
         else:
-            started, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, here))
-        disk, _ = checks.part("disk", lambda: checks.room(place, keep, found))
+            recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
+        disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
         if job:
-            taken, _ = checks.part("slurm", lambda: _ask(job, settings))
+            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings))
         else:
-            taken, _ = checks.part("here", lambda: _said_of(local_layout(settings)))
-        return python or loaded or copied or started or disk or taken
+            last, _ = checks.part("here", lambda: _describe_layout(local_layout(settings)))
+        return python or modules or code or recipe or disk or last
     except KeyboardInterrupt:
         return 130
 
 
-def _ask(job: Job, settings: Settings) -> str:
+def _ask_slurm(job: Job, settings: Settings) -> str:
     """Slurm's answer about the job that would be submitted or printed.
 
     Raises MachineError if it could not be submitted.
     """
     if settings.job.launcher is Launcher.print:
         if shutil.which("sbatch"):
-            return submit.ask_controller(job, scripts.sbatch_script(job))
+            return controller.expected_start(job, scripts.sbatch_script(job))
         return "not asked: there is no sbatch on this machine"
-    _want_free(settings)
-    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))
+    _require_free_run_dir(settings)
+    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
         if folder.exists():
             files.private_folder(ROOT, name)
-        checks.want_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
+        checks.require_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
 
-def _want_free(settings: Settings) -> None:
+def _require_free_run_dir(settings: Settings) -> None:
     """Raises ConfigError if another pending or running job uses the given run directory."""
     run_dir = _run_dir(settings)
     if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
@@ -170,13 +172,13 @@ def _want_free(settings: Settings) -> None:
             raise ConfigError(problem)
 
 
-def _said_of(layout: Layout) -> str:
+def _describe_layout(layout: Layout) -> str:
     """A phrase on the ranks of launcher=local."""
     mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
     return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
 
 
-def _ranks_here(settings: Settings) -> int:
+def _local_ranks(settings: Settings) -> int:
     """The number of ranks of launcher=local; 1 if this machine cannot run them, which `check` reports elsewhere."""
     try:
         return sum(local_layout(settings).ranks)
@@ -184,9 +186,9 @@ def _ranks_here(settings: Settings) -> int:
         return 1
 
 
-def show(settings: Settings) -> int:
+def print_script(settings: Settings) -> int:
     """launcher=print: prints the sbatch script. Returns 0."""
-    job = jobs.describe(settings, ROOT, _here())
+    job = jobs.describe(settings, ROOT, _working_folder())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
     errors.show(scripts.sbatch_script(job, header=header).rstrip("\n"))
     return 0
@@ -197,33 +199,36 @@ def submit_job(settings: Settings) -> int:
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
-    _want_free(settings)
-    job = jobs.describe(settings, ROOT, _here())
-    expected = submit.ask_controller(job, submit.submission_text(job, sys.executable))
-    not_seen = checks.look_for_data(settings, ROOT, _here())
-    if not_seen:
-        print(f"launch.py: {not_seen}", file=sys.stderr)
+    _require_free_run_dir(settings)
+    job = jobs.describe(settings, ROOT, _working_folder())
+    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
+    not_checked = checks.find_data(settings, ROOT, _working_folder())
+    if not_checked:
+        print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, code=snapshot.take(ROOT))
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
-    elements = submitted.elements
-    if elements:
-        for element, words in zip(elements, job.elements, strict=True):
+    if submitted.elements:
+        for element, words in zip(submitted.elements, job.elements, strict=True):
             print(f"{element.job_id}: {shlex.join(words)}")
-        folders = shlex.join(str(element.run_dir) for element in elements)
+        folders = shlex.join(str(element.run_dir) for element in submitted.elements)
         print(f"table of the runs: python -m recipes.report {folders}")
     else:
         print(f"run directory: {submitted.run_dir}")
         print(f"log: tail -F {shlex.quote(str(submitted.log))}")
     sys.stdout.flush()
-    if not settings.job.wait:
-        return 0
+    return _wait_for(submitted) if settings.job.wait else 0
+
+
+def _wait_for(submitted: submit.Submitted) -> int:
+    """wait=true: waits for the job and returns its exit status. Ctrl-C ends the wait, not the job."""
     try:
-        if not elements:
-            return submit.wait(submitted)
-        code = submit.wait_for_all(submitted)
-        print("\n".join(table.table([table.look(element.run_dir, time.time()) for element in elements])))
+        if not submitted.elements:
+            return waiting.wait(submitted)
+        code = waiting.wait_for_all(submitted)
+        runs = [table.read_run(element.run_dir, time.time()) for element in submitted.elements]
+        print("\n".join(table.table(runs)))
         return code
     except KeyboardInterrupt:
         print(f"\njob {submitted.job_id} continues; cancel it with: scancel {submitted.job_id}", file=sys.stderr)
@@ -241,11 +246,11 @@ def run_here(settings: Settings) -> int:
             f"launch.py: container={settings.job.container}: launcher=local uses this Python, not the image",
             file=sys.stderr,
         )
-    unused = [f"{name}=" for name in settings.of_job if name not in OF_LOCAL]
+    unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
     if unused:
         print(f"launch.py: launcher=local does not use Slurm: {', '.join(unused)} has no effect", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    words = parser.absolute(settings.typed, (RunKeys, recipe_class), _here())
+    words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
     run_dir = None
     if layout.node_rank == 0:
         run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
@@ -264,32 +269,22 @@ def local_layout(settings: Settings) -> Layout:
     """
     job, on_cpu = settings.job, settings.run.device is Device.cpu
     if settings.sweep:
-        raise ConfigError(
-            f"{', '.join(command_line.SWEEP + name for name in settings.sweep[0])}: a sweep is a Slurm job array; with launcher=local give one value each"
-        )
+        keys = ", ".join(command_line.SWEEP + name for name in settings.sweep[0])
+        given = " and ".join(f"{name}=" for name in settings.sweep[0])
+        raise ConfigError(f"{keys}: with launcher=local, give {given} one value and run it once for each")
     if job.nodes not in (None, 1):
         raise ConfigError(
             f"nodes={job.nodes}: launcher=local starts ranks on this machine only; for several machines give gpus=8,8 node_rank= master="
         )
-    if job.gpus:
-        ranks = tuple(int(n) for n in job.gpus.split(","))
-        if 0 in ranks:
-            raise ConfigError(
-                f"gpus={job.gpus}: each machine must have at least one rank; leave machines without ranks out"
-            )
-        if job.node_rank >= len(ranks):
-            raise ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
-        if len(ranks) > 1 and not job.master:
-            raise ConfigError(
-                f"gpus={job.gpus}: several machines require master=HOST:PORT of the first machine, the same on each"
-            )
-    else:
-        if job.node_rank or job.master:
-            raise ConfigError("node_rank= and master= require gpus=8,2, the number of ranks of each machine")
-        ranks = (jobs.ranks_per_node(job, settings.run.device),)
     seen = gpus.visible_gpus(os.environ)
-    if not job.gpus and job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
+    if job.gpus:
+        ranks = _ranks_of_machines(job)
+    elif job.node_rank or job.master:
+        raise ConfigError("node_rank= and master= require gpus=8,2, the number of ranks of each machine")
+    elif job.gpus_per_node is None and job.ranks_per_node is None and seen and not on_cpu:
         ranks = (seen,)
+    else:
+        ranks = (jobs.ranks_per_node(job, settings.run.device),)
     if not on_cpu and (job.gpus or job.gpus_per_node or seen) and ranks[job.node_rank] > seen:
         raise MachineError(
             f"{ranks[job.node_rank]} ranks need one GPU each, and {seen} are visible on {os.uname().nodename}: give fewer ranks,"
@@ -301,7 +296,23 @@ def local_layout(settings: Settings) -> Layout:
     return local.Layout(ranks, job.node_rank, host.strip("[]") or "127.0.0.1", int(port or 0))
 
 
-def _here() -> Path:
+def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
+    """The number of ranks of each machine from gpus=8,2. Raises ConfigError."""
+    ranks = tuple(int(n) for n in job.gpus.split(","))
+    if 0 in ranks:
+        raise ConfigError(
+            f"gpus={job.gpus}: each machine must have at least one rank; leave machines without ranks out"
+        )
+    if job.node_rank >= len(ranks):
+        raise ConfigError(f"node_rank={job.node_rank}: gpus={job.gpus} names machines 0 to {len(ranks) - 1}")
+    if len(ranks) > 1 and not job.master:
+        raise ConfigError(
+            f"gpus={job.gpus}: several machines require master=HOST:PORT of the first machine, the same on each"
+        )
+    return ranks
+
+
+def _working_folder() -> Path:
     """The current folder. Raises MachineError if it no longer exists."""
     try:
         return Path.cwd()
@@ -311,4 +322,4 @@ def _here() -> Path:
 
 def _run_dir(settings: Settings) -> str:
     """The given run directory, resolved and absolute; "" for the default."""
-    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), _here())["run_dir"]
+    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), _working_folder())["run_dir"]

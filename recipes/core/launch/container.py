@@ -2,7 +2,7 @@
 
 ``apptainer`` (or ``singularity``) is a prefix of a rank's command. pyxis is used through options of srun. Neither of
 them changes Slurm's variables. If the image sets a variable too, the image's value takes precedence unless the variable
-is passed by name. The variables that configure the network are passed by name. Standard library only.
+is passed by name. The variables that configure the network are passed by name.
 """
 
 import os
@@ -11,6 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.core import errors
+from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.errors import ConfigError
+from recipes.core.files import ROOT
+from recipes.core.run import source
+
 PYTHON = "python3"  # of the image; it needs torch, torchvision, omegaconf, and submitit for launch.py with pyxis
 # Modules on the host set the first two variables for another Python. Without the third, Python imports from the working
 # directory first.
@@ -18,7 +27,7 @@ WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONS
 # Each rank runs this on its node, where Slurm's prolog may have created a $TMPDIR for the job. $0 is the runtime.
 EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
 # Prefixes of the variables that take precedence over the image's values.
-HANDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
+PASSED_BY_NAME = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Container:
     mounts: tuple[str, ...] = ()
 
 
-def chosen(image: str, runtime: str, mounts: str) -> Container | None:
+def from_keys(image: str, runtime: str, mounts: str) -> Container | None:
     """The container of the keys ``container``, ``container_runtime`` and ``container_mounts``; None without one."""
     if not image:
         return None
@@ -43,13 +52,13 @@ def chosen(image: str, runtime: str, mounts: str) -> Container | None:
     return Container(image, runtime, tuple(os.path.expanduser(mount) for mount in mounts.split(",") if mount))
 
 
-def whole(image: str, base: Path) -> str:
-    """The absolute path of an image that is a file; an address unchanged."""
+def absolute_image(image: str, base: Path) -> str:
+    """The absolute path of an image that is a file. An address remains unchanged."""
     path = base / Path(image).expanduser()
     return os.path.realpath(path) if image and path.exists() else image
 
 
-def folders(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:
+def folders_to_bind(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:
     """The folders that the container needs: ``always``, and the absolute paths in ``words`` of the keys ``paths``.
 
     A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
@@ -84,7 +93,7 @@ def step(
             f"--container-image={container.image}",
             f"--container-mounts={','.join(mount if ':' in mount else f'{mount}:{mount}' for mount in mounts)}",
             f"--container-workdir={code}",
-            f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(HANDED))}))}",
+            f"--container-env={','.join(sorted({*variables, *(name for name in environ if name.startswith(PASSED_BY_NAME))}))}",
         ], [*WITHOUT_MODULES, PYTHON]
     binds = [word for mount in mounts for word in ("--bind", mount)]
     return [], [
@@ -109,7 +118,7 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
     ]
     if container.runtime != "pyxis":
         prefix = f"{container.runtime.upper()}ENV_"
-        every = " ".join([*(f'"${{!{start}@}}"' for start in HANDED), *sorted(variables)])
+        every = " ".join([*(f'"${{!{start}@}}"' for start in PASSED_BY_NAME), *sorted(variables)])
         lines += [
             f'for name in {every}; do there={prefix}$name; [ -n "${{!there+x}}" ] || export "$there=${{!name}}"; done',
             # Without NO_EVAL, a shell inside expands $ and ` in values (new in SingularityCE 3.10).
@@ -118,3 +127,46 @@ def exports(container: Container, variables: Mapping[str, str]) -> list[str]:
             f'command -v {container.runtime} >/dev/null || stop "container=: no {container.runtime} on $(hostname): is it a module? put it into the profile" 3',
         ]
     return lines
+
+
+def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
+    """The container for a job's ranks, from the environment variables, else from the site's profile.
+
+    Returns None if there is none. Raises ConfigError.
+    """
+    cluster = settings.job.cluster
+    profile = profiles.cluster_profile(cluster) if cluster else {}
+    values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
+    keys = parser.parse_keys(JobKeys, [f"{name}={value}" for name, value in values.items()])
+    image = absolute_image(keys.container, source.home(ROOT))
+    return from_keys(image, keys.container_runtime.name, keys.container_mounts)
+
+
+def enter(
+    image: Container, settings: Settings, bound: list[str], code: Path, environ: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """The options of srun for the container, and the command before a rank's Python arguments.
+
+    The rank starts in ``code``. Raises ConfigError.
+    """
+    variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+    return step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
+
+
+def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
+    """The folders that the container of a run needs. words: the given keys, with absolute paths.
+
+    Raises ConfigError for a folder whose name the container's runtime cannot accept.
+    """
+    recipe_class, _ = recipe_conf.load(settings.recipe)
+    paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
+    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # these may be links to other disks
+    around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
+    around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
+    found = folders_to_bind({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
+    for folder in found:
+        if set(folder) & set(":,"):
+            raise ConfigError(
+                f"{errors.shown(folder)}: a container cannot use a folder with : or , in its name: rename it"
+            )
+    return found

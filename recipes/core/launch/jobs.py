@@ -4,13 +4,13 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 (scripts.py).
 """
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from recipes.core import errors
-from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
+from recipes.core.config import job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
@@ -72,9 +72,20 @@ class Job:
         """Whether Slurm is asked for one GPU per task."""
         return self.gpus_per_node > 0 and (self.ranks > 0 or self.gpus_by == "--gpus-per-task")
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields as in job.yaml."""
+        return {**asdict(self), "root": str(self.root), "code": str(self.code) if self.code else None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Job":
+        """The job whose fields are in a job.yaml, which may have further fields."""
+        values = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**{**values, "root": Path(values["root"]), "code": Path(values["code"]) if values["code"] else None})
+
     @property
     def container(self) -> container.Container | None:
-        return container.chosen(self.image, self.runtime, self.mounts)
+        return container.from_keys(self.image, self.runtime, self.mounts)
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -100,49 +111,26 @@ def ranks_per_node(job: JobKeys, device: Device) -> int:
 def describe(settings: Settings, root: Path, base: Path) -> Job:
     """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises ConfigError."""
     job, on_cpu = settings.job, settings.run.device is Device.cpu
-    if job.master:
-        raise ConfigError(f"master={job.master}: is for launcher=local; with launcher=slurm rank 0's node is known")
-    if "," in job.gpus:
-        total = sum(map(int, job.gpus.split(",")))
-        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
-    nodes = job.nodes or (0 if job.gpus else 1)
-    if job.gpus and int(job.gpus) < max(1, nodes):
-        raise ConfigError(f"gpus={job.gpus}: wants one for each of nodes={max(1, nodes)} at least")
-    if job.parallel and not settings.sweep:
-        raise ConfigError(f"parallel={job.parallel}: is for a sweep of several runs: sweep.KEY=A,B,C")
-    if job.node_rank:
-        raise ConfigError(
-            f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
-        )
+    profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
+    gpus_by = profile.get("gpus", "")
+    _check_keys(settings, gpus_by)
     ranks = 1 if job.gpus else ranks_per_node(job, settings.run.device)
     workers = getattr(settings.config, "num_workers", 0)
     cpus = job.cpus_per_rank or (max(1, settings.run.cpu_threads) + workers if on_cpu else GPU_CPUS)
+    require_printable(root, base)
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    want_printable(root, base)
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), base)
     elements = [parser.absolute(run, (RunKeys, recipe_class), base) for run in settings.sweep]
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
-    bound = (
-        sorted({folder for run in elements or [{}] for folder in container_folders(settings, {**words, **run}, root)})
-        if job.container
-        else []
-    )
-    profile = profiles.cluster_profile(job.cluster) if job.cluster else {}
-    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    asked = [(name, getattr(job, name)) for name in options if getattr(job, name)]
-    extra, gpus_by = job_keys.extra_options(job.extra), profile.get("gpus", "")
-    if job.gpus and gpus_by not in ("", "--gpus-per-task") and not on_cpu:
-        raise ConfigError(
-            f"gpus={job.gpus}: needs --gpus-per-task, and cluster={job.cluster} asks for GPUs by {gpus_by}: give nodes= and gpus_per_node="
-        )
-    if job.mail:
-        asked += [("mail-user", job.mail), ("mail-type", "END,FAIL,REQUEUE")]
+    bound = set[str]()
+    for run in (elements or [{}]) if job.container else ():
+        bound.update(container.folders_of_run(settings, {**words, **run}, root))
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
-        nodes=nodes,
+        nodes=job.nodes or (0 if job.gpus else 1),
         ranks_per_node=ranks,
         gpus_per_node=0 if on_cpu else ranks,
         cpus_per_rank=cpus,
@@ -151,20 +139,54 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         root=root,
         cluster=job.cluster,
         modules=tuple(profile.get("modules", ())),
-        directives=tuple({**site_options(profile, extra), **dict(asked), **extra}.items()),
+        directives=tuple(_directives(job, profile).items()),
         resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
-        image=container.whole(job.container, base),
+        image=container.absolute_image(job.container, base),
         runtime=job.container_runtime.name,
         mounts=job.container_mounts,
         variables=tuple(profiles.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
-        bound=tuple(bound),
+        bound=tuple(sorted(bound)),
         gpu_type=job.gpu_type,
         snapshot=job.snapshot,
         gpus_by=gpus_by,
     )
+
+
+def _check_keys(settings: Settings, gpus_by: str) -> None:
+    """Raises ConfigError for job keys that contradict each other or that belong to launcher=local."""
+    job = settings.job
+    if job.master:
+        raise ConfigError(
+            f"master={job.master}: is for launcher=local; with launcher=slurm the node of rank 0 is known"
+        )
+    if "," in job.gpus:
+        total = sum(map(int, job.gpus.split(",")))
+        raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
+    if job.gpus and int(job.gpus) < max(1, job.nodes or 0):
+        raise ConfigError(f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node")
+    if job.parallel and not settings.sweep:
+        raise ConfigError(f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C")
+    if job.node_rank:
+        raise ConfigError(
+            f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
+        )
+    if job.gpus and gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
+        raise ConfigError(
+            f"gpus={job.gpus}: requires --gpus-per-task, but cluster={job.cluster} requests GPUs with {gpus_by}: give nodes= and gpus_per_node="
+        )
+
+
+def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
+    """Further options of sbatch: those of the profile, then of the job keys, then of extra=."""
+    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    given = {name: getattr(job, name) for name in options if getattr(job, name)}
+    if job.mail:
+        given |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    extra = job_keys.extra_options(job.extra)
+    return {**site_options(profile, extra), **given, **extra}
 
 
 def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
@@ -176,7 +198,7 @@ def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[s
     return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
 
 
-def want_printable(*folders: Path) -> None:
+def require_printable(*folders: Path) -> None:
     """Raises ConfigError for a folder with an unprintable character in its name.
 
     A line break in a folder's name could end a line of a script, and the shell would run the rest of the name as a
@@ -185,24 +207,5 @@ def want_printable(*folders: Path) -> None:
     for folder in folders:
         if not str(folder).isprintable():
             raise ConfigError(
-                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed; give it another"
+                f"folder {errors.shown(folder)}: has a character in its name that cannot be printed: rename it"
             )
-
-
-def container_folders(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
-    """The folders that the container of a run needs. words: the given keys, with absolute paths.
-
-    Raises ConfigError for a folder whose name the container's runtime cannot accept.
-    """
-    recipe_class, _ = recipe_conf.load(settings.recipe)
-    paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
-    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # these may be links to other disks
-    around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
-    around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
-    found = container.folders({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
-    for folder in found:
-        if set(folder) & set(":,"):
-            raise ConfigError(
-                f"{errors.shown(folder)}: a folder with : or , in its name cannot be shown to a container"
-            )
-    return found

@@ -1,7 +1,4 @@
-"""Runs the ranks of one machine without Slurm. If a rank fails, it stops all ranks and reports the first failure.
-
-Standard library only.
-"""
+"""Runs the ranks of one machine without Slurm. If a rank fails, it ends all ranks and reports the first failure."""
 
 import contextlib
 import errno
@@ -26,7 +23,7 @@ from recipes.core.run.watchdog import RunningClock
 PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
 STOP_GRACE_S = 60.0  # time for the ranks to end after a requested stop; both are longer while a checkpoint is written
 TERM_GRACE_S = 5.0  # time for the ranks to end after SIGTERM
-SAVING_S = 20.0  # a checkpoint whose file has not grown for this long is no longer being written
+SAVING_S = 20.0  # a checkpoint is no longer being written if its file has not grown for this long
 
 
 @dataclass(frozen=True)
@@ -139,19 +136,19 @@ def supervise(
 
 
 class _Stop:
-    """Counts in ``asked`` the signals to stop (`signals.heeded`) within the ``with`` block.
+    """Counts the signals to stop (`signals.heeded`) within the ``with`` block.
 
     Signals at about the same time count as one.
     """
 
     def __init__(self) -> None:
-        self.asked, self._last = 0, float("-inf")
+        self.count, self._last = 0, float("-inf")
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
-        if time.monotonic() - self._last > signals.TOGETHER_S and not again:
-            self.asked, self._last = self.asked + 1, time.monotonic()
+        repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
+        if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
+            self.count, self._last = self.count + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in signals.heeded()}
@@ -174,10 +171,10 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
     """
     first: int | None = None
     early: int | None = None
-    told, deadline, saving = 0, float("inf"), _Saving(run_dir)
+    stops, deadline, saving = 0, float("inf"), _Saving(run_dir)
     now = RunningClock().now
-    while [rank for rank in ranks if not _ended(rank)]:  # a list, so that _ended is called for every rank
-        if first is None and not told:
+    while [rank for rank in ranks if not has_ended(rank)]:  # a list, so that has_ended is called for every rank
+        if first is None and not stops:
             first = next((i for i, rank in enumerate(ranks) if rank.returncode not in (None, 0)), None)
             if first is None:
                 early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
@@ -185,15 +182,15 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
                 deadline = now() + PEERS_GRACE_S
         if first is not None:
             _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it never ends by itself
-        if stop.asked > told:
-            told = stop.asked
-            _signal(ranks, signal.SIGTERM if told == 1 else signal.SIGKILL)
+        if stop.count > stops:
+            stops = stop.count
+            _signal(ranks, signal.SIGTERM if stops == 1 else signal.SIGKILL)
             # On a machine that is not the first, it is unknown whether rank 0 still saves. The ranks' own timeouts
             # limit the wait there.
             deadline = now() + STOP_GRACE_S if run_dir else float("inf")
-            if told == 1:
-                _say("stopping: the ranks save and end; once more to stop at once")
-        if now() > deadline and saving.goes_on():
+            if stops == 1:
+                _report("stopping: the ranks save and end; a second signal ends them immediately")
+        if now() > deadline and saving.is_active():
             deadline = now() + PEERS_GRACE_S  # the other ranks notice the end of the save a little later
         if now() > deadline:
             _signal(ranks, signal.SIGTERM)
@@ -201,12 +198,12 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
             _signal(ranks, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.02)
-    if first is None and not told:
+    if first is None and not stops:
         first = next((i for i, rank in enumerate(ranks) if rank.returncode != 0), None)
     return first, early
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     """Prints a line of the launcher. An error of stderr does not stop the launcher.
 
     Ctrl-C also ends a ``tee`` that reads stderr, and the ranks must still be able to save.
@@ -216,11 +213,11 @@ def _say(line: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
-        with open(os.devnull, "w") as nobody:  # at exit, Python tries again to write the line
-            os.dup2(nobody.fileno(), sys.stderr.fileno())
+        with open(os.devnull, "w") as null:  # at exit, Python tries again to write the line
+            os.dup2(null.fileno(), sys.stderr.fileno())
 
 
-def _ended(rank: Rank) -> bool:
+def has_ended(rank: Rank) -> bool:
     """Whether a rank has ended. Kills the remaining processes of a rank that failed, for example a loader process."""
     if rank.returncode is None:
         # multiprocessing has already waited for a process that ended before the last one was started.
@@ -244,7 +241,7 @@ class _Saving:
         self._sizes: dict[str, int] = {}
         self._grown_at = 0.0
 
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         sizes = {}
         for path in self._folder.glob(".step-*") if self._folder else ():  # temporary files that are not renamed yet
             with contextlib.suppress(OSError):
@@ -266,7 +263,7 @@ def _is_stopped(rank: Rank) -> bool:
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
     """Sends a signal to every rank that runs. SIGKILL goes to the rank's whole session, including loader processes."""
     for rank in ranks:
-        if not _ended(rank):
+        if not has_ended(rank):
             if number == signal.SIGKILL:
                 with contextlib.suppress(ProcessLookupError):  # a spawned rank creates its session later
                     os.killpg(rank.pid, number)
@@ -289,12 +286,16 @@ def _outcome(
     run_dir: Path | None,
     launch: str,
 ) -> int:
+    """Completes ``status.json``, reports a failure, and returns the exit status of the run.
+
+    first, early: the results of `_watch`. launch: the ID of this launch.
+    """
     run_dir = run_dir and rundir.of_launch(run_dir, launch)
     if first is None:
-        code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.asked else 0
+        code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0
         status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
         if status and status["state"] in ("failed", "incomplete"):
-            _say(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
+            _report(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
         return rundir.exit_code(status, code) if status else code
     code = _status(ranks[first])
     if code in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
@@ -308,18 +309,18 @@ def _outcome(
     if early is not None and not killed and not done:  # the other ranks failed because they lost this rank
         first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
     number = sum(layout.ranks[: layout.node_rank]) + first
-    who = {"rank": number, "host": socket.gethostname(), "exit_status": code}
-    reason = f"rank {who['rank']} on {who['host']} {ended}"
+    failing = {"rank": number, "host": socket.gethostname(), "exit_status": code}
+    reason = f"rank {number} on {failing['host']} {ended}"
     if run_dir:
-        status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=who)
+        status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=failing)
         if status and status["state"] in ("done", "preempted"):
             return rundir.exit_code(status, code)  # the rank had completed its work, and a library crashed at exit
         if status and killed:  # the other ranks do not know why it ended
             where = {"attempt": status["attempt"], "step": status["step"]}
-            rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=who)
+            rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=failing)
         elif status and status["reason"]:
             reason = status["reason"]
-    _say(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))
+    _report(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))
     return code
 
 

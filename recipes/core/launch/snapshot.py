@@ -19,7 +19,7 @@ from recipes.core.errors import MachineError
 from recipes.core.files import private_folder, write_json
 from recipes.core.run import source
 
-MOST_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job
+MAX_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job
 
 
 def take(root: Path) -> Path:
@@ -79,7 +79,7 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
     except OSError as error:
         if not copy.is_dir():  # if it exists, another submission made it first
             raise MachineError(
-                f"{copy}: the copy of the code that the job would run cannot be made ({error.strerror}): make room in runs/"
+                f"{copy}: this snapshot of the code cannot be made ({error.strerror}): make room in runs/"
             ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -94,20 +94,20 @@ def _umask() -> int:
 def _read(root: Path) -> dict[str, bytes]:
     """The content of each file of the code, by its path relative to ``root``.
 
-    Raises MachineError if the files have more than MOST_BYTES in total or cannot be read.
+    Raises MachineError if the files have more than MAX_BYTES in total or cannot be read.
     """
     content: dict[str, bytes] = {}
     total, path = 0, root
     try:
         for path in source.code_files(root):
             total += path.stat().st_size
-            if total > MOST_BYTES:
+            if total > MAX_BYTES:
                 largest = max(source.code_files(root), key=lambda file: file.stat().st_size)
                 raise MachineError(
-                    f"{root}: has more than {MOST_BYTES >> 20} MB of code to copy for the job ({largest} is the largest): "
-                    "move what is no code out of it, or give snapshot=false"
+                    f"{root}: has more than {MAX_BYTES >> 20} MB of code for a snapshot ({largest} is the largest file): "
+                    "move other files out of it, or give snapshot=false"
                 )
             content[str(path.relative_to(root))] = path.read_bytes()
     except OSError as error:
-        raise MachineError(f"{path}: cannot be copied for the job ({error.strerror})") from None
+        raise MachineError(f"{path}: cannot be copied to a snapshot ({error.strerror})") from None
     return content

@@ -21,7 +21,7 @@ from recipes.core.run import entry, rundir
 from recipes.core.run.entry import Start
 
 SPAWNED = "RECIPES_SPAWNED"  # set in a process that this module started
-STARTED_BY = {"env": "torchrun (or who set RANK)", "slurm": "srun", "openmpi": "mpirun", "pmi": "mpiexec"}
+STARTED_BY = {"env": "torchrun (or whatever set RANK)", "slurm": "srun", "openmpi": "mpirun", "pmi": "mpiexec"}
 
 
 def processes(module: str, start: Start) -> None:
@@ -33,34 +33,34 @@ def processes(module: str, start: Start) -> None:
     if SPAWNED in os.environ:
         return
     info, count = start.ranks, start.settings.config.spawn
-    batch = "RECIPES_BATCH" in os.environ  # a batch script expects the ranks of its own srun, and reads their result
-    if batch or (info.launcher in STARTED_BY and info.world_size > 1):
+    in_batch_script = "RECIPES_BATCH" in os.environ  # which expects the ranks of its own srun, and reads their result
+    if in_batch_script or (info.launcher in STARTED_BY and info.world_size > 1):
         if info.rank:
-            time.sleep(1.5)
+            time.sleep(1.5)  # rank 0 prints the line before the launcher ends all ranks
         else:
-            by = f"{STARTED_BY.get(info.launcher, 'srun')} has started this process already, as rank 0 of {info.world_size}"
+            by = f"{STARTED_BY.get(info.launcher, 'srun')} has already started this process as rank 0 of {info.world_size}"
             print(
-                f"{start.settings.recipe}: spawn={count}: {by}: leave spawn= out, or start plain python",
+                f"{start.settings.recipe}: spawn={count}: {by}: omit spawn=, or start plain python",
                 file=sys.stderr,
             )
         sys.exit(errors.EXIT_CONFIG)
     run_dir = rundir.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, ROOT)
     argv, context = [*sys.argv, f"run_dir={run_dir}"], multiprocessing.get_context("spawn")
 
-    def begin(variables: dict[str, str], listener: socket.socket | None) -> Rank:
+    def start_rank(variables: dict[str, str], listener: socket.socket | None) -> Rank:
         process = context.Process(target=_one, args=(os.getpid(), module, argv, variables, listener))
         process.start()
         return _Process(process)
 
     # Remove the variables that this process has set: each rank sets them itself and logs them.
-    mine = dict(start.from_files)
+    set_here = dict(start.from_files)
     if start.interface:
-        mine |= network.settings(start.interface, {})
+        set_here |= network.settings(start.interface, {})
     if start.own_folder:
-        mine |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
-    environ = {name: value for name, value in os.environ.items() if mine.get(name) != value}
+        set_here |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
+    environ = {name: value for name, value in os.environ.items() if set_here.get(name) != value}
     entry.remove_own_folder(start)
-    sys.exit(local.supervise(begin, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
+    sys.exit(local.supervise(start_rank, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
 
 
 class _Process:
