@@ -17,8 +17,9 @@ from typing import IO
 
 from recipes.core import errors, files
 from recipes.core.data import classfolder, datasets, idx, pillow
-from recipes.core.data.classfolder import Listing, Progress
+from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX, DataFileError
+from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError
 
 BATCH_IMAGES = 10_000
@@ -48,8 +49,8 @@ class _Counts:
     resized: int = 0
 
 
-def is_there(folder: Path, source: str, say: Say) -> bool:
-    """Whether ``folder`` has valid IDX files. Raises InputError where they were made from another source than ``source``."""
+def is_converted(folder: Path, source: str, say: Say) -> bool:
+    """Whether ``folder`` has valid IDX files. Raises InputError if they were made from another source than ``source``."""
     index = files.read_json(folder / "index.json") or {}
     known = index.get("sha256")
     if not isinstance(known, dict):
@@ -60,20 +61,20 @@ def is_there(folder: Path, source: str, say: Say) -> bool:
         except OSError:
             found = ""
         if found != known.get(name):
-            say(f"{folder / name} is missing or damaged: all files are made again")
+            say(f"{folder / name} is missing or damaged: all files are converted again")
             return False
     made_of, samples, classes = str(index.get("source")), index.get("samples") or {}, index.get("classes") or []
     content = f"{samples.get('train')} training and {samples.get('test')} test images, {len(classes)} classes"
     if source:
         given = source.rstrip("/") if "://" in source else str(Path(source).expanduser().absolute())
-        matches, wanted = made_of == given or made_of.startswith(os.path.join(given, "")), "the given source="
+        matches, expected = made_of == given or made_of.startswith(os.path.join(given, "")), "the given source="
     else:
         own = {"train": len(TRAIN_BATCHES) * BATCH_IMAGES, "test": BATCH_IMAGES}
-        matches, wanted = (samples, classes) == (own, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
+        matches, expected = (samples, classes) == (own, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
     if not matches:
         raise InputError(
             f"data_dir={str(folder.parent)!r}: its cifar10/ was made from {errors.shown(made_of, 1000)} ({content}), not from "
-            f"{wanted}: give that as source= to keep it, or another data_dir=, or remove {shlex.quote(str(folder))}"
+            f"{expected}: give that source= to keep it, or another data_dir=, or remove {shlex.quote(str(folder))}"
         )
     say(f"cifar10: already there, verified: {content}, from {errors.shown(made_of, 1000)}")
     return True

@@ -4,23 +4,12 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core.errors import InputError
 
 # torchvision's IMG_EXTENSIONS (datasets/folder.py), and other common endings of the same formats.
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
-
-
-@dataclass
-class Progress:
-    """Counts images: all, done in this call, kept from an earlier call, and skipped in both."""
-
-    total: int
-    done: int = 0
-    kept: int = 0
-    skipped: int = 0
 
 
 def allowed(samples: int, max_skipped: int | None = None) -> int:
@@ -87,12 +76,12 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def scan(
-    folder: Path, classes: Sequence[str] | None = None, tell: Callable[[object], None] = lambda done: None
+    folder: Path, classes: Sequence[str] | None = None, report: Callable[[object], None] = lambda done: None
 ) -> Listing:
     """Lists ``folder``. Folders below a class belong to it; hidden files and folders are skipped; links are followed.
 
     classes: labels are positions in these (for a validation set, the training set's); default: the folder's own.
-    tell: called with the number of classes done, at each class.
+    report: called with the number of classes done, at each class.
     Raises InputError (one line) when there is no folder, class or image, a class without any, or one not in ``classes``.
     """
     folder = Path(folder)
@@ -107,7 +96,7 @@ def scan(
     listing = Listing(folder, known)
     empty = []
     for done, name in enumerate(own):
-        tell(done)
+        report(done)
         files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name)), b"", ()))
         if not files:
             empty.append(name)

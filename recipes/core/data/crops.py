@@ -44,7 +44,10 @@ def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
 
 
 class RandomCrop:
-    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`."""
+    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`.
+
+    Returns why Pillow had to read the image; "" if the decoder did.
+    """
 
     def __init__(self, uniform: Tensor, least: float) -> None:
         self._uniform, self._least = uniform.tolist(), least
@@ -55,23 +58,26 @@ class RandomCrop:
             y, x, h, w = random_box(uniform, *images.shape(sample), least)
             decoder.resize(images.rows(sample, y, h)[:, x : x + w], out)
             return ""
-        pixels, odd = decode.decode_any(decoder, images.read(sample))
+        pixels, reason = decode.decode_any(decoder, images.read(sample))
         y, x, h, w = random_box(uniform, pixels.shape[0], pixels.shape[1], least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
-        return odd
+        return reason
 
 
 class CentreCrop:
-    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
+    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop.
+
+    Returns what `RandomCrop` returns.
+    """
 
     def __init__(self, shorter: int) -> None:
         self._shorter = shorter
 
     def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> str:
         if images.raw:
-            pixels, odd = images.rows(sample, 0, images.shape(sample)[0]), ""
+            pixels, reason = images.rows(sample, 0, images.shape(sample)[0]), ""
         else:
-            pixels, odd = decode.decode_any(decoder, images.read(sample))
+            pixels, reason = decode.decode_any(decoder, images.read(sample))
         height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
@@ -82,7 +88,7 @@ class CentreCrop:
         # round() as in torchvision's center_crop, which prefers the even one of two centres
         y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
         out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
-        return odd
+        return reason
 
 
 Crop = Callable[[Images, Decoder, int, int, Pixels], str]

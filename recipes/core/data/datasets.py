@@ -104,7 +104,7 @@ def kind(path: Path, key: str = "data_dir") -> str:
 
 
 def fault_of(path: Path, file: DataFile) -> str | None:
-    """What is wrong with the file at ``path``, as a clause for a message; None if its size and SHA-256 are correct."""
+    """The fault of the file at ``path`` as a clause for a message. None if its size and SHA-256 are correct."""
     try:
         size = path.stat().st_size
         if size != file.size:

@@ -64,9 +64,9 @@ def _unpack(file: IO[bytes]) -> tuple[tuple[int, ...], bytes]:
 def _map(file: IO[bytes]) -> tuple[tuple[int, ...], memoryview]:
     shape = _shape(file)
     size, offset = math.prod(shape), file.tell()
-    there = os.fstat(file.fileno()).st_size - offset
-    if there != size:
-        raise DataFileError(f"its header says {size} bytes of data, it has {there}")
+    actual = os.fstat(file.fileno()).st_size - offset
+    if actual != size:
+        raise DataFileError(f"its header says {size} bytes of data, it has {actual}")
     # ACCESS_COPY, not ACCESS_READ: torch.frombuffer warns about a read-only buffer.
     return shape, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[offset:]
 

@@ -51,8 +51,8 @@ class Files:
 
     kind, raw = "files", False
 
-    def __init__(self, folder: Path, classes: Sequence[str] | None, tell: Callable[[object], None]) -> None:
-        self._listing = classfolder.scan(folder, classes, tell)
+    def __init__(self, folder: Path, classes: Sequence[str] | None, report: Callable[[object], None]) -> None:
+        self._listing = classfolder.scan(folder, classes, report)
         self.place = self._folder = str(folder)
 
     @property
@@ -114,11 +114,11 @@ class Fake:
         return self._pixels[i % len(self._pixels), first : first + count]
 
 
-def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None] = lambda done: None) -> Images:
+def open_images(data_dir: str | Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:
     """``train`` or ``val`` of a folder: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
 
     Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
-    classes. tell: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
+    classes. report: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
     """
     folder = Path(data_dir).expanduser()
     if datasets.is_packed(folder):
@@ -131,7 +131,7 @@ def open_images(data_dir: str | Path, split: str, tell: Callable[[object], None]
     classes = None
     if split != "train" and datasets.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")
-    return Files(folder / split, classes, tell)
+    return Files(folder / split, classes, report)
 
 
 def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
@@ -143,31 +143,33 @@ def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
         return Fake(1_281_167), Fake(2000)
     world = run.world
 
-    def staged(tell: Callable[[object], None]) -> Path:
+    def staged(report: Callable[[object], None]) -> Path:
         folder = datasets.find_imagenet(cfg.data_dir)
         stage_dir = os.path.expanduser(os.path.expandvars(cfg.stage_dir))
         if "$" in stage_dir:
             raise InputError(f"stage_dir={cfg.stage_dir}: a variable in it is not set: give a folder")
 
-        def beat(done: int, total: int) -> None:
+        def copied(done: int, total: int) -> None:
             if run.stop:
                 raise Stopped(run.stop.reason)
-            tell(done)
+            report(done)
             run.progress(f"to {stage_dir}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-        return stage.to_local_disk(folder, Path(stage_dir), beat) if stage_dir else folder
+        return stage.to_local_disk(folder, Path(stage_dir), copied) if stage_dir else folder
 
     if cfg.stage_dir:
         run.say(f"copying the packed copy to stage_dir={cfg.stage_dir}, unless it is there")
     # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
     folder = world.together("staging", staged)
-    sets = world.together("images", lambda tell: tuple(open_images(folder, split, tell) for split in ("train", "val")))
+    sets = world.together(
+        "images", lambda report: tuple(open_images(folder, split, report) for split in ("train", "val"))
+    )
     train, val = sets
     first = world.broadcast_text("images", f"{train.digest()} {val.digest()}").split(" ")
 
-    def alike(tell: Callable[[object], None]) -> None:
-        for images, wanted in zip(sets, first, strict=True):
-            if images.digest() != wanted:
+    def alike(report: Callable[[object], None]) -> None:
+        for images, expected in zip(sets, first, strict=True):
+            if images.digest() != expected:
                 raise InputError(
                     f"{images.place!r} has other samples on this host than on {world.hosts[0]}: give all ranks the same data"
                 )

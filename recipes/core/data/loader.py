@@ -159,7 +159,8 @@ class Loader:
 class _Job:
     """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
 
-    bad, odd: by position in the batch, why an image is unreadable, or why Pillow had to read it. at: by chunk, its current position.
+    bad, by_pillow: why an image is unreadable, or why Pillow had to read it, by its position in the batch.
+    at: by the first position of a chunk, the position that is being decoded.
     """
 
     source: Images
@@ -170,7 +171,7 @@ class _Job:
     shard: Shard | None = None
     flip: Tensor | None = None
     bad: dict[int, str] = field(default_factory=dict)
-    odd: dict[int, str] = field(default_factory=dict)
+    by_pillow: dict[int, str] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -183,8 +184,8 @@ class _Job:
         for i in range(begin, end):
             self.at[begin] = i
             try:
-                if odd := crop(self.source, self.decoder, samples[i], i, out[i]):
-                    self.odd[i] = odd
+                if reason := crop(self.source, self.decoder, samples[i], i, out[i]):
+                    self.by_pillow[i] = reason
             except (OSError, Unreadable) as error:
                 if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
                     name = self.source.name(samples[i])
@@ -257,12 +258,8 @@ class _Tally:
         labels = torch.tensor([self._images.label(sample) for sample in job.samples], dtype=torch.int64)
         for i in job.bad:
             labels[i] = IGNORE
-        for i in sorted(job.odd):
-            self._tell_odd(job.samples[i], job.odd[i])
-        if not job.bad:
-            self._in_a_row = 0 if job.samples else self._in_a_row
-            self._seen += len(job.samples)
-            return labels
+        for i in sorted(job.by_pillow):
+            self._warn_by_pillow(job.samples[i], job.by_pillow[i])
         for i, sample in enumerate(job.samples):
             self._seen += 1
             self._in_a_row = self._in_a_row + 1 if i in job.bad else 0
@@ -270,12 +267,12 @@ class _Tally:
                 self._note(sample, job.bad[i])
         return labels
 
-    def _tell_odd(self, sample: int, odd: str) -> None:
+    def _warn_by_pillow(self, sample: int, reason: str) -> None:
         self.by_pillow += 1
         if self.by_pillow == 1:
             name = self._images.name(sample)
             self._warn(
-                f"{name!r} is read by Pillow ({odd}), like all images that decoder={self._decoder} cannot read; this is slower, and logged once"
+                f"{name!r} is read by Pillow ({reason}), like all images that decoder={self._decoder} cannot read; this is slower, and logged once"
             )
 
     def _note(self, sample: int, reason: str) -> None:

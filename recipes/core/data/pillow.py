@@ -138,5 +138,5 @@ def _reduced(image: "Image.Image", size: int) -> "Image.Image":
     short = min(width, height)
     if short <= size:
         return image
-    wanted = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
-    return image.resize(wanted, Image.Resampling.LANCZOS)
+    reduced = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    return image.resize(reduced, Image.Resampling.LANCZOS)

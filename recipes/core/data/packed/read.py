@@ -34,9 +34,9 @@ class Packed:
             raise DataFileError(f"{str(folder)!r} has no {split}/: give a source= that has one, and {again}")
         found = copy.splits[split]
         for file in found.files:
-            there = _file_size(folder / file.name)
-            if there != file.size:
-                fault = "is missing" if there is None else f"has {there} bytes instead of {file.size}"
+            actual = _file_size(folder / file.name)
+            if actual != file.size:
+                fault = "is missing" if actual is None else f"has {actual} bytes instead of {file.size}"
                 raise DataFileError(f"{str(folder / file.name)!r} {fault}: {again}")
         if not found.samples:
             raise DataFileError(f"{str(folder)!r} has no samples of {split}: {again}")

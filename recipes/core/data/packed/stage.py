@@ -24,16 +24,16 @@ from recipes.core.errors import InputError, MachineError
 
 CHUNK_BYTES = 4 << 20
 COPIERS = 4  # files at once: one stream saturates neither a parallel file system nor an NVMe disk
-BEAT_S = 0.5
+REPORT_S = 0.5
 LOCK = ".lock"
-Beat = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
-def to_local_disk(folder: Path, stage_dir: Path, beat: Beat) -> Path:
+def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
     """Copies a packed copy to a folder below ``stage_dir``, once for each node, and gives that folder.
 
     Every rank of the node calls it: the first one copies, the others wait. An interrupted copy continues, complete files are
-    kept, and each file's SHA-256 is verified while it is copied. beat: gets the bytes done and their total at least once a second
+    kept, and each file's SHA-256 is verified while it is copied. report: gets the bytes done and their total at least once a second
     during copying and waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and MachineError (disk full or
     not writable, no locks, another user's folder).
     """
@@ -45,8 +45,8 @@ def to_local_disk(folder: Path, stage_dir: Path, beat: Beat) -> Path:
     total = sum(file.size for file in copy.files)
 
     def waiting() -> None:
-        beat(min(total, _bytes_there(target)), total)
-        time.sleep(BEAT_S)
+        report(min(total, _bytes_there(target)), total)
+        time.sleep(REPORT_S)
 
     try:
         _make_own_folder(target)
@@ -57,7 +57,7 @@ def to_local_disk(folder: Path, stage_dir: Path, beat: Beat) -> Path:
                         f"stage_dir={str(stage_dir)!r}: its file system has no locks: give a folder of a node's own disk"
                     )
                 if not _is_finished(target, copy):
-                    _copy_all(folder, target, copy, beat)
+                    _copy_all(folder, target, copy, report)
     except OSError as error:
         raise files.disk_error(error, "stage_dir", target.parent) from None
     return target
@@ -109,7 +109,7 @@ def _bytes_there(target: Path) -> int:
         return sum(max(0, _size(Path(entry.path))) for entry in entries)
 
 
-def _copy_all(folder: Path, target: Path, copy: PackedCopy, beat: Beat) -> None:
+def _copy_all(folder: Path, target: Path, copy: PackedCopy, report: Report) -> None:
     """Copies the missing files, then index.json. The caller holds the lock. Raises MachineError, InputError, OSError."""
     files.remove_temporary(target)
     (target / format.INDEX).unlink(missing_ok=True)  # of a copy that has lost a file since
@@ -118,15 +118,15 @@ def _copy_all(folder: Path, target: Path, copy: PackedCopy, beat: Beat) -> None:
     work = _Copying(folder, target, total - sum(file.size for file in missing))
     try:
         files.check_free(target, need)
-        beat(work.done, total)
+        report(work.done, total)
         with ThreadPoolExecutor(COPIERS) as pool:
             pending = {pool.submit(work.copy, file) for file in missing}
             try:
                 while pending:
-                    finished, pending = wait(pending, BEAT_S, FIRST_EXCEPTION)
+                    finished, pending = wait(pending, REPORT_S, FIRST_EXCEPTION)
                     for one in finished:
                         one.result()
-                    beat(work.done, total)
+                    report(work.done, total)
             except BaseException:
                 work.stopped = True
                 pool.shutdown(cancel_futures=True)

@@ -21,16 +21,17 @@ from typing import IO, Any
 
 from recipes.core import files
 from recipes.core.data import datasets, pillow
-from recipes.core.data.classfolder import Listing, Progress
+from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackOptions, Record
 from recipes.core.data.pillow import Unreadable
+from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import processes
 
-TELL_S = 0.2
+REPORT_S = 0.2
 
 
 def number_of_shards(listing: Listing, options: PackOptions) -> int:
@@ -67,13 +68,12 @@ def write_shards(
         try:
             for _ in range(min(options.workers or cpus(), shards)):
                 workers.append(_Worker(setup))
-            for (
-                worker
-            ) in workers:  # after all have started: a task fills the pipe, and the write blocks until it is read
+            # After all have started: a task fills the pipe, and the write blocks until it is read.
+            for worker in workers:
                 worker.give(next(tasks))
                 selector.register(worker.answers, selectors.EVENT_READ, worker)
             while selector.get_map():
-                for chosen, _ in selector.select(TELL_S):
+                for chosen, _ in selector.select(REPORT_S):
                     worker = chosen.data
                     for answer in worker.receive():
                         state.done += answer["done"]
@@ -182,39 +182,39 @@ def work(parent: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), opened)
     warnings.simplefilter("ignore")
 
-    def tell(**answer: Any) -> None:
+    def report(**answer: Any) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
     setup = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
         try:
-            _pack_shard(json.loads(line), setup, tell)
+            _pack_shard(json.loads(line), setup, report)
         except InputError as error:
-            tell(error="input", text=str(error))
+            report(error="input", text=str(error))
         except MemoryError:
-            tell(error="memory")
+            report(error="memory")
         except OSError as error:
-            tell(error="disk", errno=error.errno, text=error.strerror)
+            report(error="disk", errno=error.errno, text=error.strerror)
         except Exception:
-            tell(error="bug", text=traceback.format_exc())
+            report(error="bug", text=traceback.format_exc())
 
 
-def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callable[..., None]) -> None:
+def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], report: Callable[..., None]) -> None:
     """Writes a shard, then the note that says it is complete; nothing where both are there and valid."""
     folder, split, number = Path(setup["target"]), task["split"], task["number"]
     count = len(task["names"])
     shard, note_path = folder / format.shard_name(split, number), format.note_path(folder, split, number)
     note = files.read_json(note_path)
     if note and _is_complete(shard, note, count):
-        tell(ended=True, done=0, kept=count, skipped=len(note["skipped"]))
+        report(ended=True, done=0, kept=count, skipped=len(note["skipped"]))
         return
     records, digest, converted = bytearray(), hashlib.sha256(), collections.Counter[str]()
     skipped: list[dict[str, str]] = []
-    offset = done = told = missed = 0
+    offset = done = reported = reported_skipped = 0
 
     def fill(file: IO[bytes]) -> None:
-        nonlocal offset, done, told, missed
+        nonlocal offset, done, reported, reported_skipped
         last = time.monotonic()
         for name, label in zip(task["names"], task["labels"], strict=True):
             relative = f"{split}/{name}"
@@ -230,10 +230,10 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
                 offset += len(payload)
                 converted.update(kinds)
             done += 1
-            if time.monotonic() - last > TELL_S:
+            if time.monotonic() - last > REPORT_S:
                 last = time.monotonic()
-                tell(ended=False, done=done - told, kept=0, skipped=len(skipped) - missed)
-                told, missed = done, len(skipped)
+                report(ended=False, done=done - reported, kept=0, skipped=len(skipped) - reported_skipped)
+                reported, reported_skipped = done, len(skipped)
 
     files.write_whole(shard, fill)
     content = {
@@ -244,7 +244,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], tell: Callabl
         "converted": converted,
     }
     files.write_json(note_path, content)
-    tell(ended=True, done=done - told, kept=0, skipped=len(skipped) - missed)
+    report(ended=True, done=done - reported, kept=0, skipped=len(skipped) - reported_skipped)
 
 
 def _is_complete(shard: Path, note: Mapping[str, Any], count: int) -> bool:

@@ -19,12 +19,13 @@ from typing import IO, Any
 
 from recipes.core import files
 from recipes.core.data import classfolder, datasets, pillow
-from recipes.core.data.classfolder import Listing, Progress
+from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format, workers
 from recipes.core.data.packed.format import PackedCopy, PackOptions, Split
 from recipes.core.data.pillow import Unreadable
-from recipes.core.errors import InputError, MachineError
+from recipes.core.data.progress import Progress
+from recipes.core.errors import InputError, MachineError, shown
 
 LOCK = "packing.lock"
 MEASURED = 64  # images that the required space is estimated from
@@ -75,7 +76,7 @@ def pack(
 
 
 def verify(folder: Path, copy: PackedCopy) -> list[str]:
-    """What is wrong with the files of a packed copy, one line for each; empty if all sizes and SHA-256 are correct."""
+    """The faults of the files of a packed copy, one line for each file. Empty if all sizes and SHA-256 are correct."""
     with ThreadPoolExecutor(min(8, workers.cpus())) as pool:  # hashing releases the interpreter's lock
         faults = pool.map(lambda file: datasets.fault_of(folder / file.name, file), copy.files)
         return [f"{file.name} {fault}" for file, fault in zip(copy.files, faults, strict=True) if fault]
@@ -84,15 +85,15 @@ def verify(folder: Path, copy: PackedCopy) -> list[str]:
 def _check_folders(source: Path, target: Path) -> None:
     taken = {source, *(source / split for split in format.SPLITS)}
     if target in taken or taken & set(target.parents) - {source}:
-        raise InputError(f"data_dir={str(target)!r}: the images of source= are there; give another folder")
-    there = datasets.kind(target)
-    if there == "file":
+        raise InputError(f"data_dir={str(target)!r}: holds the images of source=; give another data_dir=")
+    kind = datasets.kind(target)
+    if kind == "file":
         raise InputError(f"data_dir={str(target)!r}: is not a folder; give another data_dir=")
-    if there and not datasets.kind(target / format.PLAN):
+    if kind and not datasets.kind(target / format.PLAN):
         others = [name for name in os.listdir(target) if name not in (LOCK, "lost+found") and not name.startswith(".")]
         if others:
             raise InputError(
-                f"data_dir={str(target)!r}: has other files ({min(others)!r}) and no packed copy; give a new folder"
+                f"data_dir={str(target)!r}: has other files ({min(others)!r}) and no packed copy; give another data_dir="
             )
 
 
@@ -100,11 +101,11 @@ def _listings(source: Path) -> dict[str, Listing]:
     needs = "give a folder with train/<class>/*.JPEG and val/<class>/*.JPEG"
     if datasets.kind(source, "source") != "folder":
         raise InputError(f"source={str(source)!r}: is not a folder; {needs}")
-    there = [split for split in format.SPLITS if datasets.kind(source / split, "source") == "folder"]
-    if not there:
+    splits = [split for split in format.SPLITS if datasets.kind(source / split, "source") == "folder"]
+    if not splits:
         raise InputError(f"source={str(source)!r}: has neither train/ nor val/; {needs}")
     listings: dict[str, Listing] = {}
-    for split in there:
+    for split in splits:
         classes = listings["train"].classes if listings else None
         listings[split] = classfolder.scan(source / split, classes)
     return listings
@@ -117,7 +118,7 @@ def _plan(listings: Mapping[str, Listing], options: PackOptions) -> dict[str, An
 
 
 def _compare(target: Path, plan: Mapping[str, Any]) -> None:
-    """Raises InputError where packing was started with another plan."""
+    """Raises InputError if packing was started with another plan, or if packing.json is damaged."""
     path = target / format.PLAN
     if not path.exists():
         return
@@ -125,6 +126,10 @@ def _compare(target: Path, plan: Mapping[str, Any]) -> None:
     fix = f"another data_dir=, or remove {shlex.quote(str(target))} to start again"
     if not format.is_this_version(before):
         raise InputError(f"{str(path)!r}: is not {format.FORMAT!r}, version {format.VERSION}; give {fix}")
+    try:
+        counts_before = _counts(before)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InputError(f"{str(path)!r}: is damaged (splits: {shown(before.get('splits'))}); give {fix}") from None
     if differs := [name for name in format.OPTIONS if before.get(name) != plan[name]]:
         sides = ([f"{name}={side[name]}" for name in differs if side.get(name) is not None] for side in (before, plan))
         then, now = (" ".join(words) for words in sides)
@@ -132,12 +137,13 @@ def _compare(target: Path, plan: Mapping[str, Any]) -> None:
     if before.get("splits") != plan["splits"]:
         raise InputError(
             f"data_dir={str(target)!r}: was started with another source=: the names or the number of images differ "
-            f"({_counts(before)} then, {_counts(plan)} now); give the first source= again, or {fix}"
+            f"({counts_before} before, {_counts(plan)} now); give the first source= again, or {fix}"
         )
 
 
 def _counts(plan: Mapping[str, Any]) -> str:
-    return " and ".join(f"{split['samples']} of {name}/" for name, split in plan["splits"].items())
+    """The number of images of each split, for a message. Raises an error if the plan is damaged."""
+    return " and ".join(f"{int(split['samples'])} of {shown(name)}/" for name, split in plan["splits"].items())
 
 
 def _verified(target: Path, options: PackOptions, say: Callable[[str], None]) -> PackedCopy:
@@ -161,10 +167,10 @@ def _verified(target: Path, options: PackOptions, say: Callable[[str], None]) ->
 
 
 def _bytes_to_write(target: Path, listings: Mapping[str, Listing], options: PackOptions) -> int:
-    """An estimate from some images, without what is there already."""
+    """An estimate from some images, less the size of the shards that exist."""
     total = sum(len(listing) for listing in listings.values())
-    there = sum(path.stat().st_size for split in format.SPLITS for path in target.glob(f"{split}-*.bin"))
-    return max(0, int(total * (_mean_bytes(listings, options) + format.RECORD.size)) - there)
+    existing = sum(path.stat().st_size for split in format.SPLITS for path in target.glob(f"{split}-*.bin"))
+    return max(0, int(total * (_mean_bytes(listings, options) + format.RECORD.size)) - existing)
 
 
 def _mean_bytes(listings: Mapping[str, Listing], options: PackOptions) -> float:
