@@ -14,7 +14,7 @@ _running: set["subprocess.Popen[str]"] = set()
 _starting = threading.RLock()  # held from a command's start until it is in that set
 
 
-def ask(
+def run(
     command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
 ) -> tuple[str, str]:
     """A command's stdout, and why it failed ("" if it did not). It is killed after ``timeout_s``.

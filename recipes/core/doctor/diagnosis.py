@@ -44,7 +44,7 @@ class Found:
 @dataclass(frozen=True)
 class Explanation:
     """Why a run failed. verdict: one line. rank, host: the first to fail, None where unknown. error: the line that shows it, or "";
-    where: its file and line. causes: sorted by level and time. notes: what limits this explanation."""
+    where: its file and line. causes: sorted by level, then by place in the files. notes: what limits this explanation."""
 
     verdict: str
     rank: int | None = None

@@ -30,7 +30,7 @@ from recipes.core.doctor.meeting import POLL_S, Meeting
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.errors import Kind
 from recipes.core.files import write_json
-from recipes.core.place import network, ranks
+from recipes.core.place import network, slurm_step
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import rundir
 
@@ -215,7 +215,7 @@ def _measure(meeting: Meeting, info: RankInfo, listener: int, go_end: float, end
     )  # fmt: skip
     left = end - time.monotonic()
     command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", str(go["backend"]), str(listener), f"{left:.0f}"]
-    out, why = commands.ask(command, left, environ, (listener,) if listener >= 0 else ())
+    out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
     found: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
         with contextlib.suppress(ValueError):
@@ -264,7 +264,7 @@ def _give_verdict(meeting: Meeting, info: RankInfo, plan: Plan, end: float) -> i
 
 def _end_step() -> None:
     """Lets Slurm end this step one second later. Otherwise srun waits forever for a process that hangs."""
-    if ranks.in_step(os.environ):  # not the batch script or the shell of salloc, which also have a step id
+    if slurm_step.in_step(os.environ):  # not the batch script or the shell of salloc, which also have a step id
         with contextlib.suppress(OSError):
             step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
             subprocess.Popen(["sh", "-c", 'sleep 1; exec scancel --signal=KILL "$0"', step], start_new_session=True)

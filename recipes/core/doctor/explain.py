@@ -12,7 +12,7 @@ from recipes.core.doctor.diagnosis import NO_RECORD, Explanation, RunRecord
 from recipes.core.doctor.log_events import LONGEST_LINE, small_json
 from recipes.core.errors import Kind, kind_of, shown
 from recipes.core.files import ROOT
-from recipes.core.run import liveness, outlook, rundir, source, table
+from recipes.core.run import failures, liveness, outlook, source, table
 from recipes.core.run.scontrol import Queue
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor a line for so long, where Slurm does not know
@@ -53,10 +53,10 @@ def of_run(run_dir: Path, queue: Queue) -> Explanation:
         return Explanation("status.json says done: nothing failed")
     if state == "preempted":
         return Explanation(outlook.after_stop(run_dir, status, queue))
-    slurm, quiet_s = outlook.look(run_dir, queue), _quiet_s(run_dir, status)
+    slurm, quiet_s = outlook.of_run(run_dir, queue), _quiet_s(run_dir, status)
     if state == "running":
         record = _of_ranks(run_dir)
-        where = f"at step {table.look(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
+        where = f"at step {table.read_run(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
         if _is_alive(run_dir, slurm, quiet_s) and not record.verdict:
             return Explanation(f"it is running, {where}{f'; {slurm.line}' if slurm.id else ''}", notes=tuple(notes))
         notes += [slurm.line] if slurm.id else []
@@ -97,9 +97,10 @@ def _of_ranks(run_dir: Path) -> RunRecord:
         records = list((run_dir / "failures").glob("attempt-*.json"))
         if not records or not all(small_json(path) for path in [*records, run_dir / "attempt.json"]):
             return NO_RECORD
-        if not rundir.failed_ranks(run_dir, int(small_json(run_dir / "attempt.json")["attempt"])):
+        attempt = small_json(run_dir / "attempt.json")
+        if not failures.ranks(run_dir, int(attempt["attempt"])):
             return NO_RECORD
-        found = rundir.verdict(run_dir)
+        found = failures.verdict(run_dir, attempt)
     except (KeyError, TypeError, ValueError, OSError, AttributeError, RecursionError):
         return NO_RECORD
     first = found.first or {}

@@ -93,7 +93,7 @@ def _by_node(expected: Expected, reports: Iterable[object], verdict: Verdict) ->
     for report in reports:
         node = value_at(report, "node_rank")
         if not isinstance(report, dict) or not isinstance(node, int) or not 0 <= node < len(expected.hosts):
-            verdict.add([], "a report is invalid and is not counted", "look into the folder of reports", False)
+            verdict.add([], "a report is invalid and is not counted", "look at the folder of reports in run_dir", False)
             continue
         host, started = text_at(report, "host"), expected.hosts[node]
         if started and host and host.split(".")[0] != started.split(".")[0]:
@@ -117,7 +117,7 @@ def _missing(expected: Expected, nodes: Mapping[int, NodeReport], verdict: Verdi
     for node in silent:
         fix = "log in there, or leave it out; without a shared file system, run the doctor on each node alone"
         if not_shared:
-            fix = "is run_dir on a file system that all nodes share? if not, give one that is"
+            fix = "give a run_dir= on a file system that all nodes share"
         what = "did not answer: it hangs, was never started, or does not see run_dir"
         verdict.add([node], what, fix, True, leave_out=not not_shared)
     count = {node: len(report.all) for node, report in nodes.items() if report.first}

@@ -19,17 +19,17 @@ MANY = 4  # links that are named in a line
 # By the fault of a link (`reach.Link`): what a node sees of the other one, and the fix.
 FAULTS = {
     "name": ("cannot resolve {peer}", "add the name to DNS, or to /etc/hosts on each node"),
-    "silent": ("found no port of {peer} in run_dir", "is run_dir seen on both nodes?"),
+    "silent": ("found no port of {peer} in run_dir", "check that both nodes see run_dir"),
     "connect": (
         "cannot connect to {peer}",
-        "is its interface up, and is there a route both ways? a firewall must let the nodes of a job through",
+        "check that its interface is up and that there is a route in both directions; a firewall must let the nodes of a job through",
     ),
     "small": (
-        "connects to {peer}, and nothing comes back",
-        "look for a firewall, or a link that loses packets, between them",
+        "connects to {peer}, but gets no answer",
+        "look for a firewall or a link that loses packets between them",
     ),
     "large": (
-        "reaches {peer} with small packets, and large ones are lost: the MTU on the way is smaller than the interface's",
+        "reaches {peer} with small packets, but large ones are lost: the MTU on the path is smaller than the interface's",
         "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500",
     ),
     "foreign": (
@@ -107,7 +107,7 @@ def clocks(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     for node, seconds in ahead.items():
         if abs(seconds - middle) > CLOCK_S:
             what = f"its clock is {seconds - middle:+.1f} s off the others'"
-            verdict.add([node], what, "is chronyd or ntpd running there? chronyc tracking", False)
+            verdict.add([node], what, "check that chronyd or ntpd runs there: chronyc tracking", False)
 
 
 def speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:

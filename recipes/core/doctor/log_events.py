@@ -47,7 +47,7 @@ class LogReader:
     """Collects the events of one file after another.
 
     recap: rank, host and text of the last line ``failed: rank N on HOST …`` of a run of these recipes. last: a file's name and last
-    line. later: by the order of an exception, a note on another one far below it in the same file.
+    line. later: by the order of an exception, a note on another one far below it in the same file: the first one was probably caught.
     """
 
     def __init__(self, hosts: Mapping[int, str]) -> None:
@@ -70,36 +70,43 @@ class LogReader:
             return
         self.files += 1
         self.ranks_with_file |= {rank} if rank is not None else set()
-        for at, (text, from_start) in enumerate(pieces):
+        for part, (text, from_start) in enumerate(pieces):
             begin = _last_attempt(text)
-            labelled, total = _labelled(text), text.count("\n") + (not text.endswith("\n"))
             self._note_ranks(text, begin)
-            lines, counted = 1, 0
-            first_of: dict[tuple[object, ...], Event] = {}
-            last_of: dict[tuple[object, ...], tuple[int, int]] = {}
-            for start, (end, signature, offset) in sorted(_scan(text, begin).items()):
-                speaker, host, process = _speaker(text[start : min(end, start + 500)], labelled)
-                speaker = speaker if speaker is not None else self._rank_of.get(process or ("", ""), rank)
-                is_warning = _WARNING.search(text, start, start + offset) is not None
-                last_of[key := (signature.name, speaker, host, is_warning)] = (start, end)
-                if key in first_of:
-                    continue
-                lines, counted = lines + text.count("\n", counted, start), start
-                where = f"{name}:{lines}" if from_start else f"{name}, line {total - lines + 1} from its end"
-                line = text[start:end].strip()
-                if offset >= 150:
-                    line = f"{text[start : start + 60]} … {text[start + offset - 20 : end]}"
-                line, order = shown(line, LONGEST_LINE), (number, start + at * HEAD_BYTES)
-                first_of[key] = Event(signature, name, where, line, order, speaker, host, process, is_warning)
-            self.events += first_of.values()
-            for one, first in first_of.items():
-                start, end = last_of[one]
-                between = text.count("\n", first.order[1] - at * HEAD_BYTES, start)
-                if first.signature is EXCEPTION and between >= FAR:
-                    line = shown(text[start:end].strip(), LONGEST_LINE)
-                    self.later[first.order] = f"{name} continues after that; {between} lines below: {line}"
+            self._add_events(text, begin, name, from_start, rank, (number, part * HEAD_BYTES))
         if pieces and (line := _last_line(pieces[-1][0])):
             self.last = (name, line)
+
+    def _add_events(
+        self, text: str, begin: int, name: str, from_start: bool, file_rank: int | None, order: tuple[int, int]
+    ) -> None:
+        """Adds the events of a part of a file: of each signature and rank, the first line. order: of the begin of ``text``."""
+        labelled, total = _labelled(text), text.count("\n") + (not text.endswith("\n"))
+        lines, counted = 1, 0
+        first_of: dict[tuple[object, ...], tuple[Event, int]] = {}
+        last_of: dict[tuple[object, ...], tuple[int, int]] = {}
+        for start, (end, signature, offset) in sorted(_scan(text, begin).items()):
+            rank, host, process = _speaker(text[start : min(end, start + 500)], labelled)
+            rank = rank if rank is not None else self._rank_of.get(process or ("", ""), file_rank)
+            is_warning = _WARNING.search(text, start, start + offset) is not None
+            last_of[key := (signature.name, rank, host, is_warning)] = (start, end)
+            if key in first_of:
+                continue
+            lines, counted = lines + text.count("\n", counted, start), start
+            where = f"{name}:{lines}" if from_start else f"{name}, line {total - lines + 1} from its end"
+            line = text[start:end].strip()
+            if offset >= 150:
+                line = f"{text[start : start + 60]} … {text[start + offset - 20 : end]}"
+            place = (order[0], order[1] + start)
+            event = Event(signature, name, where, shown(line, LONGEST_LINE), place, rank, host, process, is_warning)
+            first_of[key] = event, start
+        for of_event, (event, first_start) in first_of.items():
+            self.events.append(event)
+            start, end = last_of[of_event]
+            between = text.count("\n", first_start, start)
+            if event.signature is EXCEPTION and between >= FAR:
+                line = shown(text[start:end].strip(), LONGEST_LINE)
+                self.later[event.order] = f"{name} has another exception {between} lines below: {line}"
 
     def _note_ranks(self, text: str, begin: int) -> None:
         """Notes the ranks of NCCL's processes, and the rank that a run's own last line names."""
@@ -145,15 +152,14 @@ def log_files(folder: Path) -> tuple[list[Path], str]:
     Links to folders are not followed.
     """
     found: list[Path] = []
-    looked_at = 0
+    listed = 0
     for place, folders, names in os.walk(folder):
-        looked_at += len(folders) + len(names)
+        listed += len(folders) + len(names)
         folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
         found += [Path(place, n) for n in sorted(names) if n.endswith(SUFFIXES) or re.search(r"\.[oe]\d{1,12}$", n)]
-        if len(found) > MOST_FILES or looked_at > MOST_NAMES:
-            return found[
-                :MOST_FILES
-            ], f"there are more than {MOST_FILES:,} logs or {MOST_NAMES:,} files; not all were read"
+        if len(found) > MOST_FILES or listed > MOST_NAMES:
+            note = f"there are more than {MOST_FILES:,} logs or {MOST_NAMES:,} files; not all were read"
+            return found[:MOST_FILES], note
     found.sort(key=lambda path: [p.zfill(12) if p.isdecimal() else p for p in re.split(r"(\d+)", str(path))])
     jobs = {path: job[1] or job[2] for path in found if (job := _JOB.search(path.name))}
     if len(set(jobs.values())) < 2:

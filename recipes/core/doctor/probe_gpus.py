@@ -17,7 +17,7 @@ from recipes.core.doctor.node import Finding
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 
-Ask = Callable[[Sequence[str], float], tuple[str, str]]
+RunCommand = Callable[[Sequence[str], float], tuple[str, str]]
 SMI_S, CHECK_S = 20.0, 60.0
 LONGEST = 4096  # characters of a line of nvidia-smi
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
@@ -39,25 +39,25 @@ SMI = (
 )
 
 
-def look(
-    environ: Mapping[str, str], info: RankInfo, on_cpu: bool, ask: Ask, root: Path = Path("/")
+def examine(
+    environ: Mapping[str, str], info: RankInfo, on_cpu: bool, run: RunCommand, root: Path = Path("/")
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Facts and findings on the GPUs that this process may use.
 
-    on_cpu: no GPU is needed. ask: runs a command for at most so many seconds; its stdout, and why it failed ("" if it did not).
+    on_cpu: no GPU is needed. run: runs a command for at most so many seconds; its stdout, and why it failed ("" if it did not).
     """
     facts: dict[str, Any] = {"granted": gpus.granted_gpus(environ), "ranks": info.local_world_size}
     named = gpus.named_gpus(environ)
     if on_cpu or (info.local_rank and (named is None or named[1] != 1)):
         return facts, []  # the node's first rank sees the same GPUs and tests them
     with ThreadPoolExecutor(len(SMI)) as pool:  # without persistence mode, each call loads the driver and takes seconds
-        (smi, why), (apps, _), (topology, _) = pool.map(lambda words: ask(["nvidia-smi", *words], SMI_S), SMI)
+        (smi, why), (apps, _), (topology, _) = pool.map(lambda words: run(["nvidia-smi", *words], SMI_S), SMI)
     in_smi = parse_smi(smi)
     found: list[Finding] = []
     # Many images have no nvidia-smi, and others have it without a GPU.
     if why and (facts["granted"] or gpus.visible_gpus(environ, root)) and shutil.which("nvidia-smi"):
         found.append(Finding(f"nvidia-smi fails ({why})", "the driver is broken there: tell the site"))
-    out, why = ask([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], CHECK_S)
+    out, why = run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], CHECK_S)
     try:
         facts["gpus"] = seen = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
@@ -69,7 +69,7 @@ def look(
     for gpu in seen:
         found += _of_one(gpu, in_smi.get(gpu.get("uuid", ""), {}))
     found += _other_processes(apps, {gpu.get("uuid") for gpu in seen})
-    return facts, found + far(topology, os.sched_getaffinity(0), info, _name_in_smi(seen, in_smi, info))
+    return facts, found + distances(topology, os.sched_getaffinity(0), info, _name_in_smi(seen, in_smi, info))
 
 
 def _missing(environ: Mapping[str, str], info: RankInfo, seen: int, in_smi: int) -> list[Finding]:
@@ -114,7 +114,7 @@ def _other_processes(apps: str, uuids: set[Any]) -> list[Finding]:
     for row in _rows(apps):
         if len(row) == 3 and row[0] in uuids and row[1].isdecimal() and not _is_check(int(row[1])):
             uuid, pid, memory = row
-            fix = f"whose is it? ps -o user,cmd {pid} there; end it, or leave out that node"
+            fix = f"find its owner with ps -o user,cmd {pid} there; end it, or leave out that node"
             found.append(Finding(f"process {pid} uses {memory} MB of GPU {uuid}", fix, bad=False))
     return found
 
@@ -145,7 +145,7 @@ def _name_in_smi(seen: Sequence[Mapping[str, Any]], in_smi: Mapping[str, Mapping
     return f"GPU{in_smi[uuid]['index']}" if uuid in in_smi else ""
 
 
-def far(topology: str, allowed: set[int], info: RankInfo, mine: str) -> list[Finding]:
+def distances(topology: str, allowed: set[int], info: RankInfo, mine: str) -> list[Finding]:
     """Findings in the output of ``nvidia-smi topo -m``. allowed: CPUs of this process. mine: the name of its GPU there.
 
     A rank whose CPUs are all far from its GPU; and a GPU that reaches each NIC across the sockets, while another GPU has one near.

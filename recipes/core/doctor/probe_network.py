@@ -69,7 +69,7 @@ def names(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Whether this node resolves its own name, and how long the look-ups take."""
     host = socket.gethostname()
     begin = time.monotonic()
-    out, why = commands.ask([sys.executable, "-S", "-c", RESOLVE, host], 20)
+    out, why = commands.run([sys.executable, "-S", "-c", RESOLVE, host], 20)
     took = time.monotonic() - begin
     if why:
         what, fix = f"it does not resolve its own name {host} ({why})", f"add {host} to DNS or to /etc/hosts there"

@@ -44,7 +44,7 @@ def run_all(here: Surroundings, deadline_s: float) -> Report:
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:
-            fix = "log in there and see what hangs; if it is only slow, raise seconds="
+            fix = "log in there and find what hangs; if it is only slow, raise seconds="
             report.findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
             continue
         try:
@@ -66,7 +66,7 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
     if there := source.stamp(ROOT):
         commit = str(there.get("commit") or "")
     else:
-        commit, _ = commands.ask(
+        commit, _ = commands.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
         )
     facts["project"] = commit.strip()
@@ -76,9 +76,9 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     begin = time.monotonic()
-    out, why = commands.ask([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
+    out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
-        fix = f"is the environment {sys.prefix} seen on that node, and complete?"
+        fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
     facts = json.loads(out.splitlines()[-1])
     facts["import_s"] = round(time.monotonic() - begin, 1)
@@ -135,45 +135,47 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """/dev/shm, the run directory, TMPDIR and the data folder, each in a separate process: a file system may not answer."""
     temporary = here.environ.get("TMPDIR") or "/tmp"
     folders = {
-        "shm": ("/dev/shm", "/dev/shm", "look at that file system"),
-        "run": (str(here.run_dir), f"run_dir={here.run_dir}", "look at that file system; give another run_dir"),
+        "shm": ("/dev/shm", "/dev/shm", "check that file system"),
+        "run": (str(here.run_dir), f"run_dir={here.run_dir}", "check that file system, or give another run_dir="),
         "tmp": (temporary, f"TMPDIR={temporary}", "set TMPDIR to a folder that is on every node"),
     }
     if here.data_dir:
         folders["data"] = (
             here.data_dir,
             f"data_dir={here.data_dir}",
-            "is it mounted on that node, and is that its name?",
+            "check the name, and that it is mounted on that node",
         )
     facts: Facts = {}
     findings = []
     for use, (folder, name, fix) in folders.items():
-        command = [sys.executable, "-S", "-c", LOOK, folder, "read" if use == "data" else "write"]
-        out, why = commands.ask(command, 15)
+        command = [sys.executable, "-S", "-c", DISK_PROBE, folder, "read" if use == "data" else "write"]
+        out, why = commands.run(command, 15)
         if why:
             leave_out = here.has_others or use == "shm"
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
-        free, total = json.loads(out)
-        facts[use] = {"folder": folder, "free": free, "total": total}
+        free = json.loads(out)
+        facts[use] = {"folder": folder, "free": free}
+        if free is None:
+            continue
         if use == "shm" and free < SHM_BYTES:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
             findings.append(Finding(f"/dev/shm has {free >> 20} MB free", fix, bad=free < 64 << 20))
-        elif use in ("run", "tmp") and total and free < DISK_BYTES:
+        elif use in ("run", "tmp") and free < DISK_BYTES:
             findings.append(Finding(f"{name} has {free / 1e9:.1f} GB free", "free space there", bad=False))
     return facts, findings
 
 
-LOOK = """
+DISK_PROBE = """
 import json, os, sys, tempfile
+from recipes.core.files import free_bytes
 folder, use = sys.argv[1:]
 try:
     if use == "read":
         os.listdir(folder)
     else:
         tempfile.TemporaryFile(dir=folder).close()
-    found = os.statvfs(folder)
-    print(json.dumps([found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize]))
+    print(json.dumps(free_bytes(folder)))
 except OSError as error:
     sys.exit(error.strerror)
 """
@@ -201,12 +203,12 @@ def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Whether the granted GPUs are visible, and each computes correctly."""
-    return probe_gpus.look(here.environ, here.info, here.on_cpu, partial(_ask_by, here.end))
+    return probe_gpus.examine(here.environ, here.info, here.on_cpu, partial(_run_until, here.end))
 
 
-def _ask_by(end: float, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """As `commands.ask`, with the answer before ``end``. Killing a command can take `REAPED_S` more."""
-    return commands.ask(command, min(timeout_s, max(0.5, end - time.monotonic() - commands.REAPED_S - 1)))
+def _run_until(end: float, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """As `commands.run`, with the answer before ``end``. Killing a command can take `REAPED_S` more."""
+    return commands.run(command, min(timeout_s, max(0.5, end - time.monotonic() - commands.REAPED_S - 1)))
 
 
 CHECKS: Mapping[str, Check] = {

@@ -152,15 +152,15 @@ def resolve(host: str, timeout_s: float) -> list[str]:
     """The addresses of a name, in the resolver's order. Raises OSError, also if the resolver does not answer in time."""
     answers: list[Any] = []
 
-    def ask() -> None:
+    def look_up() -> None:
         try:
             answers.append(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:
             answers.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)  # the resolver has no time limit
-    asking.start()
-    asking.join(timeout_s)
+    thread = threading.Thread(target=look_up, daemon=True)  # the resolver has no time limit
+    thread.start()
+    thread.join(timeout_s)
     if not answers:
         raise OSError(errno.ETIMEDOUT, f"the resolver did not answer in {timeout_s:g} s")
     if isinstance(answers[0], OSError):

@@ -1,10 +1,14 @@
-"""Tables of environment variables, read in November 2026 from NCCL 2.30.7 (src/, and "Environment Variables" in its user guide),
-PyTorch 2.15 (ProcessGroupNCCL.hpp, FlightRecorder.hpp, Utils.hpp, debug.cpp, and the names in its libraries), libfabric 2.7
-(fi_param_define, getenv) and aws-ofi-nccl (doc/efa-env-var.md).
+"""The one table of known environment variables.
 
-KNOWN serves to suggest a name for a misspelled one. An unknown name that resembles none of these is not reported: a newer version may
-read it. UCX reports its unknown variables itself.
+Read in November 2026 from NCCL 2.30.7 (src/, and "Environment Variables" in its user guide), PyTorch 2.15 (ProcessGroupNCCL.hpp,
+FlightRecorder.hpp, Utils.hpp, debug.cpp, and the names in its libraries), libfabric 2.7 (fi_param_define, getenv) and aws-ofi-nccl
+(doc/efa-env-var.md).
+
+A variable that is not in the table is reported only if its name is nearly a known one: a newer version may read it. UCX reports its
+unknown variables itself.
 """
+
+VERSIONS = "NCCL 2.30, PyTorch 2.15 or libfabric 2.7"
 
 # Without the prefix NCCL_.
 _NCCL = """
@@ -121,16 +125,8 @@ KNOWN = frozenset(
     | {*_OTHER.split(), *TORCH_NUMBERS, *TORCH_BOOLEANS}
 )
 
-# Variables without effect, and renamed ones: what happened, and what to do.
+# Variables without effect, and renamed ones: what happened, and what to do. A rule finds those that PyTorch 2.2 renamed to TORCH_*.
 REPLACED = {
-    "NCCL_ASYNC_ERROR_HANDLING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ASYNC_ERROR_HANDLING, or unset it"),
-    "NCCL_BLOCKING_WAIT": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_BLOCKING_WAIT, or unset it"),
-    "NCCL_DESYNC_DEBUG": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_DESYNC_DEBUG, or unset it"),
-    "NCCL_ENABLE_TIMING": ("was renamed in PyTorch 2.2", "set TORCH_NCCL_ENABLE_TIMING, or unset it"),
-    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": (
-        "was renamed in PyTorch 2.2",
-        "set TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, or unset it",
-    ),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": ("is the old name of the flight recorder's size", "set TORCH_FR_BUFFER_SIZE"),
     "TORCH_NCCL_AVOID_RECORD_STREAMS": ("has no effect: PyTorch always avoids them", "unset it"),
     "NCCL_LL_THRESHOLD": ("was removed in NCCL 2.5", "unset it; NCCL_PROTO=^LL excludes LL"),
@@ -165,16 +161,19 @@ RANGES = {
     "TORCH_FR_BUFFER_SIZE": (0, 1 << 31),
 }
 _LEVELS = ["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]  # topoPathTypeStr; case matters
+# The valid values. NCCL ignores any other value.
 CHOICES = {
     "NCCL_SOCKET_FAMILY": ["AF_INET", "AF_INET6"],
     "NCCL_IB_ADDR_FAMILY": ["AF_INET", "AF_INET6"],
     "NCCL_NET_GDR_LEVEL": [*_LEVELS, *"0123456789"],
     "NCCL_P2P_LEVEL": [*_LEVELS, *"0123456789"],
+    "NCCL_DEBUG": ["VERSION", "WARN", "INFO", "ABORT", "TRACE", "NONE", "ERROR"],  # the last two are RCCL's
 }
-DEBUG_LEVELS = ["VERSION", "WARN", "INFO", "ABORT", "TRACE", "NONE", "ERROR"]  # the last two are RCCL's
-SUBSYSTEMS = """
+CASE_IS_IGNORED = {"NCCL_DEBUG"}
+_SUBSYSTEMS = """
     INIT COLL P2P SHM NET GRAPH TUNING ENV ALLOC ALLOC_HOST CALL PROXY NVLS BOOTSTRAP REG PROFILE RAS DESTROY VERBS ALL
 """
+SUBSYSTEMS = _SUBSYSTEMS.split()
 ELEMENTS = {
     "NCCL_ALGO": ["Tree", "Ring", "CollNetDirect", "CollNetChain", "CollNet", "NVLS", "NVLSTree", "PAT"],
     "NCCL_PROTO": ["LL", "LL128", "Simple"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -15,11 +15,12 @@ from pathlib import Path
 from recipes.core.config import envfile
 from recipes.core.doctor import variable_tables as tables
 from recipes.core.errors import shown
-from recipes.core.place import ranks
+from recipes.core.place import slurm_step
 from recipes.core.place.hostlist import HostListError, expand
+from recipes.core.place.launcher_variables import RankError
 
 _FAMILY = re.compile(r"(TORCH_NCCL_|TORCH_FR_|TORCH_DISTRIBUTED_|NCCL_|GLOO_|FI_EFA_|FI_CXI_|FI_)\w+")
-_WHOLE = re.compile(r"\s*[+-]?(?:0[xX][0-9a-fA-F]{1,16}|[0-9]{1,18})\s*")
+_INTEGER = re.compile(r"\s*[+-]?(?:0[xX][0-9a-fA-F]{1,16}|[0-9]{1,18})\s*")
 _STOI = re.compile(r"\s*([+-]?[0-9]{1,9})(?![0-9])")
 _BOOLEAN = re.compile(r"(?i:y|yes|1|t|true|n|no|0|f|false)")
 _INTERFACE = re.compile(r"[^\s=^,/]{1,15}")  # dev_valid_name in the kernel, less what NCCL's lists use
@@ -39,8 +40,7 @@ class Problem:
 
 def problems(environ: Mapping[str, str]) -> list[Problem]:
     """The problems in a process's environment, bad ones first. Only ``environ`` is read: interfaces and devices are not looked up."""
-    found = [*_of_settings(environ), *_left_on(environ), *_ranks(environ), *_gpus(environ)]
-    return _in_order(found)
+    return _sorted([*_settings(environ), *_debug_settings(environ), *_ranks(environ), *_gpus(environ)])
 
 
 def check_file(path: Path, root: Path) -> list[Problem]:
@@ -50,61 +50,21 @@ def check_file(path: Path, root: Path) -> list[Problem]:
     EnvFileError as `envfile.read` does.
     """
     own = envfile.read(path)
-    both = envfile.merge(envfile.read(root / "common.env"), own)
-    found = [problem for problem in _of_settings(both) if problem.name in own]
-    return _in_order([*found, *_one_machines(own)])
+    both = envfile.read(root / "common.env") | own
+    found = [problem for problem in _settings(both) if problem.name in own]
+    return _sorted([*found, *_interfaces_of_one_machine(own)])
 
 
-def suggestion(
-    interface: str,
-    infiniband: Mapping[str, Mapping[str, str]],
-    address: str,
-    others: Sequence[str] = (),
-    proven: bool = True,
-) -> list[str]:
-    """Lines for an env file that this node's network requires, each after a comment with the reason; one comment if none is required.
-
-    interface, address: those that reach the other nodes (`network.Choice`). infiniband: maps "mlx5_0:1" to "state", "link" and "rate"
-    as in /sys/class/infiniband. others: all addresses of the interface. proven: the recipes find the interface on each node.
-    Source: NCCL 2.30, transport/net_ib/init.cc (it skips ports that are not ACTIVE, and mixes InfiniBand with Ethernet ports) and
-    os/linux.cc (it takes an interface's IPv4 address before its IPv6 addresses).
-    """
-    lines = []
-    active = [port for port, values in infiniband.items() if values.get("state") in ("ACTIVE", "4: ACTIVE")]
-    native = sorted(port for port in active if infiniband[port].get("link") == "InfiniBand")
-    if native and len(native) < len(active) and all(_HCA.fullmatch(port) for port in native):
-        lines += [
-            f"# Of {len(active)} ACTIVE ports {len(native)} are InfiniBand and the others Ethernet; NCCL mixes them.",
-            f"NCCL_IB_HCA=={','.join(native)}",
-        ]
-    if isinstance(_address(address), IPv6Address) and any(isinstance(_address(other), IPv4Address) for other in others):
-        lines += [
-            "# The other nodes are reached by IPv6; NCCL takes the interface's IPv4 address where it has both.",
-            "NCCL_SOCKET_FAMILY=AF_INET6",
-        ]
-    if not proven and re.fullmatch(r"(?!lo[0-9]*$)[A-Za-z0-9_.:-]{1,15}", interface):
-        lines += [
-            "# The route to the other nodes is unknown here; valid only if every node has this interface.",
-            f"NCCL_SOCKET_IFNAME=={interface}",
-            "# gloo requires the exact name.",
-            f"GLOO_SOCKET_IFNAME={interface}",
-        ]
-    if lines:
-        return lines
-    if infiniband and not active:
-        return ["# No setting helps: no InfiniBand or RoCE port is ACTIVE, and NCCL uses TCP. Ask the site's support."]
-    over = f"{len(active)} InfiniBand or RoCE ports" if active else "TCP, since there is no InfiniBand or RoCE device"
-    return [f"# Nothing is required. Without settings, NCCL uses {over}."]
-
-
-def _in_order(found: list[Problem]) -> list[Problem]:
+def _sorted(found: list[Problem]) -> list[Problem]:
+    """Each problem once, bad ones first."""
     return sorted(dict.fromkeys(found), key=lambda problem: (not problem.bad, problem.name))
 
 
-def _of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of settings, whether they come from a process or an env file."""
+def _settings(environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems that a process and an env file can both have."""
     yield from _names(environ)
-    yield from _nccl_values(environ)
+    yield from _numbers(environ)
+    yield from _choices(environ)
     yield from _torch_values(environ)
     yield from _interfaces(environ)
     yield from _contradictions(environ)
@@ -117,11 +77,14 @@ def _names(environ: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(name, *tables.REPLACED[name])
             continue
         family = _FAMILY.fullmatch(name)
-        if not family or name in tables.KNOWN or len(name) > 100 or searched == _MAX_SEARCHED:
+        if not family or name in tables.KNOWN or len(name) > 100:
+            continue
+        if f"TORCH_{name}" in tables.KNOWN:
+            yield Problem(name, "was renamed in PyTorch 2.2", f"set TORCH_{name}, or unset it")
             continue
         searched += 1
-        if nearest := _nearest(name, family[1]):
-            what = "is not a variable of NCCL 2.30, PyTorch 2.15 or libfabric 2.7"
+        if searched <= _MAX_SEARCHED and (nearest := _nearest(name, family[1])):
+            what = f"is not a variable of {tables.VERSIONS}"
             yield Problem(shown(name, 100), what, f"did you mean {nearest}?")
 
 
@@ -133,12 +96,12 @@ def _nearest(name: str, family: str) -> str | None:
     return found[0] if found else None
 
 
-def _nccl_values(environ: Mapping[str, str]) -> Iterator[Problem]:
+def _numbers(environ: Mapping[str, str]) -> Iterator[Problem]:
     for name in tables.KNOWN & environ.keys():
         if not name.startswith("NCCL_") or (name not in tables.RANGES and not name.endswith(("_DISABLE", "_ENABLE"))):
             continue
         value = environ[name]
-        if value and not _WHOLE.fullmatch(value):
+        if value and not _INTEGER.fullmatch(value):
             read = _STOI.match(value)
             what = f"{_quoted(value)} is not an integer: NCCL reads {read[1] if read else 0}"
             yield Problem(name, what, "write an integer; 1 is on and 0 is off")
@@ -146,35 +109,35 @@ def _nccl_values(environ: Mapping[str, str]) -> Iterator[Problem]:
         number = _number(environ.get(name, ""))
         if number is not None and number != -2 and not least <= number <= most:  # -2 is NCCL's "not set"
             yield Problem(name, f"{number} must be between {least} and {most}", "correct or unset it")
+    index = _number(environ.get("NCCL_IB_GID_INDEX", ""))
+    if index is not None and index > 0:
+        fix = "unset it: NCCL finds the index itself from version 2.21 on (NCCL_IB_ADDR_RANGE chooses among several)"
+        what = f"{index} applies to all nodes, but the valid index differs between hosts"
+        yield Problem("NCCL_IB_GID_INDEX", what, fix)
+
+
+def _choices(environ: Mapping[str, str]) -> Iterator[Problem]:
     for name, choices in tables.CHOICES.items():
         value = environ.get(name, "")
-        if value and value not in choices:
+        compared = value.strip().upper() if name in tables.CASE_IS_IGNORED else value
+        if value and compared not in choices:
             fix = f"write one of {', '.join(choices)}"
             yield Problem(name, f"{_quoted(value)} is not a valid value and is ignored", fix)
-    yield from _debug_values(environ)
+    yield from _subsystems(environ)
     for name, elements in tables.ELEMENTS.items():
         yield from _element_values(name, environ.get(name, ""), elements)
     if environ.get("NCCL_NET") == "":
         # plugin/net.cc compares names with it even if it is empty.
         yield Problem("NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it", bad=True)
-    index = _number(environ.get("NCCL_IB_GID_INDEX", ""))
-    if index is not None and index > 0:
-        fix = "unset it: NCCL finds the index itself from version 2.21 on (NCCL_IB_ADDR_RANGE chooses among several)"
-        yield Problem(
-            "NCCL_IB_GID_INDEX", f"{index} applies to all nodes, but the right index differs between hosts", fix
-        )
 
 
-def _debug_values(environ: Mapping[str, str]) -> Iterator[Problem]:
-    level = environ.get("NCCL_DEBUG", "")
-    if level and level.strip().upper() not in tables.DEBUG_LEVELS:
-        yield Problem("NCCL_DEBUG", f"{_quoted(level)} is not a level and is ignored", "write WARN or INFO")
-    subsystems = environ.get("NCCL_DEBUG_SUBSYS", "")
+def _subsystems(environ: Mapping[str, str]) -> Iterator[Problem]:
+    level, subsystems = environ.get("NCCL_DEBUG", ""), environ.get("NCCL_DEBUG_SUBSYS", "")
     named = subsystems.removeprefix("^").split(",")
-    unknown = [item for item in named if item.strip().upper() not in tables.SUBSYSTEMS.split()]
+    unknown = [item for item in named if item.strip().upper() not in tables.SUBSYSTEMS]
     if subsystems and unknown:
         what = f"{_quoted(unknown[0])} is not a subsystem"
-        yield Problem("NCCL_DEBUG_SUBSYS", what, f"write some of {','.join(tables.SUBSYSTEMS.split())}")
+        yield Problem("NCCL_DEBUG_SUBSYS", what, f"write some of {','.join(tables.SUBSYSTEMS)}")
     elif subsystems and level.strip().upper() not in ("INFO", "TRACE"):
         yield Problem("NCCL_DEBUG_SUBSYS", "has no effect without NCCL_DEBUG=INFO", "set NCCL_DEBUG=INFO, or unset it")
 
@@ -268,8 +231,8 @@ def _contradictions(environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("PYTORCH_CUDA_ALLOC_CONF", what, "put all settings into one of the two")
 
 
-def _left_on(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Settings that help to find a fault and slow down training."""
+def _debug_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Settings for debugging that slow down training."""
     for name, value, why in (
         ("CUDA_LAUNCH_BLOCKING", "1", "makes the CPU wait for every kernel"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "compares every collective over all ranks before it runs"),
@@ -281,8 +244,8 @@ def _left_on(environ: Mapping[str, str]) -> Iterator[Problem]:
 def _ranks(environ: Mapping[str, str]) -> Iterator[Problem]:
     """Variables left over from another allocation or launcher. torchrun and mpirun set theirs on purpose (`ranks.detect`)."""
     try:
-        in_step, in_batch = ranks.in_step(environ), ranks.in_batch_shell(environ)
-    except ranks.RankError:  # reported by `ranks.detect`
+        in_step, in_batch = slurm_step.in_step(environ), slurm_step.in_batch_shell(environ)
+    except RankError:  # reported by `ranks.detect`
         in_step = in_batch = False
     launched = any(re.match("TORCHELASTIC_|GROUP_RANK$|OMPI_COMM_WORLD_RANK$|PMI_RANK$", name) for name in environ)
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -294,7 +257,7 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Problem]:
                 continue  # with --gpus-per-task, each rank's only GPU is number 0, and many scripts set LOCAL_RANK=0
             if own is not None and given is not None and own != given:
                 fix = "unset RANK, LOCAL_RANK and WORLD_SIZE, and start the ranks with srun"
-                yield Problem(name, f"{own} is not {slurms}={given}: left over from another launcher?", fix)
+                yield Problem(name, f"{own} is not {slurms}={given}: it is left over from another launcher", fix)
     before_srun = "SLURM_JOB_ID" in environ and ("SLURM_STEP_ID" not in environ or in_batch)
     if before_srun and "mask_cpu:" in environ.get("SLURM_CPU_BIND", ""):
         # srun sets it for each step; in a batch shell it comes from the shell that ran sbatch.
@@ -347,27 +310,24 @@ def _gpus(environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(name, f"{_quoted(environ[name])} has a negative number, which hides the GPUs after it", fix)
 
 
-def _one_machines(settings: Mapping[str, str]) -> Iterator[Problem]:
+def _interfaces_of_one_machine(settings: Mapping[str, str]) -> Iterator[Problem]:
     """Interface names in a file for all nodes that depend on the hardware of one machine."""
     if any(name.startswith(("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")) for name in settings):
-        return  # for one machine type, whose plugin requires the names
+        return  # the file is for one machine type, whose plugin requires the names
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = settings.get(name, "")
         if re.fullmatch(r"=?(?:eth[0-9]+|eno[0-9]+|en[psx][0-9a-z]+|em[0-9]+)", value):
             what = f"{_quoted(value)} is an interface of one machine type, and all nodes read this file"
-            yield Problem(
-                name, what, "remove it: the recipes find the interface of each node by its route to the others"
-            )
         elif re.fullmatch(r"=?(?:lo|docker[0-9]*|virbr[0-9]*)", value):
             what = f"{_quoted(value)} does not reach other nodes"
-            yield Problem(
-                name, what, "remove it: the recipes find the interface of each node by its route to the others"
-            )
+        else:
+            continue
+        yield Problem(name, what, "remove it: the recipes find the interface of each node by its route to the others")
 
 
 def _number(text: str) -> int | None:
     """An integer as NCCL reads it (also 0x10), None for any other text."""
-    if not _WHOLE.fullmatch(text):
+    if not _INTEGER.fullmatch(text):
         return None
     digits = text.strip().lstrip("+-")
     try:
