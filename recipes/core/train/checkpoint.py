@@ -444,6 +444,6 @@ def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> 
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
-    """One text for each key that differs and is not in ``may_change``, with the value ``then`` (saved) and ``now``."""
+    """One text for each key that differs and is not in ``may_change``, with its saved value and its value now."""
     names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
-    return [f"{name}: {saved.get(name)} then, {now.get(name)} now" for name in names]
+    return [f"{name}={saved.get(name)} becomes {now.get(name)}" for name in names]

@@ -8,14 +8,14 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed
 
 from recipes.core import errors, files
 from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped, kind_of
-from recipes.core.run import entry, liveness, rundir, watchdog
+from recipes.core.run import entry, failures, liveness, rundir, watchdog
 from recipes.core.run.entry import Start
 from recipes.core.train import checkpoint, distributed
 
@@ -103,89 +103,110 @@ def _stopped_early(run: "Run", reason: str) -> int:
     return errors.EXIT_REQUEUE
 
 
+class Cause(NamedTuple):
+    """What ended a rank. line: one line for the record and the log. traceback: whether the log also needs the traceback."""
+
+    kind: Kind
+    line: str
+    exit_status: int = errors.EXIT_CRASH
+    traceback: bool = False
+
+
 def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
     """Records and prints what ended this rank, writes ``status.json`` as far as this rank knows, and returns the exit status.
 
     behind: the rank for which it waited without success, if that is already known.
     """
-    world, recipe, step, moment = run.world, run.settings.recipe, run.step, time.time()
+    moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
-    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError) and disk_full:
-        error = MachineError(
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
-        )
-    code, kind, line = errors.EXIT_CRASH, Kind.error, errors.one_line(error)
-    if isinstance(error, MachineError):
-        code, kind, line = errors.EXIT_MACHINE, Kind.disk_full if disk_full else Kind.machine, str(error)
-    elif isinstance(error, InputError):
-        code, kind, line = errors.EXIT_CONFIG, Kind.input, str(error)
-    elif isinstance(error, RunError):
-        line = str(error)
-    elif words := _known_words(error):
-        kind, line = Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, words
-    elif lost := distributed.peer_kind(error):
-        kind, line = lost, distributed.peer_words(error)
-        with contextlib.suppress(OSError):  # stderr is closed
-            print(
-                f"rank {world.rank} on {world.host} lost its peers at step {step}: {line}", file=sys.stderr, flush=True
-            )
-        if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
-            code, kind = errors.EXIT_REQUEUE, Kind.suspended
-            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
+    cause = _cause(run, error)
     # Write the record at once: the other ranks lose their connections to this rank now, and would report it as silent.
-    recorded = _record(run, kind, line, code, moment, behind)
-    if kind is Kind.timeout:
-        behind = behind or world.behind()
-    elif kind in (Kind.peer_lost, Kind.suspended):
-        world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
+    recorded = _record(run, cause, moment, behind)
+    if cause.kind is Kind.timeout:
+        behind = behind or run.world.behind()
+    elif cause.kind in (Kind.peer_lost, Kind.suspended):
+        run.world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
     if behind or not recorded:
-        _record(run, kind, line, code, moment, behind)
+        _record(run, cause, moment, behind)
     with contextlib.suppress(OSError):
-        if code != errors.EXIT_CRASH:
-            if world.rank == 0 or not _rank0_says(run, line):
-                print(f"{recipe}: {line}", file=sys.stderr)
-        elif kind.is_consequence:
-            if not behind:
-                _await_peers_words(run)
-        elif not isinstance(error, RunError | KeyboardInterrupt) and not _known_words(error):
-            traceback.print_exc()
+        _print_cause(run, cause, error, wait_for_peers=not behind)
     with contextlib.suppress(OSError):
-        found = rundir.verdict(run.dir, run.attempt)
-        if not run.is_mine():  # the status belongs to a later attempt
-            return code
-        if kind is Kind.suspended:  # it may be requeued: the newest checkpoint is complete
-            saved = (rundir.read_status(run.dir) or {}).get("step", 0)
-            rundir.write_status(run.dir, "preempted", attempt=run.attempt, step=saved, reason=line, kind=kind)
-        elif run.begun or (rundir.read_status(run.dir) or {}).get("attempt", run.attempt) == run.attempt:
-            rundir.write_status(
-                run.dir,
-                "failed",
-                attempt=run.attempt,
-                step=step,
-                reason=found.reason,
-                kind=found.kind,
-                first=found.first,
-            )
-        elif code != errors.EXIT_CRASH:
-            rundir.refuse(run.dir, run.launch, code, found.reason)
-        speaks = not kind.is_consequence or world.rank == min(
-            rundir.failed_ranks(run.dir, run.attempt), default=world.rank
+        if run.is_mine():  # otherwise the status belongs to a later attempt
+            _write_status(run, cause)
+    return cause.exit_status
+
+
+def _cause(run: "Run", error: BaseException) -> Cause:
+    """What ended this rank. For a lost peer it prints a line at once, since the rank may then wait for the other ranks' records."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = f"make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
+        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): {fix}"
+        return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
+    if isinstance(error, MachineError):
+        return Cause(Kind.machine, str(error), errors.EXIT_MACHINE)
+    if isinstance(error, InputError):
+        return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
+    if isinstance(error, RunError):
+        return Cause(Kind.error, str(error))
+    if line := _known_words(error):
+        return Cause(Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, line)
+    if kind := distributed.peer_kind(error):
+        return _lost_peers(run, kind, distributed.peer_words(error))
+    return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
+
+
+def _lost_peers(run: "Run", kind: Kind, line: str) -> Cause:
+    world = run.world
+    with contextlib.suppress(OSError):  # stderr is closed
+        print(
+            f"rank {world.rank} on {world.host} lost its peers at step {run.step}: {line}", file=sys.stderr, flush=True
         )
-        if code == errors.EXIT_CRASH and speaks:
-            print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
-            if kind.is_consequence and world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
-                print(f"{recipe}: where no rank hangs it is the network: {DOCTOR}", file=sys.stderr, flush=True)
-    return code
+    if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
+        line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
+        return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)
+    return Cause(kind, line)
+
+
+def _print_cause(run: "Run", cause: Cause, error: BaseException, wait_for_peers: bool) -> None:
+    if cause.exit_status != errors.EXIT_CRASH:
+        if run.world.rank == 0 or not _rank0_says(run, cause.line):
+            print(f"{run.settings.recipe}: {cause.line}", file=sys.stderr)
+    elif cause.kind.is_consequence and wait_for_peers:
+        _await_peers_words(run)
+    elif cause.traceback:
+        traceback.print_exception(error)
+
+
+def _write_status(run: "Run", cause: Cause) -> None:
+    """Writes ``status.json``, or ``refused.json`` for a run that did not begin. Prints why the run failed."""
+    recipe, attempt = run.settings.recipe, run.attempt
+    found = failures.verdict(run.dir, rundir.owner(run.dir, attempt=attempt))
+    before = rundir.read_status(run.dir) or {}
+    if cause.kind is Kind.suspended:  # it may be requeued: the newest checkpoint is complete
+        saved = before.get("step", 0)
+        rundir.write_status(run.dir, "preempted", attempt=attempt, step=saved, reason=cause.line, kind=cause.kind)
+    elif run.begun or before.get("attempt", attempt) == attempt:
+        rundir.write_status(
+            run.dir, "failed", attempt=attempt, step=run.step, reason=found.reason, kind=found.kind, first=found.first
+        )
+    elif cause.exit_status != errors.EXIT_CRASH:
+        rundir.refuse(run.dir, run.launch, cause.exit_status, found.reason)
+    reports = not cause.kind.is_consequence or run.world.rank == min(
+        failures.ranks(run.dir, attempt), default=run.world.rank
+    )
+    if cause.exit_status == errors.EXIT_CRASH and reports:
+        print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+        if cause.kind.is_consequence and run.world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
+            print(f"{recipe}: if no rank hangs, the cause is the network: {DOCTOR}", file=sys.stderr, flush=True)
 
 
 def _others_failed(run: "Run") -> bool:
     """Whether a rank that was not suspended has failed. Then only this rank was suspended, and the other ranks waited for it."""
-    found = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    found = (failures.read(run.dir, run.attempt, rank) for rank in failures.ranks(run.dir, run.attempt))
     return any(record and kind_of(record) is not Kind.suspended for record in found)
 
 
@@ -195,19 +216,17 @@ def _await_peers_words(run: "Run") -> None:
     It waits longer if a rank is still asking the store, which rank 0 serves, for the rank that is behind.
     """
     time.sleep(PEERS_TELL_S)
-    others = (rundir.read_failure(run.dir, run.attempt, rank) for rank in rundir.failed_ranks(run.dir, run.attempt))
+    others = (failures.read(run.dir, run.attempt, rank) for rank in failures.ranks(run.dir, run.attempt))
     if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
         time.sleep(ASKING_S - PEERS_TELL_S)
 
 
-def _record(
-    run: "Run", kind: Kind, line: str, code: int, moment: float, behind: Mapping[str, Any] | None = None
-) -> bool:
+def _record(run: "Run", cause: Cause, moment: float, behind: Mapping[str, Any] | None = None) -> bool:
     """Writes this rank's error record. Returns False if it cannot be written."""
     try:
-        rundir.record_failure(
-            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=kind, error=line, exit_status=code,
-            behind=behind, moment=moment,
+        failures.record(
+            run.dir, attempt=run.attempt, rank=run.world.rank, host=run.world.host, kind=cause.kind, error=cause.line,
+            exit_status=cause.exit_status, behind=behind, moment=moment,
         )  # fmt: skip
     except OSError:
         return False
@@ -232,7 +251,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _rank0_says(run: "Run", line: str) -> bool:
     """Whether rank 0 ends with the same line within 1.5 s. Then this rank does not repeat it."""
     for _ in range(15):
-        record = rundir.read_failure(run.dir, run.attempt, rank=0)
+        record = failures.read(run.dir, run.attempt, rank=0)
         if record:
             return bool(record["error"] == line)
         time.sleep(0.1)

@@ -1,7 +1,6 @@
 """The step loop as a function. The code that can deadlock or lose data exists only here."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
-from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import Shard
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
 from recipes.core.train import metrics
+from recipes.core.train.agreement import Agreement
 from recipes.core.train.session import Run
 
 PROGRESS_EVERY_S = 0.5
@@ -46,95 +46,22 @@ def total_steps(cfg: TrainKeys, batches: Batches) -> int:
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
 
 
-def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The context of the forward pass: bfloat16 if ``dtype=bfloat16``, or if ``dtype=auto`` and the GPUs of all ranks support it.
-
-    With auto, rank 0 logs the choice. A collective: every rank must call it.
-    """
-    device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
-    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    # Every rank takes part, whatever its keys: they have not been compared yet.
-    with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
-    if cfg.dtype is Dtype.auto:
-        lower = with_it == run.world.size
-        why += f"; {with_it} of {run.world.size} GPUs have bfloat16" if with_it and not lower else ""
-        run.say(f"dtype: {'bfloat16' if lower else 'float32'} ({why})")
-    return torch.autocast(device.type, torch.bfloat16, enabled=lower)
-
-
-def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> float:
-    """The learning rate by the linear scaling rule (Goyal et al., 2017). Rank 0 logs a rate that was changed.
-
-    lr: the rate for batches of ``lr_batch_size`` samples. With ``lr_batch_size`` 0 it applies to any size.
-    """
-    share = _of_batch(lr_batch_size, batches)
-    if share != 1:
-        run.say(
-            f"lr: {lr * share:.4g} for batches of {share * lr_batch_size:g} ({lr:g} for {lr_batch_size}, in proportion)"
-        )
-    return lr * share
-
-
-def averaged(
-    run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: Batches
-) -> swa_utils.AveragedModel | None:
-    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `fit` updates it. None if decay is 0.
-
-    decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual batch size, so that the average always
-    covers the same number of samples.
-    """
-    if not decay:
-        return None
-    share = _of_batch(of_batch_size, batches)
-    if share != 1:
-        run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
-    return _Average(net, decay**share)
-
-
-class _Average(swa_utils.AveragedModel):
-    """torch's average of weights and buffers. Unlike torch's update, this one does not make the host wait for the GPU at each step.
-
-    torch's update copies the step count to the GPU.
-    """
-
-    def __init__(self, net: nn.Module, decay: float) -> None:
-        super().__init__(net, use_buffers=True)
-        self._decay = decay
-
-    @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        mine, its = ([*of.parameters(), *of.buffers()] for of in (self.module, model))
-        blended = [bool(self.n_averaged) and one.is_floating_point() for one in mine]
-        if any(blended):
-            torch._foreach_lerp_(
-                list(itertools.compress(mine, blended)), list(itertools.compress(its, blended)), 1 - self._decay
-            )
-        for one, other, is_done in zip(mine, its, blended, strict=True):
-            if not is_done:
-                one.copy_(other)
-        self.n_averaged += 1
-
-
 def seed_ranks(run: Run, seed: int) -> None:
-    """Gives each rank a different random state, so that dropout differs between ranks. Call it after the weights are initialised."""
+    """Gives each rank a different random state, so that dropout differs between ranks.
+
+    Call it after the weights are initialised and before ``run.resume``, which restores the random state of a checkpoint.
+    """
+    if run.begun:
+        raise RuntimeError(
+            "loop.seed_ranks replaces the random state that run.resume restored: call it before run.resume"
+        )
     torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
 
 
-def _of_batch(size: int, batches: Batches) -> float:
-    return min(batches.global_batch_size, batches.num_samples) / size if size else 1.0
-
-
-def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Two parameter groups for an optimiser: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
-    weights = [p for p in net.parameters() if p.ndim > 1]
-    rest = [p for p in net.parameters() if p.ndim <= 1]
-    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
-
-
-def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def accuracy(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    answers: pairs of logits and labels. The result is empty if a rank was told to stop meanwhile, since there may be no time to
+    answers: pairs of logits and labels. The result is empty if a rank was notified to stop meanwhile, since there may be no time to
     complete the evaluation. A collective: every rank must call it.
     """
     counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
@@ -145,21 +72,21 @@ def count_right(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
         run.world.pulse.beat(watchdog.EVALUATION)
         counts[:3] += metrics.right(logits, labels)
     run.world.pulse.beat(watchdog.COUNT)
-    *right, stopped = run.world.sum(counts).tolist()
-    return {} if stopped else metrics.accuracy(*right)
+    *right, cut_short = run.world.sum(counts).tolist()
+    return {} if cut_short else metrics.accuracy(*right)
 
 
 def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The results of ``evaluate``. They are empty if a rank was told to stop; then ``run.stopping`` is set. Called by all ranks."""
+    """The results of ``evaluate``. If they are empty, it was cut short: then ``run.stopping`` is set. Called by all ranks."""
     run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
     results = evaluate()
     if not results:
-        run.stopping = run.told_to_stop()
+        run.stopping = run.agree_to_stop()
     return results
 
 
 @contextlib.contextmanager
-def evaluated(run: Run) -> Iterator[nn.Module]:
+def evaluation(run: Run) -> Iterator[nn.Module]:
     """The network to evaluate, in eval mode: the averaged weights if there are any. Called by all ranks.
 
     Rank 0's buffers are copied to all ranks, since the averages of batch normalisation differ: each rank computes them from its own
@@ -175,42 +102,6 @@ def evaluated(run: Run) -> Iterator[nn.Module]:
         yield chosen
     finally:
         chosen.train(training)
-
-
-class _Totals:
-    """Sums over all ranks of one step: the loss, the stop flags and rank 0's request to save. The sum is asynchronous until `read`."""
-
-    def __init__(self, loss_sum: Tensor, stop: bool, save: bool, step: int, global_size: int) -> None:
-        self.step, self._global_size = step, global_size
-        flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
-        self._sums = torch.cat([loss_sum.detach().double().reshape(1), flags])
-        alone = torch.distributed.get_world_size() == 1
-        self._work = None if alone else torch.distributed.all_reduce(self._sums, async_op=True)
-        self._arrived: torch.cuda.Event | None = None
-        if self._sums.is_cuda:
-            # The copy is queued after the sum, with an event to wait for. Reading the tensor would wait for all queued work, and the
-            # GPU would be idle while the host prepares the next step.
-            if self._work:
-                self._work.wait()
-            self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
-                self._sums, non_blocking=True
-            )
-            self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record()
-
-    def read(self) -> tuple[float, bool, bool]:
-        """The mean loss over the global batch, whether a rank was told to stop, and whether to save. Equal on all ranks.
-
-        Raises RunError, on all ranks, if the loss is not finite.
-        """
-        if self._arrived:
-            self._arrived.synchronize()
-        elif self._work:
-            self._work.wait()
-        loss, stop, save = self._sums.tolist()
-        if not math.isfinite(loss):
-            raise RunError(f"the loss at step {self.step} is {loss}: a lower lr, or the data, is where to look")
-        return loss / self._global_size, stop > 0, save > 0
 
 
 def fit(
@@ -235,12 +126,12 @@ def fit(
     if state.meta.get("unevaluated") and not run.was_done:
         results = _evaluate_late(run, evaluate, batches)
         if state.step < total:
-            run.stopping = ""  # a signal still set stops the run one step later, so even a job too short for an evaluation makes progress
+            run.stopping = ""  # the run stops one step later, so even a job too short for an evaluation makes progress
     if state.step >= total:
-        run.say(f"already finished: step {state.step} of {total}; more epochs= continue it")
+        run.say(f"already finished: step {state.step} of {total}; raise epochs= to continue")
         return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)
-    pending: _Totals | None = None
-    clock, pulse = _Clock(world.clock), world.pulse
+    sums: Agreement | None = None
+    meter, pulse = _Meter(world.clock), world.pulse
     first_step = state.step + 1
     while state.step < total and not run.stopping:
         epoch, first_batch = divmod(state.step, batches.per_epoch)
@@ -255,41 +146,53 @@ def fit(
             if isinstance(state.ema, swa_utils.AveragedModel):
                 state.ema.update_parameters(state.model)
             state.step += 1
-            clock.add(shard.global_size)
-            pulse.beat(watchdog.SUM, state.step)
+            meter.add(shard.global_size)
 
-            due = world.rank == 0 and clock.save_due(run.keys.checkpoint_every_s)
-            before, pending = pending, _Totals(loss, bool(run.stop), due, state.step, shard.global_size)
-            # The ranks decide by sums that are one step old, so that no step waits for them. For a row of metrics they are read at once.
-            _, stop, save = before.read() if before else (0.0, False, False)
-            end_of_epoch, end = shard.batch == batches.per_epoch - 1, state.step == total
+            # The ranks decide by the sums of the step before, so that no step waits for them. For a row of metrics they wait.
+            before, sums = sums, run.sum_step(loss)
+            total_loss, stop, save = before.read() if before else (0.0, "", False)
+            _check_finite(total_loss, state.step - 1)
+            last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == total
             save = save or run.interval_ends()
-            if end_of_epoch or end or stop or save or state.step == first_step or state.step % cfg.log_every_steps == 0:
-                mean_loss, stop_now, _ = pending.read()
-                stop, speed = stop or stop_now, clock.lap()
-                results = _evaluate(run, evaluate) if (end_of_epoch or end) and not stop else {}
-                stop = stop or bool(run.stopping)
+            logs = state.step == first_step or state.step % cfg.log_every_steps == 0
+            if last_of_epoch or last or stop or save or logs:
+                total_loss, stop_now, _ = sums.read()
+                _check_finite(total_loss, state.step)
+                stop = stop or stop_now
+                row: dict[str, Any] = {
+                    "epoch": epoch,
+                    "loss": total_loss / shard.global_size,
+                    "lr": lr,
+                    "speed": meter.lap(),
+                }
+                results = {}
+                if (last_of_epoch or last) and not stop:
+                    results = _evaluate(run, evaluate)
+                    stop = run.stopping
                 best = run.is_best(results) and run.keys.keep_best
                 run.check_saved()
-                row: dict[str, Any] = {"epoch": epoch, "loss": mean_loss, "lr": lr, "speed": speed}
                 log_row(run, **row, results=results)
-                state.meta["unevaluated"] = row if (end_of_epoch or end) and stop else None
-                if stop and not end:
-                    run.stopping = run.told_to_stop()
-                if save or stop or end or best:
-                    run.save(sampler_state(batches), best=best, wait=stop or end)
-                    clock.saved()
-                clock.lap()
-            elif clock.progress_due():
+                state.meta["unevaluated"] = row if (last_of_epoch or last) and stop else None
+                if save or stop or last or best:
+                    run.save(sampler_state(batches), best=best, wait=last or bool(stop))
+                meter.lap()
+            elif meter.progress_due():
                 run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
-            if run.stopping or end:
+            if stop or last:
+                run.stopping = run.stopping if last else stop
                 pulse.beat(watchdog.TO_EVALUATE)  # a stop may have postponed an evaluation
                 break
             pulse.beat(watchdog.DATA)
-    run.samples, run.train_s = clock.samples, clock.train_s
+    run.samples, run.train_s = meter.samples, meter.train_s
     if state.meta.get("unevaluated") and not run.stopping:
         results = _evaluate_late(run, evaluate, batches)
     return results
+
+
+def _check_finite(loss: float, step: int) -> None:
+    """Raises RunError if the loss of this step is not finite. The loss is a sum over all ranks, so all ranks raise it."""
+    if not math.isfinite(loss):
+        raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
 
 
 def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: Batches) -> Mapping[str, Any]:
@@ -343,7 +246,7 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
     return results
 
 
-def want_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None:
+def require_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None:
     """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
 
     Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
@@ -377,8 +280,7 @@ def log_row(
     loss, speed (samples per second) and results are values over all ranks. Raises RunError, on all ranks, if the loss is not finite.
     """
     run.world.pulse.beat(watchdog.ROW, run.step)
-    if not math.isfinite(loss):
-        raise RunError(f"the loss at step {run.step} is {loss}: a lower lr, or the data, is where to look")
+    _check_finite(loss, run.step)
     if not run.rows:
         return
     run.check_mine()
@@ -397,14 +299,14 @@ def log_row(
     )
 
 
-class _Clock:
-    """Counts samples and seconds of training, without evaluation, saving and suspension. It also tells when a save is due."""
+class _Meter:
+    """Counts samples and seconds of training, without evaluation, saving and suspension. Also paces the progress line."""
 
     def __init__(self, running: RunningClock) -> None:
         self._now = running.now
         self.samples, self.train_s = 0, 0.0
         self._lap_samples, self._lap_start = 0, self._now()
-        self._saved_at = self._progress_at = self._lap_start
+        self._progress_at = self._lap_start
 
     def add(self, samples: int) -> None:
         self._lap_samples += samples
@@ -417,15 +319,6 @@ class _Clock:
             self.samples, self.train_s = self.samples + self._lap_samples, self.train_s + seconds
         self._lap_samples, self._lap_start = 0, self._now()
         return speed
-
-    def save_due(self, every_s: float) -> bool:
-        due = every_s > 0 and self._now() - self._saved_at >= every_s
-        if due:
-            self.saved()  # requested only once: the save happens a step later, when all ranks know of it
-        return due
-
-    def saved(self) -> None:
-        self._saved_at = self._now()
 
     def progress_due(self) -> bool:
         due = self._now() - self._progress_at >= PROGRESS_EVERY_S

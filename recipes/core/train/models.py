@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torchvision
 from torch import nn
 from torchvision.models import WeightsEnum
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.errors import InputError, MachineError
 
 
@@ -106,9 +105,7 @@ def fault_of(path: Path) -> str:
     """
     if not path.is_file():
         return "is not there"
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    if not digest.startswith(path.stem.rpartition("-")[2]):
+    if not files.sha256(path).startswith(path.stem.rpartition("-")[2]):
         return "is damaged (its SHA-256 is not the one in its name)"
     try:
         torch.load(path, map_location="cpu", weights_only=True)  # torchvision itself would execute the pickled code

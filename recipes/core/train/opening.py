@@ -39,7 +39,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
             path = rundir.for_evaluation(path)
         patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
         try:
-            found = liveness.look(path, os.environ, start.settings.run.takeover, patience_s)
+            found = liveness.check(path, os.environ, start.settings.run.takeover, patience_s)
             if found.note:
                 print(f"{start.settings.recipe}: {found.note}", flush=True)
             if found.problem:
@@ -48,7 +48,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
                 for name in ("logs", "checkpoints", "failures"):
                     (path / name).mkdir(parents=True, exist_ok=True)
                 status = rundir.read_status(path)
-                launch, about = rundir.launch_id(os.environ), liveness.about(os.environ)
+                launch, about = rundir.launch_id(os.environ), liveness.describe_process(os.environ)
                 attempt = rundir.open_attempt(
                     path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
                 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import json
 import os
 import random
 import signal
@@ -19,26 +18,22 @@ from typing import Any, NoReturn, TextIO
 import torch
 import torch.distributed
 import yaml
+from torch import Tensor
 
 from recipes.core import errors, files
-from recipes.core.config import declare
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
-from recipes.core.errors import InputError, Kind, MachineError, NodeError, Stopped
+from recipes.core.config.run_keys import RunKeys
+from recipes.core.errors import InputError, Kind, MachineError, NodeError
 from recipes.core.files import ROOT
-from recipes.core.run import entry, logs, resumed, rundir, signals, source, watchdog
+from recipes.core.run import entry, logs, rundir, signals, source, watchdog
 from recipes.core.run.dryrun import Asked, Over
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, distributed, failure, metrics, opening
+from recipes.core.train import agreement, checkpoint, distributed, failure, metrics, opening, resume
+from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.distributed import World
 
-STOP_IS_NEAR, STORE_EVERY_S = "stop is near", 1.0
-OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
-# Keys of a run that control when all ranks save together.
-OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
-# If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
-OF_THE_BITS = ("torch", "world_size", "cpu_threads")
+STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
 
 @dataclass
@@ -66,12 +61,13 @@ class Run:
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
-    _saved_at: float = field(default_factory=time.monotonic)
+    _saved_at: float = field(init=False)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
         trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
+        self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         if self.world.rank == 0:
             keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
@@ -131,10 +127,10 @@ class Run:
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
-        self._compare_keys(state.meta["config"])
-        chosen = self._choose_checkpoint()
+        resume.compare_keys(self, state.meta["config"])
+        chosen = resume.choose(self)
         if chosen:
-            self._load(chosen, sampler)
+            resume.load(self, Path(chosen), sampler)
         # The dry run of an evaluation ends later, in `evaluate_only`, when there is something to evaluate.
         if not self.settings.config.evaluate:
             self.end_rehearsal(sampler)
@@ -142,7 +138,7 @@ class Run:
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
-        self._compare_keys(_plain(self.settings))
+        resume.compare_keys(self, _plain(self.settings))
         self.end_rehearsal()
         self._begin()
 
@@ -188,185 +184,44 @@ class Run:
             rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
 
     def stop_is_near(self) -> bool:
-        """Whether this rank or another rank was told to stop.
+        """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
 
         It may be called at any time, on any rank: it contains no collective. The answer can differ between ranks for about a second,
         since it reads the store at most once per `STORE_EVERY_S`.
         """
         if self.stop:
-            self.world.store.set(STOP_IS_NEAR, self.stop.reason)
+            agreement.publish(self.world, self.stop.reason)
             return True
         if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
             return False
         self._store_asked_at = time.monotonic()
-        return bool(self.world.store.check([STOP_IS_NEAR]))
+        return agreement.published(self.world)
 
-    def told_to_stop(self) -> str:
-        """Why a rank was told to stop; "" if none was. The same on all ranks. A collective: every rank must call it."""
-        reasons = [""] * self.world.size
+    def agree_to_stop(self) -> str:
+        """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective: every rank must call it."""
         with self.world.meeting():
-            torch.distributed.all_gather_object(reasons, self.stop.reason)
-        return next((reason for reason in reasons if reason), "")
+            _, reason, _ = Agreement(self.world, self.stop).read()
+        return reason
 
-    def agree(self) -> tuple[str, bool]:
-        """Why all ranks must stop now ("" if they continue), and whether a checkpoint is due. The same on all ranks.
+    def sum_step(self, loss: Tensor) -> Agreement:
+        """Starts the sum of this step's losses over all ranks, with the flags to stop and to save. For a step loop, after each step.
 
-        For a recipe with its own step loop: every rank calls it after each step, and it waits for the other ranks. `loop.fit` does the
-        same without that wait.
+        A collective: every rank must call it.
         """
         self.world.pulse.beat(watchdog.SUM, self.step)
-        every_s = self.keys.checkpoint_every_s
-        due = every_s > 0 and time.monotonic() - self._saved_at >= every_s
-        answers = [("", False)] * self.world.size
-        torch.distributed.all_gather_object(answers, (self.stop.reason, due))
-        self.world.pulse.beat(watchdog.ROW)
-        return next((reason for reason, _ in answers if reason), ""), answers[0][1] or self.interval_ends()
+        return Agreement(self.world, self.stop, loss, self._save_is_due())
+
+    def _save_is_due(self) -> bool:
+        """Whether rank 0 requests the checkpoint of checkpoint_every_s=. Each is requested once: it is saved up to a step later."""
+        now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
+        due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
+        self._saved_at = now if due else self._saved_at
+        return due
 
     def interval_ends(self) -> bool:
         """Whether checkpoint_every_steps= or keep_every_steps= requires a checkpoint at this step."""
         intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
         return any(every and self.step % every == 0 for every in intervals)
-
-    def stop_where_asked(self) -> None:
-        """Raises Stopped, on all ranks, if a rank was told to stop. For work that has nothing to save. Called by all ranks."""
-        if reason := self.told_to_stop():
-            raise Stopped(reason)
-
-    def _compare_keys(self, keys: dict[str, Any]) -> None:
-        """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
-
-        keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
-        """
-        keys = keys | {name: getattr(self.keys, name) for name in OF_ALL_RANKS}
-        first = json.loads(self.world.broadcast_text("keys", json.dumps(keys)))
-        paths = {f.name for f in fields(self.settings.config) if f.metadata.get("path")}
-        other = [
-            f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
-        ]
-        if other:
-            host = self.world.hosts[0]
-            raise InputError(
-                f"{self.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): give the same on each"
-            )
-
-    def _load(self, chosen: str, sampler: Mapping[str, Any]) -> None:
-        state = self.state
-        self._await_file(Path(chosen))
-        content = checkpoint.read(Path(chosen))
-        meta = content["meta"]
-        free = declare.may_change(type(self.settings.config))
-        if meta.get("recipe") != self.settings.recipe:
-            raise InputError(f"checkpoint {chosen}: is of recipe {meta.get('recipe')}, not {self.settings.recipe}")
-        evaluate, now = self.settings.config.evaluate, state.meta["config"]
-        may_change = set(now) - OF_THE_MODEL if evaluate else free
-        changed = checkpoint.differences(
-            meta["config"], now, may_change | (set(meta["config"]) - set(now) if evaluate else set())
-        )
-        if evaluate and (other := checkpoint.differences(meta["config"], now, OF_THE_MODEL | free)):
-            self.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
-        if not evaluate:
-            changed += checkpoint.differences(content["sampler"], sampler, {"samples", *now})
-        if changed:
-            raise InputError(
-                f"checkpoint {chosen}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
-            )
-        length = [] if evaluate else checkpoint.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
-        if length and not (self.settings.resumes or self.keys.force):
-            raise InputError(
-                f"checkpoint {chosen}: {'; '.join(length)}, and there is no config.yaml of its run: give the same, or force=true"
-            )
-        checkpoint.restore(state, content, to_train=not evaluate)
-        if len(content["rng"]) == self.world.size:
-            checkpoint.set_rng_state(content["rng"][self.world.rank], self.world.device)
-        # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
-        if Path(chosen).parent == self.checkpoints:
-            state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
-        self.resumed_from_step, self.resumed_from = state.step, Path(chosen)
-        self.say(f"resumed from {chosen}, step {state.step}")
-        if length:
-            then, rate = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
-            change = f"learning rate of the next step: {then[0]:.4g} then, {rate[0]:.4g} now" if then else ""
-            self.say(f"the run's length changes: {'; '.join([*length, change]).rstrip('; ')}")
-        other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
-        if other and not evaluate:
-            words = "; ".join(f"{name}: {meta.get(name)} then, {state.meta[name]} now" for name in other)
-            self.say(f"the same samples in the same order, but not the same to the last bit ({words})")
-
-    def _await_file(self, path: Path) -> None:
-        """Waits until this node sees the file that rank 0 has chosen: a network file system can show it later on some nodes.
-
-        Raises MachineError after `SEEN_S`, or half of ``timeout_s`` if that is less.
-        """
-        deadline = time.monotonic() + min(opening.SEEN_S, self.keys.timeout_s / 2)
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise MachineError(
-                    f"{self.world.host}: does not see {path}, which rank 0 on {self.world.hosts[0]} has chosen"
-                )
-            os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS refresh its cache
-            time.sleep(0.1)
-
-    def _choose_checkpoint(self) -> str:
-        """Path of the checkpoint to resume from; "" for none. Rank 0 selects it for all ranks. Called by all ranks."""
-        chosen, error = "", ""
-        if self.world.rank == 0:
-            try:
-                chosen = self._look_for_checkpoint()
-            except InputError as problem:
-                error = str(problem)
-        found = json.loads(self.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
-        if found[1]:
-            self.world.await_readers("checkpoint")
-            raise InputError(found[1])
-        return str(found[0])
-
-    def _look_for_checkpoint(self) -> str:
-        wanted, there = self.keys.resume, checkpoint.candidates(self.checkpoints)
-        if there and self._has_begun_before():
-            wanted = "auto"  # continue from this job's own newest checkpoint
-        if wanted not in ("auto", "never"):
-            of_run = wanted in RESUME_WORDS
-            path = self.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
-            if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
-                path = path.with_name(name)
-            elif of_run:
-                why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
-                raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
-            if not os.path.exists(path):
-                raise InputError(f"resume={wanted}: there is no such file on {self.world.host}")
-            if not path.is_dir():
-                return str(path)
-            there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
-            if not there:
-                raise InputError(
-                    f"resume={wanted}: there is no checkpoint in that folder: give a run directory that has one, or a file"
-                )
-        if wanted == "never":
-            if there:
-                raise InputError(
-                    f"resume=never: {self.dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
-                )
-            return ""
-        for path in there:
-            try:
-                checkpoint.read(path)
-                return str(path)
-            except InputError as problem:
-                self.warn(f"{problem}; taking the one before it")
-        if there:
-            raise InputError(f"{there[0].parent}: none of {len(there)} can be read: move them away to start anew")
-        return ""
-
-    def _has_begun_before(self) -> bool:
-        """Whether this job was requeued and a checkpoint of its earlier training exists."""
-        if self.settings.config.evaluate or not self.world.ranks.restart_count:
-            return False
-        before = (files.read_json(self.dir / "attempt.json") or {}).get("before") or {}
-        if "from_step" not in before or before.get("job") != opening._job(os.environ):
-            return False
-        status = rundir.read_status(self.dir)
-        has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
-        return bool(has_saved) or bool(before.get("own"))
 
     def check_mine(self) -> None:
         """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
@@ -384,7 +239,7 @@ class Run:
 
         best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
         """
-        self._saved_at = time.monotonic()
+        self._saved_at = self.world.clock.now()
         self.world.pulse.beat(watchdog.SAVING)
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
@@ -455,7 +310,8 @@ class Run:
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
             files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
         rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
-        self.say(f"finished at step {step}{rundir.accuracy(self.dir)}")
+        ended = "evaluated" if self.settings.config.evaluate else "finished at"
+        self.say(f"{ended} step {step}{rundir.accuracy(self.dir)}")
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:

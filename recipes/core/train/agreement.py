@@ -1,0 +1,65 @@
+"""How all ranks agree: by one sum over the ranks. No other code decides that all ranks stop or save."""
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from recipes.core.run import watchdog
+from recipes.core.run.signals import StopFlag
+from recipes.core.train.distributed import World
+
+STOP = "stop"  # key in the store: why the first rank that was notified stops
+
+
+def publish(world: World, reason: str) -> None:
+    """Makes this rank's reason to stop visible to all ranks. The first reason of any rank is kept. No collective."""
+    world.store.compare_set(STOP, "", reason)
+
+
+def published(world: World) -> bool:
+    """Whether a rank has published a reason to stop. No collective."""
+    return bool(world.store.check([STOP]))
+
+
+class Agreement:
+    """A sum over all ranks of a scalar, of the ranks that were notified to stop, and of rank 0's request to save.
+
+    Creating it is a collective: every rank must do so. The sum is asynchronous until `read`, so that a step loop can prepare its next
+    step meanwhile.
+    """
+
+    def __init__(self, world: World, stop: StopFlag, value: Tensor | None = None, save: bool = False) -> None:
+        self._world = world
+        reason = stop.reason  # read once: a signal may arrive at any time
+        if reason:
+            publish(world, reason)  # before the sum, so that every rank finds the reason after it
+        flags = torch.tensor([float(bool(reason)), float(save)], dtype=torch.float64)
+        scalar = torch.zeros(1, dtype=torch.float64) if value is None else value.detach().double().reshape(1)
+        self._sums = torch.cat([scalar.to(world.device), flags.to(world.device, non_blocking=True)])
+        self._work = None if world.size == 1 else torch.distributed.all_reduce(self._sums, async_op=True)
+        self._arrived: torch.cuda.Event | None = None
+        if self._sums.is_cuda:
+            # The copy is queued after the sum, with an event to wait for. Reading the tensor would wait for all queued work, and the
+            # GPU would be idle while the host prepares the next step.
+            if self._work:
+                self._work.wait()
+            self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
+                self._sums, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record()
+
+    def read(self) -> tuple[float, str, bool]:
+        """Waits for the sum. Returns the sum of the scalars, why all ranks stop ("" if none must), and whether to save.
+
+        All three are the same on all ranks.
+        """
+        self._world.pulse.beat(watchdog.SUM)
+        if self._arrived:
+            self._arrived.synchronize()
+        elif self._work:
+            self._work.wait()
+        value, stop, save = self._sums.tolist()
+        reason = self._world.store.get(STOP).decode() if stop else ""
+        self._world.pulse.beat(watchdog.ROW)
+        return value, reason, save > 0

@@ -1,0 +1,92 @@
+"""Parts of a recipe's optimisation: the precision, the learning rate for a batch size, weight decay, averaged weights."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from recipes.core.config.run_keys import Dtype, TrainKeys
+from recipes.core.train.loop import Batches
+from recipes.core.train.session import Run
+
+
+def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
+    """The context of the forward pass: bfloat16 if ``dtype=bfloat16``, or if ``dtype=auto`` and the GPUs of all ranks support it.
+
+    With auto, rank 0 logs the choice. A collective: every rank must call it.
+    """
+    device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    # Every rank takes part, whatever its keys: they have not been compared yet.
+    with_it = int(run.world.sum(torch.tensor(int(has_it), device=device)))
+    if cfg.dtype is Dtype.auto:
+        lower = with_it == run.world.size
+        why += f"; {with_it} of {run.world.size} GPUs have bfloat16" if with_it and not lower else ""
+        run.say(f"dtype: {'bfloat16' if lower else 'float32'} ({why})")
+    return torch.autocast(device.type, torch.bfloat16, enabled=lower)
+
+
+def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> float:
+    """The learning rate by the linear scaling rule (Goyal et al., 2017). Rank 0 logs a rate that was changed.
+
+    lr: the rate for batches of ``lr_batch_size`` samples. With ``lr_batch_size`` 0 it applies to any size.
+    """
+    share = _of_batch(lr_batch_size, batches)
+    if share != 1:
+        run.say(
+            f"lr: {lr * share:.4g} for batches of {share * lr_batch_size:g} ({lr:g} for {lr_batch_size}, in proportion)"
+        )
+    return lr * share
+
+
+def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> list[dict[str, Any]]:
+    """Two parameter groups for an optimiser: weights have ``weight_decay``; norms and biases have the weight decay ``others``."""
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim <= 1]
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": others}]
+
+
+def averaged(
+    run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: Batches
+) -> swa_utils.AveragedModel | None:
+    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `fit` updates it. None if decay is 0.
+
+    decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual batch size, so that the average always
+    covers the same number of samples.
+    """
+    if not decay:
+        return None
+    share = _of_batch(of_batch_size, batches)
+    if share != 1:
+        run.say(f"ema: {decay**share:.4g} a step of {share * of_batch_size:g} ({decay:g} for {of_batch_size})")
+    return _Average(net, decay**share)
+
+
+class _Average(swa_utils.AveragedModel):
+    """torch's average of weights and buffers. Unlike torch's update, this one does not make the host wait for the GPU at each step.
+
+    torch's update copies the step count to the GPU.
+    """
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        super().__init__(net, use_buffers=True)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        mine, its = ([*of.parameters(), *of.buffers()] for of in (self.module, model))
+        blended = [bool(self.n_averaged) and one.is_floating_point() for one in mine]
+        if any(blended):
+            torch._foreach_lerp_(
+                list(itertools.compress(mine, blended)), list(itertools.compress(its, blended)), 1 - self._decay
+            )
+        for one, other, is_done in zip(mine, its, blended, strict=True):
+            if not is_done:
+                one.copy_(other)
+        self.n_averaged += 1
+
+
+def _of_batch(size: int, batches: Batches) -> float:
+    return min(batches.global_batch_size, batches.num_samples) / size if size else 1.0

@@ -1,0 +1,193 @@
+"""Which checkpoint a run resumes from, whether its keys allow that, and loading it."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.core import files
+from recipes.core.config import declare
+from recipes.core.config.run_keys import RESUME_WORDS
+from recipes.core.errors import InputError, MachineError
+from recipes.core.run import resumed, rundir
+from recipes.core.train import checkpoint, opening
+
+if TYPE_CHECKING:
+    from recipes.core.train.session import Run
+
+# Keys of a run that control when all ranks save together.
+OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
+OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of these keys as the training
+# If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
+OF_THE_BITS = ("torch", "world_size", "cpu_threads")
+
+
+def choose(run: "Run") -> str:
+    """Path of the checkpoint to resume from; "" for none. Rank 0 selects it for all ranks. Called by all ranks."""
+    chosen, error = "", ""
+    if run.world.rank == 0:
+        try:
+            chosen = _choose_on_rank_0(run)
+        except InputError as problem:
+            error = str(problem)
+    found = json.loads(run.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
+    if found[1]:
+        run.world.await_readers("checkpoint")
+        raise InputError(found[1])
+    return str(found[0])
+
+
+def _choose_on_rank_0(run: "Run") -> str:
+    wanted, there = run.keys.resume, checkpoint.candidates(run.checkpoints)
+    if there and _has_saved_before_requeue(run):
+        wanted = "auto"  # continue from this job's own newest checkpoint
+    if wanted not in ("auto", "never"):
+        of_run = wanted in RESUME_WORDS
+        path = run.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
+        if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
+            path = path.with_name(name)
+        elif of_run:
+            why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
+            raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
+        if not os.path.exists(path):
+            raise InputError(f"resume={wanted}: there is no such file on {run.world.host}")
+        if not path.is_dir():
+            return str(path)
+        there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
+        if not there:
+            raise InputError(
+                f"resume={wanted}: there is no checkpoint in that folder: give a run directory that has one, or a file"
+            )
+    if wanted == "never":
+        if there:
+            raise InputError(
+                f"resume=never: {run.dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
+            )
+        return ""
+    for path in there:
+        try:
+            checkpoint.read(path)
+            return str(path)
+        except InputError as problem:
+            run.warn(f"{problem}; taking the one before it")
+    if there:
+        raise InputError(f"{there[0].parent}: none of {len(there)} can be read: move them away to start anew")
+    return ""
+
+
+def _has_saved_before_requeue(run: "Run") -> bool:
+    """Whether this job was requeued and a checkpoint of its earlier training exists."""
+    if run.settings.config.evaluate or not run.world.ranks.restart_count:
+        return False
+    before = (files.read_json(run.dir / "attempt.json") or {}).get("before") or {}
+    if "from_step" not in before or before.get("job") != opening._job(os.environ):
+        return False
+    status = rundir.read_status(run.dir)
+    has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
+    return bool(has_saved) or bool(before.get("own"))
+
+
+def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:
+    """Loads the checkpoint into ``run.state``, if the run's keys allow that, and logs it. Called by all ranks.
+
+    sampler: the values that determine the order of samples. Raises InputError if a key of the run differs that may not, or if the
+    checkpoint cannot be read. Raises MachineError if this node does not see it.
+    """
+    _await_file(run, path)
+    state, content = run.state, checkpoint.read(path)
+    meta, evaluate = content["meta"], run.settings.config.evaluate
+    if evaluate:
+        _check_keys_to_evaluate(run, path, meta)
+    else:
+        _check_keys_to_train(run, path, content, sampler)
+    length = [] if evaluate else _changed_length(run, path, meta)
+    checkpoint.restore(state, content, to_train=not evaluate)
+    if len(content["rng"]) == run.world.size:
+        checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
+    # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
+    if path.parent == run.checkpoints:
+        state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
+    run.resumed_from_step, run.resumed_from = state.step, path
+    run.say(f"resumed from {path}, step {state.step}")
+    if length:
+        then, now = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
+        change = [f"the learning rate of the next step changes from {then[0]:.4g} to {now[0]:.4g}"] if then else []
+        run.say(f"the run's length changes: {'; '.join([*length, *change])}")
+    other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
+    if other and not evaluate:
+        words = "; ".join(f"{name}={meta.get(name)} becomes {state.meta[name]}" for name in other)
+        run.say(f"the same samples in the same order, but not the same to the last bit ({words})")
+
+
+def _check_keys_to_train(run: "Run", path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+    """Raises InputError if a key or value differs that would change the result."""
+    before, now = content["meta"]["config"], run.state.meta["config"]
+    changed = checkpoint.differences(before, now, declare.may_change(type(run.settings.config)))
+    changed += checkpoint.differences(content["sampler"], sampler, {"samples", *now})
+    _refuse(run, path, content["meta"], changed)
+
+
+def _check_keys_to_evaluate(run: "Run", path: Path, meta: Mapping[str, Any]) -> None:
+    """Raises InputError if a key of the model differs. Logs the other keys that differ."""
+    before, now = meta["config"], run.state.meta["config"]
+    may_change = (set(before) | set(now)) - (OF_THE_MODEL & set(now))
+    _refuse(run, path, meta, checkpoint.differences(before, now, may_change))
+    other = checkpoint.differences(before, now, OF_THE_MODEL | declare.may_change(type(run.settings.config)))
+    if other:
+        run.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
+
+
+def _refuse(run: "Run", path: Path, meta: Mapping[str, Any], changed: list[str]) -> None:
+    if meta.get("recipe") != run.settings.recipe:
+        raise InputError(f"checkpoint {path}: is of recipe {meta.get('recipe')}, not {run.settings.recipe}")
+    if changed:
+        raise InputError(
+            f"checkpoint {path}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
+        )
+
+
+def _changed_length(run: "Run", path: Path, meta: Mapping[str, Any]) -> list[str]:
+    """The changed keys that set the length of the run, as text. Raises InputError if that is not allowed."""
+    now = run.state.meta["config"]
+    changed = checkpoint.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
+    if changed and not (run.settings.resumes or run.keys.force):
+        raise InputError(
+            f"checkpoint {path}: {'; '.join(changed)}, and there is no config.yaml of its run: give the same, or force=true"
+        )
+    return changed
+
+
+def _await_file(run: "Run", path: Path) -> None:
+    """Waits until this node sees the file that rank 0 has chosen: a network file system can show it later on some nodes.
+
+    Raises MachineError after `SEEN_S`, or half of ``timeout_s`` if that is less.
+    """
+    deadline = time.monotonic() + min(opening.SEEN_S, run.keys.timeout_s / 2)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
+            )
+        os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS refresh its cache
+        time.sleep(0.1)
+
+
+def compare_keys(run: "Run", keys: dict[str, Any]) -> None:
+    """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
+
+    keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
+    """
+    keys = keys | {name: getattr(run.keys, name) for name in OF_ALL_RANKS}
+    first = json.loads(run.world.broadcast_text("keys", json.dumps(keys)))
+    paths = {f.name for f in fields(run.settings.config) if f.metadata.get("path")}
+    other = [
+        f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
+    ]
+    if other:
+        host = run.world.hosts[0]
+        raise InputError(
+            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): give the same on each"
+        )
