@@ -7,7 +7,6 @@
 Expected accuracy and speed: not measured.
 """
 
-from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
@@ -22,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
-from recipes.core.data import in_memory
-from recipes.core.train import loop, models, session
-from recipes.core.train.checkpoint import State
+from recipes.core.data import in_memory, sampling
+from recipes.core.train import loop, models, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels (red, green, blue)
@@ -74,7 +73,7 @@ def make_net(cfg: Config, run: Run) -> nn.Module:
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum. Weight decay applies to weights, not to norms and biases."""
-    groups = loop.decay_groups(net, cfg.weight_decay)
+    groups = optimisation.decay_groups(net, cfg.weight_decay)
     return torch.optim.SGD(groups, lr, momentum=cfg.momentum, nesterov=cfg.momentum > 0)
 
 
@@ -105,16 +104,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    loop.want_full_batches(cfg, batches, run.ranks)
+    loop.require_full_batches(cfg, batches, run.ranks)
     net = make_net(cfg, run)
     model = world.parallel(net, compile=cfg.compile)
-    optimizer = make_optimizer(cfg, net, loop.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
-    ema = loop.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
+    optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip, cutout=cfg.cutout, fill=GREY)
-    autocast = loop.autocast(run, cfg)
+    autocast = optimisation.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
     def loss_sum(shard: Shard) -> Tensor:
@@ -140,8 +139,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Accuracy over all ranks. Each test image is evaluated once. Called by all ranks."""
-        with loop.evaluated(run) as best:
-            return loop.count_right(run, answers(best))
+        with loop.evaluation(run) as best:
+            return loop.accuracy(run, answers(best))
 
     run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:

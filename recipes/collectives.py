@@ -28,7 +28,7 @@ from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
 from recipes.core import bandwidth, drawing
 from recipes.core.train import session
 from recipes.core.bandwidth import Figure
-from recipes.core.errors import InputError, RunError
+from recipes.core.errors import InputError, RunError, Stopped
 from recipes.core.train.session import Run
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ Answer = tuple[Tensor, Tensor]  # the result and the expected result
 
 
 @dataclass(frozen=True)
-class Here:
+class ThisRank:
     """The arguments of a lesson: this rank among ``size`` ranks, its neighbours in the ring, and a store that all ranks can read."""
 
     rank: int
@@ -52,7 +52,7 @@ class Here:
     def left(self) -> int:
         return (self.rank - 1) % self.size
 
-    def of(self, *ranks: int) -> Tensor:
+    def numbers_of(self, *ranks: int) -> Tensor:
         """Two numbers for each of ``ranks`` that identify the rank: 10 and 11 for rank 0, 20 and 21 for rank 1."""
         return torch.tensor([10.0 * rank + 10 + i for rank in ranks for i in range(2)], device=self.device)
 
@@ -60,133 +60,135 @@ class Here:
         return torch.zeros(2 * ranks, device=self.device)
 
     @property
-    def all(self) -> Tensor:
+    def all_numbers(self) -> Tensor:
         """The numbers of all ranks, (size, 2)."""
-        return self.of(*range(self.size)).view(self.size, 2)
+        return self.numbers_of(*range(self.size)).view(self.size, 2)
 
 
-# The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstrings.
+# The lessons. Each performs one operation on every rank and returns the result and the expected result. `learn` prints the docstring.
 
 
-def in_turn(here: Here, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
+def in_turn(this: ThisRank, send: Callable[[], T], receive: Callable[[], T]) -> list[T]:
     """Sends to the next rank of the ring and receives from the previous one: even ranks send first, odd ranks receive first."""
     # In a ring of odd size, the last rank and rank 0, to which it sends, are both even.
-    first_alone = here.size % 2 == 1 and here.rank == here.size - 1
-    calls = (send, receive) if here.rank % 2 == 0 and not first_alone else (receive, send)
+    first_alone = this.size % 2 == 1 and this.rank == this.size - 1
+    calls = (send, receive) if this.rank % 2 == 0 and not first_alone else (receive, send)
     return [call() for call in calls]
 
 
-def send_and_recv(here: Here) -> Answer:
-    """round the ring; each call waits, so even ranks send first and odd ones receive, or all would wait for ever"""
-    came = here.empty()
-    in_turn(here, lambda: dist.send(here.of(here.rank), here.right), lambda: dist.recv(came, here.left))
-    return came, here.of(here.left)
+def send_and_recv(this: ThisRank) -> Answer:
+    """sends to the next rank, receives from the previous one; each call blocks, so odd ranks receive first: no deadlock"""
+    received = this.empty()
+    in_turn(this, lambda: dist.send(this.numbers_of(this.rank), this.right), lambda: dist.recv(received, this.left))
+    return received, this.numbers_of(this.left)
 
 
-def isend_and_irecv(here: Here) -> Answer:
-    """round the ring without waiting: both are begun at once and waited for at the end; NCCL wants them in turn here too"""
-    came = here.empty()
-    begun = in_turn(here, lambda: dist.isend(here.of(here.rank), here.right), lambda: dist.irecv(came, here.left))
+def isend_and_irecv(this: ThisRank) -> Answer:
+    """the same with calls that do not block: starts both, then waits for both; NCCL requires the same order"""
+    received = this.empty()
+    begun = in_turn(
+        this, lambda: dist.isend(this.numbers_of(this.rank), this.right), lambda: dist.irecv(received, this.left)
+    )
     for work in begun:
         assert work is not None
         work.wait()
-    return came, here.of(here.left)
+    return received, this.numbers_of(this.left)
 
 
-def batch_isend_irecv(here: Here) -> Answer:
-    """to both neighbours at once, as one batch: what NCCL wants, which could wait for ever with single ones"""
-    from_left, from_right = here.empty(), here.empty()
-    mine = here.of(here.rank)
-    batch = [P2POp(dist.isend, mine, here.right), P2POp(dist.irecv, from_left, here.left)]
-    batch += [P2POp(dist.isend, mine, here.left), P2POp(dist.irecv, from_right, here.right)]
+def batch_isend_irecv(this: ThisRank) -> Answer:
+    """exchanges with both neighbours in one batch; NCCL requires a batch here, since single calls can deadlock"""
+    from_left, from_right = this.empty(), this.empty()
+    mine = this.numbers_of(this.rank)
+    batch = [P2POp(dist.isend, mine, this.right), P2POp(dist.irecv, from_left, this.left)]
+    batch += [P2POp(dist.isend, mine, this.left), P2POp(dist.irecv, from_right, this.right)]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    return torch.cat([from_left, from_right]), here.of(here.left, here.right)
+    return torch.cat([from_left, from_right]), this.numbers_of(this.left, this.right)
 
 
-def broadcast(here: Here) -> Answer:
-    """one rank's numbers to all: here rank 0's; how all ranks begin with the same weights"""
-    values = here.of(here.rank)
+def broadcast(this: ThisRank) -> Answer:
+    """copies rank 0's numbers to all ranks; gives all ranks the same initial weights"""
+    values = this.numbers_of(this.rank)
     dist.broadcast(values, src=0)
-    return values, here.of(0)
+    return values, this.numbers_of(0)
 
 
-def reduce(here: Here, op: ReduceOp.RedOpType, right: Callable[[Tensor], Tensor]) -> Answer:
-    """all ranks' numbers into one, on one rank: here on rank 0; the others' are of no use afterwards"""
-    values = here.of(here.rank)
+def reduce(this: ThisRank, op: ReduceOp.RedOpType, expected: Callable[[Tensor], Tensor]) -> Answer:
+    """combines the numbers of all ranks on rank 0; the tensors of the other ranks are undefined afterwards"""
+    values = this.numbers_of(this.rank)
     dist.reduce(values, dst=0, op=op)
-    return (values, right(here.all)) if here.rank == 0 else (here.empty(), here.empty())
+    return (values, expected(this.all_numbers)) if this.rank == 0 else (this.empty(), this.empty())
 
 
-def all_reduce(here: Here, op: ReduceOp.RedOpType, right: Callable[[Tensor], Tensor]) -> Answer:
-    """all ranks' numbers into one, on every rank; how gradients are averaged"""
-    values = here.of(here.rank)
+def all_reduce(this: ThisRank, op: ReduceOp.RedOpType, expected: Callable[[Tensor], Tensor]) -> Answer:
+    """combines the numbers of all ranks on every rank; averages gradients"""
+    values = this.numbers_of(this.rank)
     dist.all_reduce(values, op=op)
-    return values, right(here.all)
+    return values, expected(this.all_numbers)
 
 
-def gather(here: Here) -> Answer:
-    """all ranks' numbers side by side, on one rank: here on rank 0"""
-    there = [here.empty() for _ in range(here.size)] if here.rank == 0 else None
-    dist.gather(here.of(here.rank), there, dst=0)
-    return (torch.stack(there), here.all) if there else (here.empty(), here.empty())
+def gather(this: ThisRank) -> Answer:
+    """collects the numbers of all ranks on rank 0"""
+    there = [this.empty() for _ in range(this.size)] if this.rank == 0 else None
+    dist.gather(this.numbers_of(this.rank), there, dst=0)
+    return (torch.stack(there), this.all_numbers) if there else (this.empty(), this.empty())
 
 
-def scatter(here: Here) -> Answer:
-    """the other way round: rank 0 has a part for each rank, and each gets its own"""
-    came = here.empty()
-    dist.scatter(came, list(here.all) if here.rank == 0 else None, src=0)
-    return came, here.of(here.rank)
+def scatter(this: ThisRank) -> Answer:
+    """the reverse of gather: rank 0 sends a different part to each rank"""
+    received = this.empty()
+    dist.scatter(received, list(this.all_numbers) if this.rank == 0 else None, src=0)
+    return received, this.numbers_of(this.rank)
 
 
-def all_gather(here: Here) -> Answer:
-    """all ranks' numbers side by side, on every rank"""
-    there = here.empty(here.size)
-    dist.all_gather_into_tensor(there, here.of(here.rank))
-    return there.view(here.size, 2), here.all
+def all_gather(this: ThisRank) -> Answer:
+    """collects the numbers of all ranks on every rank"""
+    there = this.empty(this.size)
+    dist.all_gather_into_tensor(there, this.numbers_of(this.rank))
+    return there.view(this.size, 2), this.all_numbers
 
 
-def reduce_scatter(here: Here) -> Answer:
-    """every rank has a part for each; the parts for one rank are summed, and it gets that: half of an all_reduce"""
-    parts = torch.cat([here.of(here.rank) * (other + 1) for other in range(here.size)])
-    came = here.empty()
-    dist.reduce_scatter_tensor(came, parts)
-    return came, here.all.sum(0) * (here.rank + 1)
+def reduce_scatter(this: ThisRank) -> Answer:
+    """each rank has a part for every rank; each rank receives the sum of its parts; the first half of an all_reduce"""
+    parts = torch.cat([this.numbers_of(this.rank) * (other + 1) for other in range(this.size)])
+    received = this.empty()
+    dist.reduce_scatter_tensor(received, parts)
+    return received, this.all_numbers.sum(0) * (this.rank + 1)
 
 
-def all_to_all(here: Here) -> Answer:
-    """every rank has a part for each, and gets the part of each that is for it: the parts change places"""
-    parts = torch.cat([here.of(here.rank) * (other + 1) for other in range(here.size)])
-    came = here.empty(here.size)
-    dist.all_to_all_single(came, parts)
-    return came.view(here.size, 2), here.all * (here.rank + 1)
+def all_to_all(this: ThisRank) -> Answer:
+    """each rank sends a different part to every rank"""
+    parts = torch.cat([this.numbers_of(this.rank) * (other + 1) for other in range(this.size)])
+    received = this.empty(this.size)
+    dist.all_to_all_single(received, parts)
+    return received.view(this.size, 2), this.all_numbers * (this.rank + 1)
 
 
-def subgroups(here: Here) -> Answer:
-    """an all_reduce among the even ranks and one among the odd, at once; every rank has to make every group"""
-    parities = range(min(2, here.size))
-    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, here.size, 2)))) for parity in parities]
-    values = here.of(here.rank)
-    dist.all_reduce(values, group=groups[here.rank % 2])
+def subgroups(this: ThisRank) -> Answer:
+    """all_reduce among the even ranks and among the odd ranks; every rank must create every group"""
+    parities = range(min(2, this.size))
+    groups = [cast(dist.ProcessGroup, dist.new_group(list(range(parity, this.size, 2)))) for parity in parities]
+    values = this.numbers_of(this.rank)
+    dist.all_reduce(values, group=groups[this.rank % 2])
     for group in groups:
         dist.destroy_process_group(group)
-    return values, here.all[here.rank % 2 :: 2].sum(0)
+    return values, this.all_numbers[this.rank % 2 :: 2].sum(0)
 
 
-def barrier(here: Here) -> Answer:
-    """nobody goes on before all have come: the last rank comes 0.1 s late and leaves word, which all find when they leave"""
-    if here.rank == here.size - 1:
+def barrier(this: ThisRank) -> Answer:
+    """no rank continues before all have arrived; the last rank arrives 0.1 s late"""
+    if this.rank == this.size - 1:
         time.sleep(0.1)
-        here.store.add("the last has come", 1)  # returns only when the store has it
+        this.store.add("the last rank has arrived", 1)  # returns only when the store has it
     dist.barrier()
-    return torch.tensor(here.store.check(["the last has come"])), torch.tensor(True)
+    return torch.tensor(this.store.check(["the last rank has arrived"])), torch.tensor(True)
 
 
-Lesson = Callable[[Here], Answer]
+Lesson = Callable[[ThisRank], Answer]
 
 
 def lessons() -> Iterator[tuple[str, str, Lesson]]:
-    """Name, explanation and function of each lesson, in the order in which they are best learnt."""
+    """Name, explanation and function of each lesson, in the order in which to learn them."""
     for lesson in (send_and_recv, isend_and_irecv, batch_isend_irecv, broadcast):
         yield lesson.__name__, str(lesson.__doc__), lesson
     kinds: tuple[tuple[str, ReduceOp.RedOpType, Callable[[Tensor], Tensor]], ...] = (
@@ -197,8 +199,8 @@ def lessons() -> Iterator[tuple[str, str, Lesson]]:
         ("avg", ReduceOp.AVG, lambda numbers: numbers.mean(0)),
     )
     for reducing in (reduce, all_reduce):
-        for name, op, right in kinds:
-            yield f"{reducing.__name__} {name}", str(reducing.__doc__), partial(reducing, op=op, right=right)
+        for name, op, expected in kinds:
+            yield f"{reducing.__name__} {name}", str(reducing.__doc__), partial(reducing, op=op, expected=expected)
     for lesson in (gather, scatter, all_gather, reduce_scatter, all_to_all, subgroups, barrier):
         yield lesson.__name__, str(lesson.__doc__), lesson
 
@@ -215,7 +217,7 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())[:120]
         missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
-        # "operation not supported" can also be an error of the device.
+        # torch has no exception class for this. "operation not supported" can also be an error of the device.
         if not missing or "CUDA error" in why or "NCCL error" in why:
             raise
     run.world.store.set(f"{name}/{run.world.rank}", why)
@@ -226,25 +228,24 @@ def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
 def learn(run: Run) -> dict[str, Any]:
     """Runs each lesson on every rank. Raises RunError, on all ranks, if a result is wrong."""
     world, missing = run.world, []
-    here = Here(world.rank, world.size, world.device, world.store)
-    run.say(f"{'operation':<20}{'on every rank':<16}what it does")
-    told = ""
+    this = ThisRank(world.rank, world.size, world.device, world.store)
+    run.say(f"{'operation':<20}{'result':<16}what it does")
+    previous_text = ""
     for name, text, lesson in lessons():
         if world.size == 1 and name in ("send_and_recv", "isend_and_irecv", "batch_isend_irecv"):
-            run.say(f"{name:<20}{'-':<16}takes two ranks or more")
+            run.say(f"{name:<20}{'-':<16}requires at least 2 ranks")
             continue
-        answer, why = attempt(run, f"learn/{name}", partial(lesson, here))
+        answer, why = attempt(run, f"learn/{name}", partial(lesson, this))
         if why:
             missing.append(name)
-            run.say(f"{name:<20}{'-':<16}{world.backend} does not have it: {why}")
+            run.say(f"{name:<20}{'-':<16}{world.backend} does not support it: {why}")
             continue
-        came, right = answer
-        if wrong := bandwidth.wrong_ranks(torch.allclose(came.double(), right.double()), world):
-            raise RunError(
-                f"{name}: a wrong answer on rank {wrong[0]} on {world.hosts[wrong[0]]} (of {len(wrong)} ranks)"
-            )
-        run.say(f"{name:<20}{f'right on {world.size}':<16}{text if text != told else 'as above'}")
-        told = text
+        result, expected = answer
+        if wrong := bandwidth.wrong_ranks(torch.allclose(result.double(), expected.double()), world):
+            first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
+            raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
+        run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{text if text != previous_text else 'as above'}")
+        previous_text = text
     return {"missing": missing}
 
 
@@ -257,30 +258,31 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
         run.say(bandwidth.HEADING)
         for operation in cfg.chosen_operations():
             if operation == "send_recv" and world.size == 1:
-                run.say(f"{operation:<15}takes two ranks or more")
+                run.say(f"{operation:<15}requires at least 2 ranks")
                 continue
             small = [size for size in sizes if not bandwidth.used_bytes(operation, size, world.size)]
             if small:
                 least = 4 if operation in bandwidth.WHOLE else 16 * world.size
                 run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: must be at least {least}")
             for size in (size for size in sizes if size not in small):
-                made, why = attempt(
-                    run, f"{operation}/{size}", partial(bandwidth.measure, operation, size, world, cfg.seconds)
-                )
+                measure = partial(bandwidth.measure, operation, size, world, cfg.seconds)
+                figures, why = attempt(run, f"{operation}/{size}", measure)
                 if why:
                     missing.append(operation)
-                    run.say(f"{operation:<15}{world.backend} does not have it: {why}")
+                    run.say(f"{operation:<15}{world.backend} does not support it: {why}")
                     break
-                for figure in made:
+                for figure in figures:
                     run.say(figure.line())
                     file.write(json.dumps(figure.row()) + "\n")
-                found += made
-                run.stop_where_asked()
+                found += figures
+                if reason := run.agree_to_stop():
+                    raise Stopped(reason)
     if world.rank == 0 and any(figure.busbw for figure in found):
         drawing.bandwidths(found, run.dir / "bandwidth.png", run.say)
     if wrong := [f for f in found if f.wrong]:
+        size_text = bandwidth.shown_size(wrong[0].size)
         raise RunError(
-            f"{wrong[0].operation} of {bandwidth.shown_size(wrong[0].size)}: {wrong[0].wrong} ranks had a wrong answer"
+            f"{wrong[0].operation} of {size_text}: the result is wrong on {wrong[0].wrong} of {world.size} ranks"
         )
     return {"missing": missing, "busbw": bandwidth.best(found)}
 
@@ -290,7 +292,7 @@ def pairs(run: Run, cfg: Config) -> dict[str, Any]:
     world = run.world
     members = bandwidth.first_ranks(world)
     if len(members) < 2:
-        raise InputError("pairs=true: takes two ranks or more")
+        raise InputError("pairs=true: requires at least 2 ranks")
     found = bandwidth.every_pair(world, members, bytes_of(cfg.pair_size), cfg.seconds) / 1e9
     one_node = world.ranks.num_nodes == 1
     names = [f"rank {rank}" if one_node else world.hosts[rank] for rank in members]

@@ -26,7 +26,7 @@ from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain, probe_network, variables
+from recipes.core.doctor import commands, examine, explain, probe_network, site_env, variables
 from recipes.core.doctor.node import Surroundings
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
@@ -115,7 +115,7 @@ def propose_env_file(words: Sequence[str]) -> int:
     chosen = facts.get("chosen") or {"interface": "", "address": ""}
     interface, address = chosen["interface"], chosen["address"]
     addresses = facts["interfaces"].get(interface, {}).get("addresses", [])
-    lines = variables.suggestion(interface, facts["infiniband"], address, addresses, proven=bool(interface))
+    lines = site_env.env_lines(interface, facts["infiniband"], address, addresses, proven=bool(interface))
     print("\n".join(lines))
     return errors.EXIT_DONE
 
@@ -153,7 +153,7 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (ConfigError, ranks.RankError, envfile.EnvFileError, errors.InputError) as error:
+    except (ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
     except BrokenPipeError:  # the reader of the pipe has closed it, for example head

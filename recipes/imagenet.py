@@ -7,9 +7,6 @@
 Expected accuracy and speed: not measured on the full ImageNet.
 """
 
-from recipes.core.data.loader import Loader
-from recipes.core.data import image_sets
-from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
@@ -25,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core.data import in_memory
-from recipes.core.train import loop, models, session
-from recipes.core.train.checkpoint import State
+from recipes.core.data import image_sets, in_memory, sampling
+from recipes.core.train import loop, models, optimisation, session
+from recipes.core.data.loader import LoadedShard, Loader
 from recipes.core.data.sampling import GlobalBatches
-from recipes.core.data.loader import LoadedShard
+from recipes.core.train.checkpoint import State
 from recipes.core.train.lars import LARS
 from recipes.core.train.session import Run
 
@@ -47,7 +44,7 @@ def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
 
 def make_optimizer(cfg: Config, net: nn.Module, lr: float) -> torch.optim.Optimizer:
     """SGD or LARS. Norms and biases have weight decay only with ``decay_norms``; under LARS they have no rate of their own."""
-    weights, others = loop.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
+    weights, others = optimisation.decay_groups(net, cfg.weight_decay, cfg.weight_decay if cfg.decay_norms else 0.0)
     if cfg.optimizer is Optimizer.lars:
         return LARS([weights, {**others, "adapt": False}], lr, cfg.momentum)
     return torch.optim.SGD([weights, others], lr, cfg.momentum, nesterov=cfg.nesterov and cfg.momentum > 0)
@@ -90,7 +87,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     train_set, val_set = image_sets.open_sets(cfg, run)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    loop.want_full_batches(cfg, batches, run.ranks)
+    loop.require_full_batches(cfg, batches, run.ranks)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = Loader(
@@ -99,12 +96,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     )  # fmt: skip
     net = make_net(cfg, run, len(train_set.classes))
     model = world.parallel(net, compile=cfg.compile)
-    optimizer = make_optimizer(cfg, net, loop.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
-    ema = loop.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
+    optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))
+    ema = optimisation.averaged(run, net, cfg.ema, cfg.lr_batch_size, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(cfg, batches.per_epoch, steps, step)
     )
-    autocast = loop.autocast(run, cfg)
+    autocast = optimisation.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
     def loss_sum(shard: LoadedShard) -> Tensor:
@@ -129,8 +126,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Accuracy over all ranks. Each image is evaluated once. Called by all ranks."""
-        with loop.evaluated(run) as best:
-            return loop.count_right(run, answers(best))
+        with loop.evaluation(run) as best:
+            return loop.accuracy(run, answers(best))
 
     loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))

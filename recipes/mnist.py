@@ -8,7 +8,6 @@ Expected test accuracy with `dataset=mnist`: 99.4 % after 4 epochs (mean of 5 se
 shared x86 cores, 20 to 40 s). With `dataset=digits`: 97.9 % (5 seeds, 97.5 to 98.6 %), within seconds. On GPUs: not measured.
 """
 
-from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.mnist import Config, Optimizer, Schedule
-from recipes.core.data import in_memory
-from recipes.core.train import loop, session
-from recipes.core.train.checkpoint import State
+from recipes.core.data import in_memory, sampling
+from recipes.core.train import loop, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels, scale 0 to 255
@@ -65,7 +64,7 @@ def normalise(images: Tensor) -> Tensor:
 
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     """AdamW or SGD. Weight decay applies to weights, not to biases."""
-    groups = loop.decay_groups(net, cfg.weight_decay)
+    groups = optimisation.decay_groups(net, cfg.weight_decay)
     if cfg.optimizer is Optimizer.sgd:
         return torch.optim.SGD(groups, cfg.lr, momentum=0.9, nesterov=True)
     # With eps=1e-8, the rounding error of a gradient near zero becomes a full step, and the losses of 1 and 3 ranks differ by 4e-4 after
@@ -99,7 +98,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
     shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)
-    autocast = loop.autocast(run, cfg)
+    autocast = optimisation.autocast(run, cfg)
 
     def loss_sum(shard: Shard) -> Tensor:
         shifted.draw(cfg.seed, shard.epoch)
@@ -119,8 +118,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         """Accuracy over all ranks. Each test sample is evaluated once. Called by all ranks."""
-        with loop.evaluated(run) as net:
-            return loop.count_right(run, answers(net))
+        with loop.evaluation(run) as net:
+            return loop.accuracy(run, answers(net))
 
     loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler), loop.sampler_state(batches))

@@ -25,14 +25,15 @@ from recipes.core import errors, files
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets, download
-from recipes.core.data.classfolder import Progress
 from recipes.core.data.datasets import DataFile, DataFileError, Dataset
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.progress import Meter
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 LOCK = "prepare.lock"
 WAIT_S = 0.5  # between two attempts to take a lock
+MAX_NAMED = 10  # skipped images that are named
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
 
@@ -137,49 +138,54 @@ def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     _check_source(keys.source)
     folder = data_dir / dataset.folder
-    missing = [file for file in dataset.files if not _is_there(folder / file.name, file)]
+    missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
     need = sum(file.size for file in missing)
-    try:
-        if missing:
-            with _prepared(folder, need, wait=True):
-                mirrors = list(dataset.mirrors)
-                for file in missing:
-                    if datasets.fault_of(folder / file.name, file):  # otherwise another process has just fetched it
-                        sources = _sources(dataset, file, data_dir, keys.source, mirrors)
-                        used = _fetch(dataset, file, sources, folder, keys)
-                        mirrors.sort(key=lambda mirror: not used.startswith(mirror))
-    except OSError as err:
-        raise files.disk_error(err, "data_dir", data_dir, need) from err
-    _say(f"{dataset.name} is in {folder}")
-    _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
+    if missing:
+        with _writing(data_dir, folder, need, wait=True):
+            mirrors = list(dataset.mirrors)
+            for file in missing:
+                if datasets.fault_of(folder / file.name, file):  # otherwise another process has just fetched it
+                    sources = _sources(dataset, file, data_dir, keys.source, mirrors)
+                    used = _fetch(dataset, file, sources, folder, keys)
+                    mirrors.sort(key=lambda mirror: not used.startswith(mirror))
+    _say_next(dataset, data_dir)
 
 
 @contextlib.contextmanager
-def _prepared(folder: Path, need: int, wait: bool = False) -> Iterator[None]:
-    """Creates ``folder`` and holds its lock, removes temporary files of killed processes, and checks that ``need`` bytes are free.
+def _writing(data_dir: Path, folder: Path, need: int, wait: bool = False) -> Iterator[None]:
+    """Creates ``folder`` below ``data_dir`` and holds its lock within the ``with`` block; checks that ``need`` bytes are free.
 
-    wait: wait for another process that has the lock. Otherwise MachineError is raised. Raises OSError.
+    Removes temporary files of killed processes. wait: wait for another process that has the lock; otherwise MachineError is raised.
+    Raises MachineError if the disk cannot be written.
     """
-    said = False
+    is_first_call = True
 
     def waiting() -> None:
-        nonlocal said
-        if not said:
+        nonlocal is_first_call
+        if is_first_call:
             _say(f"{folder / LOCK}: waiting for another process")
-        said = True
+        is_first_call = False
         time.sleep(WAIT_S)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder / LOCK, waiting if wait else None) as held:
-        if held:
-            files.remove_temporary(folder)
-        else:
-            _say(f"{folder / LOCK}: this file system has no locks: start no second process for this folder")
-        files.check_free(folder, need)
-        yield
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.locked(folder / LOCK, waiting if wait else None) as held:
+            if held:
+                files.remove_temporary(folder)
+            else:
+                _say(f"{folder / LOCK}: this file system has no locks: start no second process for this folder")
+            files.check_free(folder, need)
+            yield
+    except OSError as err:
+        raise files.disk_error(err, "data_dir", data_dir, need) from err
 
 
-def _is_there(path: Path, file: DataFile) -> bool:
+def _say_next(dataset: Dataset, data_dir: Path) -> None:
+    _say(f"{dataset.name} is in {data_dir / dataset.folder}")
+    _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
+
+
+def _is_valid(path: Path, file: DataFile) -> bool:
     fault = datasets.fault_of(path, file)
     if fault is None:
         _say(f"{file.name}: already there, verified")
@@ -222,23 +228,19 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
     dataset = datasets.CIFAR10
     folder, archive = data_dir / dataset.folder, dataset.files[0]
     need = 6 * cifar10.BATCH_IMAGES * (cifar10.IMAGE_BYTES + 1)
-    try:
-        if not cifar10.is_there(folder, keys.source, _say):
-            if "://" in keys.source:
-                download.check_url(keys.source)
-                local, urls = [], [f"{keys.source.rstrip('/')}/{archive.name}"]
-            else:
-                local = cifar10.local_sources(keys.source, data_dir)
-                urls = [] if keys.source else [f"{mirror}{archive.name}" for mirror in dataset.mirrors]
-            need += archive.size if urls else 0
-            with _prepared(folder, need):
-                (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-                if not _convert_local(local, folder, last=not urls):
-                    _fetch_and_convert(archive, urls, folder, keys)
-    except OSError as err:
-        raise files.disk_error(err, "data_dir", data_dir, need) from err
-    _say(f"cifar10 is in {folder}")
-    _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
+    if not cifar10.is_converted(folder, keys.source, _say):
+        if "://" in keys.source:
+            download.check_url(keys.source)
+            local, urls = [], [f"{keys.source.rstrip('/')}/{archive.name}"]
+        else:
+            local = cifar10.local_sources(keys.source, data_dir)
+            urls = [] if keys.source else [f"{mirror}{archive.name}" for mirror in dataset.mirrors]
+        need += archive.size if urls else 0
+        with _writing(data_dir, folder, need):
+            (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
+            if not _convert_local(local, folder, last=not urls):
+                _fetch_and_convert(archive, urls, folder, keys)
+    _say_next(dataset, data_dir)
 
 
 def _convert_local(sources: Sequence[Path], folder: Path, last: bool) -> bool:
@@ -247,14 +249,14 @@ def _convert_local(sources: Sequence[Path], folder: Path, last: bool) -> bool:
     last: there is nothing to try after these sources.
     """
     for source in sources:
-        _say(f"cifar10: from {_plain(str(source))}")
+        _say(f"cifar10: from {_one_line(str(source))}")
         try:
             _convert_cifar10(source, folder)
             return True
         except DataFileError as err:
             if last and source == sources[-1]:
                 raise InputError(f"source={str(source)!r}: {err}; give another source=") from None
-            _say(f"cifar10: {_plain(str(err))}; trying the next")
+            _say(f"cifar10: {_one_line(str(err))}; trying the next source")
     return False
 
 
@@ -276,7 +278,7 @@ def _convert_cifar10(source: Path, folder: Path, name: str = "") -> None:
         skipped = cifar10.convert(source, folder, _say, lambda split, state: meters[split].show(state), name)
     finally:
         meters["test"].end()
-    _tell_skipped(skipped)
+    _say_skipped(skipped)
 
 
 def prepare_imagenet(keys: ImagenetKeys) -> None:
@@ -290,7 +292,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
             "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
         )
     source = Path(keys.source).expanduser().absolute()
-    there = format.is_finished(target)
+    was_finished = format.is_finished(target)
     options = PackOptions(
         keys.encoding.value, keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard
     )
@@ -299,14 +301,14 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         copy = write.pack(source, target, options, _say, meter.show)
     finally:
         meter.end()
-    if there:
+    if was_finished:
         _say("imagenet: already there, verified")
     for name, split in copy.splits.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in split.converted.items())
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}{'; converted: ' if kinds else ''}{kinds}")
-    _tell_skipped([skip for split in copy.splits.values() for skip in split.skipped])
-    _say(f"imagenet is in {_plain(str(target))}, {len(copy.classes)} classes")
+    _say_skipped([skip for split in copy.splits.values() for skip in split.skipped])
+    _say(f"imagenet is in {_one_line(str(target))}, {len(copy.classes)} classes")
     if set(format.SPLITS) <= set(copy.splits):  # training needs both
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
@@ -347,51 +349,17 @@ def _show_bytes(file: DataFile, done: int) -> None:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-def _tell_skipped(skipped: Sequence[Mapping[str, str]], most: int = 10) -> None:
-    for skip in skipped[:most]:
-        _say(f"skipped {_plain(skip['file'])}: {skip['why']}")
+def _say_skipped(skipped: Sequence[Mapping[str, str]]) -> None:
+    for skip in skipped[:MAX_NAMED]:
+        _say(f"skipped {_one_line(skip['file'])}: {skip['why']}")
     if skipped:
-        more = f", the first {most} are named above" if len(skipped) > most else ""
-        _say(f"{len(skipped)} images skipped{more}; index.json names {'all' if more else 'them'}")
+        named = f"; the first {MAX_NAMED} are named above" if len(skipped) > MAX_NAMED else ""
+        _say(f"{len(skipped)} images skipped{named}; index.json names all")
 
 
-def _plain(text: str) -> str:
+def _one_line(text: str) -> str:
     """``text`` in one line. File names may contain any bytes."""
     return errors.shown(text, 1000)
-
-
-class Meter:
-    """Shows progress: one line that is rewritten on a terminal, otherwise a plain line every ten seconds."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._terminal = sys.stderr.isatty()
-        self._start = self._last = 0.0
-
-    def show(self, state: Progress) -> None:
-        now, total = time.monotonic(), state.total - state.kept
-        if not self._start:
-            self._start, self._last = now, 0.0 if self._terminal else now
-        if now - self._last < (0.2 if self._terminal else 10.0):
-            return
-        self._last = now
-        pace = "starting"
-        if state.done and now > self._start:
-            rate = state.done / (now - self._start)
-            pace = f"{rate:.0f} images/s, {_duration((total - state.done) / rate)} left"
-        kept = f", {state.kept} kept" if state.kept else ""
-        line = f"{self._name}: {state.done} of {total} images, {pace}, {state.skipped} skipped{kept}"
-        start, end = ("\r\033[K", "") if self._terminal else ("", "\n")
-        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 DATASETS: dict[str, Callable[[Any], None]] = {

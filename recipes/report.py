@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
     folders = [Path(word) for word in argv if word != "--json"] or [source.home(ROOT) / "runs"]
     try:
         queue = Queue()
-        found = [table.look(path, time.time(), queue) for folder in folders for path in table.run_directories(folder)]
+        found = [
+            table.read_run(path, time.time(), queue) for folder in folders for path in table.run_directories(folder)
+        ]
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"

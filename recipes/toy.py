@@ -9,7 +9,6 @@ The other recipes use the loop `recipes.core.train.loop.fit`. It does the same a
 Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
 """
 
-from recipes.core.data import sampling
 from recipes.core.run import entry
 
 # This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
@@ -24,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.toy import Config
+from recipes.core.data import sampling
 from recipes.core.launch import spawn
-from recipes.core.train import loop, session
-from recipes.core.train.checkpoint import State
+from recipes.core.train import loop, optimisation, session
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 
 
@@ -51,7 +51,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    autocast = loop.autocast(run, cfg)
+    autocast = optimisation.autocast(run, cfg)
 
     def loss_sum(indices: Tensor) -> Tensor:
         """The sum of the losses of this rank's samples. A sum, since ranks may have different numbers of samples."""
@@ -71,9 +71,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     if cfg.evaluate:
         return loop.evaluate_only(run, mean_loss)
 
-    if state.step >= loop.total_steps(cfg, batches):
-        run.say(f"already finished: step {state.step}; more epochs= continue it")
     steps, samples, begin = loop.total_steps(cfg, batches), 0, time.perf_counter()
+    if state.step >= steps:
+        run.say(f"already finished: step {state.step} of {steps}; raise epochs= to continue")
     while state.step < steps and not run.stopping:
         epoch, first = divmod(state.step, batches.per_epoch)  # a run can resume in the middle of an epoch
         print(
@@ -91,22 +91,18 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             state.step += 1
             samples += shard.global_size
 
+            # A signal may reach only one rank. The sum over all ranks makes all of them stop, or save, at the same step.
+            total_loss, stop, save = run.sum_step(loss).read()
             last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == steps
-            stop, save = run.agree()  # a signal may reach only one rank; agree() makes all ranks stop at the same step
             run.stopping = "" if last else stop
-            if (
-                save
-                or last_of_epoch
-                or last
-                or run.stopping
-                or state.step % cfg.log_every_steps == 0
-                or state.step == 1
-            ):
-                mean = world.sum(loss.detach().double()).item() / shard.global_size
-                loop.log_row(run, epoch, mean, cfg.lr, samples / (time.perf_counter() - begin))
-            if save or last or run.stopping or (last_of_epoch and (epoch + 1) % cfg.save_every == 0):
-                run.save(loop.sampler_state(batches), wait=last or bool(run.stopping))
-            if last or run.stopping:
+            save = save or run.interval_ends() or (last_of_epoch and (epoch + 1) % cfg.save_every == 0)
+            ends = last or bool(run.stopping)
+            if save or ends or last_of_epoch or state.step == 1 or state.step % cfg.log_every_steps == 0:
+                speed = samples / (time.perf_counter() - begin)
+                loop.log_row(run, epoch, total_loss / shard.global_size, cfg.lr, speed)
+            if save or ends:
+                run.save(loop.sampler_state(batches), wait=ends)
+            if ends:
                 break
     run.samples, run.train_s = samples, time.perf_counter() - begin
     return {} if run.stopping else mean_loss()
