@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,14 @@ def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] |
         argv, cwd=cwd, env=dict(environ or clean_environment()), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    STARTED.append(process)
+    _remember(process)
     return process
+
+
+def _remember(process: subprocess.Popen[str] | forked.Process) -> None:
+    """For `unread`. A thread may start commands for tests that run later; the failure of an earlier test must not end them."""
+    if threading.current_thread() is threading.main_thread():
+        STARTED.append(process)
 
 
 def unread() -> Iterator[tuple[str, str]]:
@@ -135,7 +142,7 @@ def run(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | N
 def fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> forked.Process:
     """Like `start`, for a Python command that imports torch: in a fork of a process that has imported it (tests/forked.py)."""
     process = forked.start(argv, cwd=cwd, environ=environ or clean_environment())
-    STARTED.append(process)
+    _remember(process)
     return process
 
 

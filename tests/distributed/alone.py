@@ -1,4 +1,4 @@
-"""A recipe's main in this process: what its network is given and answers, its rows, and the run that is left.
+"""Runs a recipe's main in this process, and records the inputs and outputs of its network, its rows, and its run.
 
 In a world of one; or as one rank of several, of which there are no others: collectives leave its own values as they are.
 """

@@ -8,7 +8,6 @@ $FAULT_DIR: a folder for marks: ``reached.<rank>`` says that a rank is there, an
 The model has dropout, batch normalisation and averaged weights: all that a resumed run could get wrong.
 """
 
-from recipes.core.data import sampling
 from recipes.core.run import entry
 
 START = entry.begin("broken") if __name__ == "__main__" else None
@@ -31,8 +30,9 @@ from recipes.conf.broken import Config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.core.train import loop, session
+from recipes.core.train import loop, optimisation, session
 from recipes.core.train.checkpoint import State
+from recipes.core.data import sampling
 from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.session import Run
 
@@ -270,9 +270,9 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    loop.want_full_batches(cfg, batches, world.size)
+    loop.require_full_batches(cfg, batches, world.size)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-    ema = loop.averaged(run, net, 0.9, 0, batches)
+    ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
     def loss_sum(shard: Shard) -> Tensor:
         time.sleep(cfg.pace_s)
@@ -286,8 +286,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        with loop.evaluated(run) as best:
-            return loop.count_right(run, answers(best, part))
+        with loop.evaluation(run) as best:
+            return loop.accuracy(run, answers(best, part))
 
     def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):

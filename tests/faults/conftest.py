@@ -117,7 +117,7 @@ def log(run_dir: Path, rank: int) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def noticed(run_dir: Path, rank: int, attempt: int = 0) -> float:
+def failure_time(run_dir: Path, rank: int, attempt: int = 0) -> float:
     """When a rank has recorded that it failed or lost another one, as time.time()."""
     return float(helpers.read(run_dir / "failures", f"attempt-{attempt}-rank-{rank}")["time"])
 

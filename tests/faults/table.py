@@ -1,4 +1,4 @@
-"""The faults that this project says it survives, by number; each test in this folder names those that it shows."""
+"""The faults that this project claims to survive, by number. Each test in this folder names the faults that it shows."""
 
 ROWS = {
     1: "a rank is killed (SIGKILL)",

@@ -1,4 +1,4 @@
-"""Attempts to run, write or show what must not be: each would leave a canary, and none does.
+"""Attempts to run code, write files or show secrets: each would leave a canary file, and none does.
 
 Most attempts are also made on something unguarded, where they succeed: a trap that cannot shut would show nothing.
 """
@@ -37,7 +37,7 @@ from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import CIFAR10, DataFile, DataFileError
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import private_folder, write_json
-from recipes.core.launch import batch, cli, submit
+from recipes.core.launch import batch, cli, controller
 from recipes.core.run import command_line
 from recipes.core.train import checkpoint, models
 from tests import helpers
@@ -198,7 +198,7 @@ def test_a_job_keys_value_runs_nothing(
         assert not attempt(at_work, ["config=keys.yaml"], capsys)
 
 
-def test_an_option_of_ones_own_runs_nothing(at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_sbatch_option_runs_nothing(at_work: Trap, capsys: pytest.CaptureFixture[str]) -> None:
     for payload in ("$(touch$IFS{c})", "a;touch$IFS{c}"):
         assert attempt(at_work, [f"extra=--comment={payload.format(c=at_work.canary)}"], capsys), payload
 
@@ -287,7 +287,7 @@ def test_a_profile_outside_of_the_sites_folder_is_not_read(at_work: Trap) -> Non
 
 
 def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
-    """Messages name the command that fixes it: with a folder of any name in it, it is that command and nothing else."""
+    """A command in a message runs nothing else, whatever the name of a folder in it."""
     for payload in payloads(at_work, PASTED[2:]):
         folder = at_work.work / payload.replace("/", "_")
         if not str(folder).isprintable():
@@ -503,7 +503,7 @@ def test_a_file_of_weights_with_code_in_it_is_refused(kind: str, trap: Trap, mon
 
 
 def test_a_batch_of_cifar_with_code_in_it_is_never_unpickled(trap: Trap, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its MD5 is not the published one, and nobody can make another pickle that has that one."""
+    """Only the file with the published MD5 is unpickled, and nobody can make another pickle with that sum."""
     content = b"cbuiltins\neval\n(V__import__('os').mkdir('" + str(trap.canary).encode() + b"')\ntR."
     source = trap.work / "source" / "cifar-10-batches-py"
     source.mkdir(parents=True)
@@ -537,7 +537,7 @@ def test_job_files_are_not_put_where_others_can_change_them(
         folder.mkdir()
         folder.chmod(0o702)
     monkeypatch.setattr(cli, "ROOT", root)
-    monkeypatch.setattr(submit, "ask_controller", lambda job, text: "to start at once")
+    monkeypatch.setattr(controller, "expected_start", lambda job, text: "to start at once")
     assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 3
     assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
     assert not at_work.fired()
@@ -590,7 +590,7 @@ def hostile(canary: Path, secret: Path) -> dict[str, list[tuple[tarfile.TarInfo,
 def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
     kind: str, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the right SHA-256 for each, since a wrong one ends it before it is looked into."""
+    """Each archive has the expected SHA-256, since otherwise it is refused before it is opened."""
     secret = trap.folder / "secret"
     secret.write_bytes(b"\x01" * len(BATCH))
     content = archive(hostile(trap.canary, secret)[kind])
@@ -655,7 +655,7 @@ def test_a_link_in_a_run_directory_to_come_is_not_written_through(
         (run_dir / name).symlink_to(victim)
     if by == "launch.py":
         monkeypatch.setattr(cli, "ROOT", root)
-        monkeypatch.setattr(submit, "ask_controller", lambda job, text: "to start at once")
+        monkeypatch.setattr(controller, "expected_start", lambda job, text: "to start at once")
         assert launch.main([f"recipe={RECIPE}", "dataset=fake", "device=cpu"]) == 0
     else:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -696,7 +696,7 @@ def test_no_key_reads_a_variable(
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A short run with secrets around it, in a folder with a hostile name: that folder, and all that it said."""
     run_dir = tmp_path_factory.mktemp("run") / 'it\'s "a" $(touch canary) `touch canary`; touch canary & -x é ü 中 #'
     words = [
@@ -709,8 +709,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.long
-def test_a_run_tells_no_secret(told: tuple[Path, str]) -> None:
-    run_dir, said = told
+def test_a_run_logs_no_secret(finished_run: tuple[Path, str]) -> None:
+    run_dir, said = finished_run
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {
@@ -733,14 +733,14 @@ def test_a_run_tells_no_secret(told: tuple[Path, str]) -> None:
 
 
 @pytest.mark.long
-def test_a_run_in_a_folder_of_any_name_runs_nothing(told: tuple[Path, str]) -> None:
-    run_dir, _ = told
+def test_a_run_in_a_folder_of_any_name_runs_nothing(finished_run: tuple[Path, str]) -> None:
+    run_dir, _ = finished_run
     assert helpers.read(run_dir, "status")["state"] == "done"
     assert not list(run_dir.parent.rglob("canary*"))
     assert not (ROOT / "canary").exists()
 
 
 @pytest.mark.long
-def test_a_runs_files_are_its_owners_alone(told: tuple[Path, str]) -> None:
-    for path in (told[0], *told[0].rglob("*")):
+def test_only_the_owner_can_read_a_runs_files(finished_run: tuple[Path, str]) -> None:
+    for path in (finished_run[0], *finished_run[0].rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path

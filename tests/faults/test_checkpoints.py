@@ -1,4 +1,4 @@
-"""Checkpoints: cut, flipped, killed over, without room, unwritable, seen late, of another model. The last good one is never lost."""
+"""Damaged checkpoints, kills during a save, full disks, unwritable folders, slow file systems, other models: the last valid checkpoint is never lost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def refused(path: Path) -> str:
         pytest.param(grown, 20, marks=pytest.mark.fault(27)),
     ],
 )
-def test_every_damage_is_found(
+def test_every_damaged_checkpoint_is_detected(
     made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes], count: int, record_property: Recorded
 ) -> None:
     good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
@@ -105,8 +105,8 @@ def test_every_damage_is_found(
 
 
 @pytest.mark.fault(28)
-def test_plain_torch_takes_flipped_bits_without_a_word(made: Path, tmp_path: Path, record_property: Recorded) -> None:
-    """Of the same flips, those of a weight: torch writes checksums into the archive and does not look at them."""
+def test_plain_torch_loads_flipped_bits_without_an_error(made: Path, tmp_path: Path, record_property: Recorded) -> None:
+    """Flips in a weight: torch writes checksums into the archive, and does not verify them."""
     good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
     path, silent = tmp_path / "flipped.pt", 0
     for _ in range(200):
@@ -141,17 +141,17 @@ def saves(repo: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Pop
         conftest.end(process)
 
 
-def told(line: str) -> dict[str, Any]:
+def parsed(line: str) -> dict[str, Any]:
     found = json.loads(line)
     assert isinstance(found, dict)
     return found
 
 
 @pytest.mark.fault(29)
-def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
+def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is copied at each call that changes it, each write among them: what a kill there would leave."""
+    """The folder is copied at each call that changes it, as a kill at that moment would leave it."""
     for module, name in [
         (builtins, "open"),
         *((os, name) for name in ("fsync", "unlink", "replace", "rename", "link")),
@@ -206,14 +206,14 @@ def test_at_each_point_of_a_save_there_is_the_old_or_the_new_one(
 @pytest.mark.fault(29)
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_kill_at_each_point_of_a_save_leaves_the_old_or_the_new_one(
+def test_a_real_kill_at_each_point_of_a_save_leaves_the_old_or_new_checkpoint(
     saves: Callable[[str], subprocess.Popen[str]], start: Start, tmp_path: Path
 ) -> None:
     process = saves("points")
     assert process.stdout
     killed = []
     for line in process.stdout:
-        found = told(line)
+        found = parsed(line)
         run_dir = Path(found["run_dir"])
         if found["status"] != -signal.SIGKILL:
             assert found["status"] == 0, run_dir.with_suffix(".out").read_text()
@@ -243,12 +243,14 @@ def test_a_kill_at_each_point_of_a_save_leaves_the_old_or_the_new_one(
 @pytest.mark.fault(29)
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(saves: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_a_kill_at_a_random_moment_leaves_the_old_or_new_checkpoint(
+    saves: Callable[[str], subprocess.Popen[str]],
+) -> None:
     process, last, parts = saves("moments"), 0, 0
     assert process.stdout
     assert process.stdin
     for number in range(KILLS):
-        found = told(process.stdout.readline())
+        found = parsed(process.stdout.readline())
         run_dir = Path(found["run_dir"])
         assert found["status"] == -signal.SIGKILL, run_dir.with_suffix(".out").read_text()
         step = checkpoint.read(conftest.newest(run_dir))["meta"]["step"]
@@ -274,7 +276,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_full_disk_is_named_and_the_last_checkpoint_stays(start: Start, disk: Path, ranks: int) -> None:
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, disk: Path, ranks: int) -> None:
     run_dir = disk / "run"
     ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=ranks))
     assert ended.status == 3, ended.out
@@ -302,7 +304,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(start: Start, disk: 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.long
-def test_any_file_that_does_not_fit_is_a_line(start: Start, tmp_path: Path, rank: int) -> None:
+def test_any_file_that_does_not_fit_is_reported_in_one_line(start: Start, tmp_path: Path, rank: int) -> None:
     ended = helpers.finish(start(tmp_path, "max_steps=9", FAULT="no_room", FAULT_RANK=str(rank)))
     assert ended.status == 3, ended.out
     said = [line for line in ended.lines if "cannot be written (No space left on device): make room" in line]
@@ -313,7 +315,7 @@ def test_any_file_that_does_not_fit_is_a_line(start: Start, tmp_path: Path, rank
 
 
 @pytest.mark.fault(30)
-def test_plain_torch_leaves_a_part_on_a_full_disk(disk: Path) -> None:
+def test_plain_torch_leaves_a_partial_file_on_a_full_disk(disk: Path) -> None:
     with pytest.raises(RuntimeError, match="unexpected pos"):
         torch.save(torch.zeros(16 << 20, dtype=torch.uint8), disk / "model.pt")
     assert (disk / "model.pt").stat().st_size > 0
@@ -321,7 +323,7 @@ def test_plain_torch_leaves_a_part_on_a_full_disk(disk: Path) -> None:
 
 @pytest.mark.fault(30)
 @pytest.mark.long
-def test_a_limit_on_the_size_of_files_is_named_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = (*LARGE, "checkpoint_every_steps=2", "cpu_threads=1")
     first = helpers.finish(start(run_dir, *words, "max_steps=2", ranks=0))
@@ -349,10 +351,8 @@ session.run(broken.main, START)
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("there", [False, True])
-def test_a_run_directory_that_cannot_be_written_ends_it_before_training(
-    made: Path, tmp_path: Path, there: bool
-) -> None:
-    """A new one in a folder that is closed, and one that is closed itself."""
+def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path: Path, there: bool) -> None:
+    """A new run directory in a read-only folder, and a run directory that is itself read-only."""
     run_dir = tmp_path / "closed" / "run"
     run_dir.parent.mkdir()
     if there:
@@ -395,7 +395,7 @@ def behind(marks: Path, rank: int, hidden: str, seconds: int) -> dict[str, str]:
     [(1, "step-*.pt", 3, 10), (0, "step-00000010.pt", 3600, 8)],
     ids=["rank 1 sees none yet", "rank 0 does not see the newest"],
 )
-def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
+def test_ranks_that_see_different_files_resume_from_one_checkpoint(
     start: Start, made: Path, tmp_path: Path, rank: int, hidden: str, seconds: int, step: int
 ) -> None:
     """Rank 0 decides."""
@@ -410,10 +410,10 @@ def test_ranks_that_see_other_files_go_on_from_one_checkpoint(
 
 @pytest.mark.fault(32)
 @pytest.mark.long
-def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Start, made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_rank_never_sees_is_reported_in_time(start: Start, made: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")
     ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=15", **behind(tmp_path, 1, "step-*.pt", 3600)))
-    assert float((tmp_path / "reached.1").read_text()) > conftest.noticed(run_dir, 1, attempt=1) - 27
+    assert float((tmp_path / "reached.1").read_text()) > conftest.failure_time(run_dir, 1, attempt=1) - 27
     assert ended.status == 3, ended.out
     host = socket.gethostname()
     wanted = f"{host}: does not see {run_dir}/checkpoints/step-00000010.pt, which rank 0 on {host} has chosen"
@@ -423,26 +423,26 @@ def test_a_checkpoint_that_a_rank_never_sees_is_named_in_bounded_time(start: Sta
 
 
 @pytest.mark.fault(32)
-def test_a_checkpoint_that_is_typed_and_is_not_there_is_refused_at_once(start: Start, tmp_path: Path) -> None:
-    """What somebody has typed is not waited for."""
+def test_a_missing_checkpoint_named_by_the_user_is_refused_immediately(start: Start, tmp_path: Path) -> None:
+    """A checkpoint that the user names is not awaited."""
     there = tmp_path / "step-00000012.pt"
     about = {"FAULT": "stall", "FAULT_S": "0", "FAULT_AT": "start", "FAULT_RANK": "0", "FAULT_DIR": str(tmp_path)}
     ended = helpers.finish(start(tmp_path / "run", f"resume={there}", "max_steps=2", ranks=0, **about))
     assert ended.status == 2, ended.out
     assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
-    assert conftest.noticed(tmp_path / "run", 0) - float((tmp_path / "reached.0").read_text()) < 5
+    assert conftest.failure_time(tmp_path / "run", 0) - float((tmp_path / "reached.0").read_text()) < 5
 
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("words", "environ", "shown"),
     [
-        (["width=32", "lr=0.5"], {}, ["width: 16 then, 32 now", "lr: 0.01 then, 0.5 now", "another run_dir"]),
+        (["width=32", "lr=0.5"], {}, ["width=16 becomes 32", "lr=0.01 becomes 0.5", "another run_dir"]),
         ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
     ],
     ids=["keys", "model"],
 )
-def test_a_checkpoint_of_something_else_is_refused_and_left_alone(
+def test_a_checkpoint_of_another_model_is_refused_and_kept(
     start: Start, made: Path, tmp_path: Path, words: list[str], environ: dict[str, str], shown: list[str]
 ) -> None:
     run_dir = shutil.copytree(made, tmp_path / "run")

@@ -43,12 +43,12 @@ os._exit(0)
     "fault",
     [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
 )
-def test_collectives_that_do_not_match_are_named_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
+def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_path: Path, fault: str) -> None:
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
     # A command, not a fork: torch reads the mode when it is imported.
     ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ))
     begun = (tmp_path / "attempt.json").stat().st_mtime  # a start alone can take half a minute on a busy machine
-    assert conftest.noticed(tmp_path, 0) - begun < 45
+    assert conftest.failure_time(tmp_path, 0) - begun < 45
     assert ended.status == 1, ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
@@ -71,14 +71,14 @@ def plain(tmp_path: Path, fault: str) -> list[Ended]:
 
 @pytest.mark.fault(10)
 @pytest.mark.long
-def test_plain_torch_takes_the_sum_of_other_shapes_for_right(tmp_path: Path) -> None:
+def test_plain_torch_accepts_a_sum_of_different_shapes(tmp_path: Path) -> None:
     ended = plain(tmp_path, "shape")
     assert (ended[0].status, ended[0].lines) == (0, ["rank 0 went on with [2.0, 2.0, 2.0]"]), ended
 
 
 @pytest.mark.fault(11)
 @pytest.mark.long
-def test_plain_torch_waits_for_its_timeout_over_other_operations(tmp_path: Path) -> None:
+def test_plain_torch_times_out_on_different_operations(tmp_path: Path) -> None:
     """And then says of no rank what it did."""
     ended = plain(tmp_path, "operation")
     assert any("Timed out waiting 10000ms" in e.out for e in ended), ended
@@ -88,7 +88,7 @@ def test_plain_torch_waits_for_its_timeout_over_other_operations(tmp_path: Path)
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.long
-def test_a_bad_master_address_is_named_in_bounded_time(start: Start, tmp_path: Path, rank: str) -> None:
+def test_a_bad_master_address_is_reported_in_time(start: Start, tmp_path: Path, rank: str) -> None:
     port = helpers.free_port()
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     process = start(
@@ -103,7 +103,7 @@ def test_a_bad_master_address_is_named_in_bounded_time(start: Start, tmp_path: P
 
 
 @pytest.mark.fault(14)
-def test_a_port_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -118,7 +118,7 @@ def test_a_port_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.fault(14)
 @pytest.mark.long
-def test_runs_on_one_machine_never_draw_the_same_port(start: Start, tmp_path: Path) -> None:
+def test_runs_on_one_machine_never_choose_the_same_port(start: Start, tmp_path: Path) -> None:
     """Without master=, the launcher has the port before any rank begins."""
     # Commands, not forks: a fork's environment is not in /proc.
     runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000", before=("env",)) for i in range(3)]
@@ -198,7 +198,7 @@ def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Pat
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(start: Start, tmp_path: Path, rank: str) -> None:
+def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start, tmp_path: Path, rank: str) -> None:
     ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_RANK=rank, FAULT_AT="8"))
     assert ended.status == 1, ended.out
     assert "Traceback" not in ended.out

@@ -1,4 +1,4 @@
-"""Damaged data and downloads that break off: the file is named, nothing is half there, and what is whole is taken.
+"""Damaged data and interrupted downloads: the file is named, no partial file is left, and valid files are used.
 
 Bytes are changed at random, always the same for a case's number, in every kind of file that is read; downloads come
 from a real server that drops them, to several processes at once, some of which are killed.
@@ -40,8 +40,10 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.train import models
 from tests.helpers import wait_until
-from tests.unit import test_prepare as tiny
-from tests.unit import test_prepare_cifar10 as small
+from tests.unit.data import serving
+from tests.unit.data import test_prepare as tiny
+from tests.unit.data import test_prepare_cifar10 as small
+from tests.unit.data.serving import Answer, Handler, Server, dropping, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,7 +98,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_damaged_idx_file_is_named_or_read_as_its_header_says(packed: bool, tmp_path: Path) -> None:
+def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(packed: bool, tmp_path: Path) -> None:
     plain = bytes([0, 0, 8, 3]) + struct.pack(">3I", 40, 9, 9) + random.Random(0).randbytes(40 * 81)
     whole, path = gzip.compress(plain, mtime=0) if packed else plain, tmp_path / "t-images-idx3-ubyte"
     seen: Counter[str] = Counter()
@@ -122,7 +124,7 @@ def test_a_damaged_idx_file_is_named_or_read_as_its_header_says(packed: bool, tm
 # --- what prepare is given
 
 
-def test_a_damaged_source_leaves_no_file_under_its_name(
+def test_a_damaged_download_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = tiny.dataset()
@@ -166,7 +168,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kind", ["tar", "py"])  # of the binary batches there are no sums
-def test_a_damaged_copy_of_cifar_is_named_and_what_was_there_before_is_not_taken(
+def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     contents, data = small.SOURCES[kind], tmp_path / "data"
@@ -187,8 +189,8 @@ def test_a_damaged_copy_of_cifar_is_named_and_what_was_there_before_is_not_taken
 
 
 @pytest.mark.usefixtures("few")
-def test_a_cifar_that_has_rotten_is_made_anew_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Any of its files, index.json too: prepare finds it, and what it leaves is whole or not there."""
+def test_a_damaged_cifar_conversion_is_repeated_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage in any file, index.json too. prepare detects it, and leaves a complete conversion or none."""
     source, data = small.put(tmp_path / "source", small.BINARIES), tmp_path / "data"
     assert small.run(data, source) == 0
     good = tree(data / "cifar10")
@@ -281,7 +283,7 @@ def cropped(content: bytes, decoder: Decoder, crop: Crop) -> str:
 CROPS = (CentreCrop(40), RandomCrop(torch.rand(1, 2 * crops.TRIES + 2), 0.08))
 
 
-def test_a_damaged_photo_is_trained_on_or_left_out(decoder: Decoder) -> None:
+def test_a_damaged_photo_is_decoded_or_skipped(decoder: Decoder) -> None:
     with bounded():
         seen = Counter(
             cropped(damaged(random.Random(number), PHOTOS[number % len(PHOTOS)]), decoder, CROPS[number % 2]) == "read"
@@ -301,7 +303,7 @@ def announcing(width: int, height: int, behind: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "behind", [b"", b"\xff\xff\xff", b"\xff\x01", b"\xff\xd0", b"\0\0junk", b"\xff\xfe\0\x09\xff\xc0\0\x10\0\x10x"]
 )
-def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, decoder: Decoder) -> None:
+def test_a_small_file_with_the_header_of_a_huge_image_is_skipped(behind: bytes, decoder: Decoder) -> None:
     """A decoder takes 3 bytes for each pixel that the header has, before it looks any further."""
     with bounded():
         for crop in CROPS:
@@ -311,8 +313,8 @@ def test_a_small_file_that_says_it_is_a_huge_image_is_left_out(behind: bytes, de
 
 
 @pytest.mark.parametrize(("width", "height"), [(60000, 1), (1, 60000)])
-def test_an_image_much_longer_than_wide_takes_no_memory(width: int, height: int, decoder: Decoder) -> None:
-    """Its shorter side brought to 256, it would be 11 GiB."""
+def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: int, decoder: Decoder) -> None:
+    """With a shorter side of 256 px it would take 11 GiB."""
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "JPEG")
     with bounded():
@@ -320,10 +322,10 @@ def test_an_image_much_longer_than_wide_takes_no_memory(width: int, height: int,
         assert cropped(buffer.getvalue(), decoder, CROPS[1]) == "read"
 
 
-def test_damaged_photos_in_a_folder_of_classes_are_named_and_counted(
+def test_damaged_photos_in_class_folders_are_reported_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a CIFAR-10 of one's own: what cannot be read is in index.json by its name, and the rest is all there."""
+    """A dataset of the user's, in the form of CIFAR-10: index.json names the unreadable files, and the others are all there."""
     for split, count in (("train", 30), ("test", 10)):
         for number in range(count):
             content = photo(number, 32, 32)
@@ -385,7 +387,7 @@ HUGE = (
 )
 
 
-def test_a_damaged_description_of_a_packed_copy_is_named(packed: Path, tmp_path: Path) -> None:
+def test_a_damaged_index_of_a_packed_copy_is_reported(packed: Path, tmp_path: Path) -> None:
     good, names = (packed / "index.json").read_bytes(), os.listdir(packed)
     for name in names:
         (tmp_path / name).symlink_to(packed / name)
@@ -409,8 +411,8 @@ def test_a_damaged_description_of_a_packed_copy_is_named(packed: Path, tmp_path:
     assert min(seen["read"], seen["named"]) > 20, seen
 
 
-def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_path: Path) -> None:
-    """Its index is not damaged as far as sums go, and says what cannot be: offsets, lengths, shards, labels."""
+def test_a_packed_copy_with_false_records_is_reported(packed: Path, tmp_path: Path) -> None:
+    """The checksums of the index are valid, but its offsets, lengths, shards or labels are impossible."""
     names = os.listdir(packed)
     for name in names:
         (tmp_path / name).symlink_to(packed / name)
@@ -444,12 +446,12 @@ def test_a_packed_copy_that_lies_about_its_samples_is_named(packed: Path, tmp_pa
 # --- downloads
 
 
-def in_halves(go_on: threading.Event) -> tiny.Answer:
+def in_halves(go_on: threading.Event) -> Answer:
     """Sends the first half, and closes the connection when the event is set; after that, whole files."""
 
-    def answer(handler: tiny.Handler) -> None:
+    def answer(handler: Handler) -> None:
         if go_on.is_set():
-            tiny.whole(handler)
+            whole(handler)
             return
         handler.head(200, Content_Length=len(handler.body))
         handler.wfile.write(handler.body[: len(handler.body) // 2])
@@ -458,10 +460,10 @@ def in_halves(go_on: threading.Event) -> tiny.Answer:
     return answer
 
 
-def test_many_processes_at_once_from_a_server_that_drops(tmp_path: Path) -> None:
-    """One fetches and the others wait; where it is killed, the next one starts, and nothing partial has a file's name."""
+def test_many_processes_download_once_from_an_unreliable_server(tmp_path: Path) -> None:
+    """One downloads and the others wait. If it is killed, the next one starts, and no partial file has the final name."""
     go_on = threading.Event()
-    with tiny.serving() as server, contextlib.ExitStack() as stack:
+    with serving.serving(tiny.SERVED) as server, contextlib.ExitStack() as stack:
         stack.callback(go_on.set)
         server.answers = {f"{name}.gz": in_halves(go_on) for name in tiny.PLAIN}
         children = [stack.enter_context(tiny.process(tmp_path, [server.url]))]
@@ -496,26 +498,19 @@ sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
 
 
 @pytest.mark.usefixtures("few")
-def test_of_many_processes_one_makes_cifar_and_the_others_say_who(
+def test_one_of_many_processes_converts_cifar_and_the_others_name_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     archive = small.ARCHIVE
     sha256 = hashlib.sha256(archive).hexdigest()
     asked, go_on = threading.Event(), threading.Event()
 
-    def slow(handler: tiny.Handler) -> None:
-        handler.head(200, Content_Length=len(archive))
-        handler.wfile.write(archive[: len(archive) // 2])
-        asked.set()
-        go_on.wait(60)
-        handler.wfile.write(archive[len(archive) // 2 :])
-
     def start(url: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-c", CIFAR_RUNNER, url, str(len(archive)), sha256, str(small.N), str(tmp_path)]
         return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    with tiny.serving() as server:
-        server.answers = {"cifar-10-binary.tar.gz": slow}
+    with serving.serving({"cifar-10-binary.tar.gz": archive}) as server:
+        server.answers = {"cifar-10-binary.tar.gz": serving.half_then_wait(asked, go_on)}
         first = start(server.url)
         try:
             assert asked.wait(60)
@@ -542,30 +537,30 @@ WEIGHTS = random.Random(5).randbytes(200_000)
 
 
 @pytest.fixture
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tiny.Server, Path]]:
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
     """A server of resnet18's weights, which are a few numbers here; and the file that they become."""
     buffer = io.BytesIO()
     torch.save({"a": torch.frombuffer(bytearray(WEIGHTS), dtype=torch.uint8)}, buffer)
     content = buffer.getvalue()
     name = f"resnet18-{hashlib.sha256(content).hexdigest()[:8]}.pth"
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setitem(tiny.PACKED, name, content)
+    monkeypatch.setitem(tiny.SERVED, name, content)
     chosen = models.find_weights("resnet18", "true")
-    with tiny.serving() as server:
+    with serving.serving(tiny.SERVED) as server:
         monkeypatch.setattr(chosen.value, "url", f"{server.url}{name}")
         yield server, models.cached(chosen)
 
 
 @pytest.mark.parametrize("fault", ["drops", "another file", "nothing there", "an endless error"])
-def test_weights_that_do_not_arrive_whole_leave_nothing(
-    fault: str, weights: tuple[tiny.Server, Path], capsys: pytest.CaptureFixture[str]
+def test_incomplete_weights_leave_no_file(
+    fault: str, weights: tuple[Server, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, path = weights
     server.answers[path.name] = {
-        "drops": tiny.dropping(parts=9),
-        "another file": tiny.content(WEIGHTS),
-        "nothing there": tiny.status(404),
-        "an endless error": tiny.status(500),
+        "drops": dropping(parts=9),
+        "another file": serving.content(WEIGHTS),
+        "nothing there": serving.status(404),
+        "an endless error": serving.status(500),
     }[fault]
     assert prepare.main(["weights", "arch=resnet18"]) == 3
     err = capsys.readouterr().err
@@ -578,7 +573,7 @@ def test_weights_that_do_not_arrive_whole_leave_nothing(
     assert models.fault_of(path) == ""
 
 
-def test_weights_that_have_rotten_are_fetched_again(weights: tuple[tiny.Server, Path]) -> None:
+def test_damaged_weights_are_downloaded_again(weights: tuple[Server, Path]) -> None:
     server, path = weights
     assert prepare.main(["weights", "arch=resnet18"]) == 0
     good = path.read_bytes()
@@ -590,13 +585,13 @@ def test_weights_that_have_rotten_are_fetched_again(weights: tuple[tiny.Server, 
     assert len(server.requests) == 6
 
 
-def test_weights_fetched_by_several_at_once_are_whole(weights: tuple[tiny.Server, Path]) -> None:
+def test_weights_fetched_by_several_processes_are_complete(weights: tuple[Server, Path]) -> None:
     server, path = weights
     together = threading.Barrier(4)
 
-    def all_here(handler: tiny.Handler) -> None:
+    def all_here(handler: Handler) -> None:
         together.wait(30)
-        tiny.whole(handler)
+        whole(handler)
 
     server.answers[path.name] = all_here
     statuses: list[int] = []

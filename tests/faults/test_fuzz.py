@@ -1,4 +1,4 @@
-"""Seeded random input at each entry point: it is taken, or refused in one line that names the key, the value or the file.
+"""Seeded random input at each entry point is accepted, or refused in one line that names the key, the value or the file.
 
 The entry points are the words of launch.py, a recipe and prepare, a file of keys, and a site's profile. Host lists, env files and
 the variables of launchers are in tests/unit. Each case has a bound on its time and memory, so that a value which hangs or fills a
@@ -295,8 +295,8 @@ def lay_out(settings: parser.Settings) -> None:
     assert not refusal or not fault_of(refusal, [*KNOWN[settings.recipe].names, "GPU"])
 
 
-def test_any_words_behind_launch_or_a_recipe(tmp_path: Path) -> None:
-    """What is taken by launch.py becomes a script of which bash reads directives, and the recipe's words unchanged."""
+def test_any_arguments_of_launch_or_a_recipe(tmp_path: Path) -> None:
+    """Accepted arguments become a script in which bash reads the directives and the unchanged keys of the recipe."""
     written: list[Path] = []
 
     def show(typed: Sequence[str]) -> None:
@@ -426,7 +426,7 @@ def test_any_profile_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert any(named)
 
 
-def test_any_words_behind_prepare() -> None:
+def test_any_arguments_of_prepare() -> None:
     def make(chance: random.Random) -> Case:
         dataset = chance.choice(list(prepare.DATASETS))
         keys = {f.name: f for f in dataclasses.fields(prepare.KEYS.get(dataset, prepare.PrepareKeys))}

@@ -1,4 +1,4 @@
-"""One run that is killed twenty times ends as the run that never was: the same losses, the same state, to the last bit."""
+"""A run that is killed twenty times ends like a run that was never killed: the same losses, the same state, to the last bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def last_losses(run_dir: Path) -> dict[int, float]:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("recipe", sorted(RUNS))
-def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(
+def test_a_run_killed_at_random_moments_ends_with_the_state_of_an_unbroken_run(
     start: Start, tmp_path: Path, recipe: str, record_property: Recorded
 ) -> None:
     words, total, kills = RUNS[recipe]

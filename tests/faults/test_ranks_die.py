@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped, stuck, out of memory, or gone: the others end in bounded time, and it is named."""
+"""A rank that is killed, stopped, stuck, out of memory or missing: the others end in bounded time, and the rank is named."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> Non
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_killed_rank_is_noticed_at_once_and_named(
+def test_a_killed_rank_is_reported_immediately(
     start: Start, tmp_path: Path, rank: int, record_property: Recorded
 ) -> None:
     launcher = start(tmp_path, *ENDLESS)
@@ -101,10 +101,8 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(
 @pytest.mark.fault(2)
 @pytest.mark.parametrize("fault", ["hang", "stall"])
 @pytest.mark.long
-def test_the_ranks_that_waited_say_who_did_not_come_and_how_far_it_was(
-    start: Start, tmp_path: Path, fault: str
-) -> None:
-    """Also where that rank comes at last, and finds itself alone."""
+def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path: Path, fault: str) -> None:
+    """The missing rank arrives too late, and finds itself alone."""
     environ = {"FAULT": fault, "FAULT_AT": LATER, "FAULT_S": f"{TIMEOUT_S + 5:g}", "FAULT_DIR": str(tmp_path)}
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
     assert (tmp_path / "reached.1").exists()
@@ -123,7 +121,7 @@ def test_the_ranks_that_waited_say_who_did_not_come_and_how_far_it_was(
 @pytest.mark.fault(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.long
-def test_a_rank_that_does_not_come_to_an_evaluation_is_named(start: Start, tmp_path: Path, rank: int) -> None:
+def test_a_rank_missing_at_an_evaluation_is_named(start: Start, tmp_path: Path, rank: int) -> None:
     place = "step 10 (start of an evaluation)"
     environ = {"FAULT": "hang", "FAULT_AT": "evaluate", "FAULT_RANK": str(rank), "FAULT_DIR": str(tmp_path)}
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
@@ -144,8 +142,8 @@ def test_a_rank_that_does_not_come_to_an_evaluation_is_named(start: Start, tmp_p
 
 @pytest.mark.fault(3)
 @pytest.mark.long
-def test_a_heartbeat_inside_a_stuck_interpreter_says_nothing() -> None:
-    """What the watchdog's own process is for: a thread of Python would have to wait for the lock."""
+def test_a_heartbeat_thread_stops_with_a_stuck_interpreter() -> None:
+    """Why the watchdog is a process: a Python thread would have to wait for the interpreter lock."""
     code = """
 import ctypes, os, threading, time
 threading.Timer(0.5, os._exit, [9]).start()
@@ -162,7 +160,7 @@ print(time.monotonic() - begin)
 @pytest.mark.fault(2, 3)
 @pytest.mark.parametrize("fault", ["gil", "stop", "hang"])
 @pytest.mark.long
-def test_a_rank_alone_that_makes_no_progress_is_ended_from_outside(start: Start, tmp_path: Path, fault: str) -> None:
+def test_the_watchdog_ends_a_single_rank_without_progress(start: Start, tmp_path: Path, fault: str) -> None:
     (tmp_path / "marks").mkdir()
     environ = {"FAULT": fault, "FAULT_RANK": "0", "FAULT_AT": "8", "FAULT_DIR": f"{tmp_path}/marks"}
     rank = start(tmp_path / "run", *ENDLESS, "timeout_s=2", ranks=0, **environ)
@@ -184,7 +182,7 @@ def test_a_rank_alone_that_makes_no_progress_is_ended_from_outside(start: Start,
 
 @pytest.mark.fault(3)
 @pytest.mark.long
-def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start: Start, tmp_path: Path) -> None:
+def test_a_rank_stuck_with_the_interpreter_lock_does_not_block_the_others(start: Start, tmp_path: Path) -> None:
     (tmp_path / "marks").mkdir()
     environ = {"FAULT": "gil", "FAULT_AT": LATER, "FAULT_DIR": f"{tmp_path}/marks"}
     launcher = start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ)
@@ -200,7 +198,7 @@ def test_a_rank_that_holds_the_interpreters_lock_does_not_hold_the_others(start:
 
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("rank", [helpers.long(0), 1])
-def test_the_first_exception_is_the_one_that_is_shown(start: Start, tmp_path: Path, rank: int) -> None:
+def test_the_first_exception_is_reported(start: Start, tmp_path: Path, rank: int) -> None:
     environ = {"FAULT": "fail_later", "FAULT_RANK": "all", "FAULT_RANK_FIRST": str(rank), "FAULT_AT": "8"}
     ended = finish(start(tmp_path, *ENDLESS, **environ))
     assert_named(tmp_path, ended, rank, f"failed first: ValueError: broken on purpose, first, rank {rank}")
@@ -219,14 +217,14 @@ def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("rank", [helpers.long("0"), "1", "all"])
-def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
+def test_a_rank_that_exits_early_with_status_0_is_a_failure(start: Start, tmp_path: Path, rank: str) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="exit0", FAULT_RANK=rank, FAULT_AT="8"))
     found = helpers.read(tmp_path, "status")
     assert ended.status == 1
     assert ended.lines[-1].startswith(f"{found['state']}: "), ended.out
     if rank == "all":
         assert found["state"] == "incomplete"
-        assert found["reason"] == "every rank ended with status 0 before the run's end"
+        assert found["reason"] == "every rank exited with status 0 before the end of the run"
     else:
         assert (found["state"], found["first_failing_rank"]) == ("failed", int(rank)), found
         assert found["reason"] == f"rank {rank} on {HOST} ended with status 0 before the run's end"
@@ -236,8 +234,8 @@ def test_a_rank_that_ends_too_early_with_status_0_is_a_failure(start: Start, tmp
 
 @pytest.mark.fault(5)
 @pytest.mark.long
-def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) -> None:
-    """Why a status file is needed: the same early end, without it."""
+def test_torchrun_alone_reports_an_early_exit_as_success(tmp_path: Path) -> None:
+    """Why a status file is needed: torchrun alone reports success for the same early exit."""
     script = tmp_path / "train.py"
     script.write_text(
         f"import os\nfor step in range(10):\n    if step == 4:\n        os._exit(0)\nopen('{tmp_path}/model', 'w')"
@@ -249,7 +247,7 @@ def test_torchruns_word_for_ranks_that_end_too_early_is_success(tmp_path: Path) 
 
 
 @pytest.mark.fault(6)
-def test_out_of_memory_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
+def test_out_of_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
     ended = finish(start(tmp_path, *ENDLESS, FAULT="memory", FAULT_AT="8"))
     assert_named(tmp_path, ended, 1, "out of memory")
     reason = helpers.read(tmp_path, "status")["reason"]
@@ -260,7 +258,7 @@ def test_out_of_memory_is_one_line_with_the_sizes(start: Start, tmp_path: Path) 
 
 @pytest.mark.fault(6)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_out_of_memory_on_a_gpu_is_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
+def test_out_of_gpu_memory_is_reported_in_one_line_with_the_sizes(start: Start, tmp_path: Path) -> None:
     environ = {"FAULT": "gpu_memory", "FAULT_RANK": "0", "FAULT_AT": "8"}
     ended = finish(start(tmp_path, *ENDLESS, "device=cuda", ranks=0, **environ))
     reason = helpers.read(tmp_path, "status")["reason"]
@@ -292,8 +290,8 @@ def impatient(tmp_path: Path) -> Path:
 
 @pytest.mark.fault(8)
 @pytest.mark.long
-def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> None:
-    """A pipe that nobody writes to, among the images: as a file on a file system that has gone."""
+def test_a_hanging_read_names_the_file(impatient: Path, tmp_path: Path) -> None:
+    """One of the images is a pipe without a writer, like a file on a file system that is gone."""
     folder = tmp_path / "images"
     for split in ("train", "val"):
         helpers.write_images(folder / split, 2, 24, 32)
@@ -320,7 +318,7 @@ def test_a_read_that_hangs_names_the_file(impatient: Path, tmp_path: Path) -> No
 @pytest.mark.fault(8)
 @pytest.mark.long
 def test_a_loader_process_that_is_killed_ends_the_run(start: Start, tmp_path: Path) -> None:
-    """Of a recipe of one's own that has such processes: these recipes read in threads."""
+    """For a user's recipe with loader processes; the recipes here read in threads."""
     launcher = start(tmp_path / "run", *ENDLESS, FAULT="loader", FAULT_AT="8", FAULT_DIR=str(tmp_path))
     worker = int(conftest.wait_for_file(tmp_path / "worker.1"))
     os.kill(worker, signal.SIGKILL)
@@ -344,7 +342,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
         if how == "stopped twice":
             launcher.terminate()
             assert launcher.stdout
-            while "once more to stop at once" not in launcher.stdout.readline():
+            while "a second signal ends them immediately" not in launcher.stdout.readline():
                 assert launcher.poll() is None
             time.sleep(2 * signals.TOGETHER_S)
             launcher.terminate()
@@ -365,7 +363,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path, how: s
         ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
     ],
 )
-def test_a_rank_that_never_starts_is_named_at_the_timeout(
+def test_a_rank_that_never_starts_is_named_after_the_timeout(
     start: Start, tmp_path: Path, rank: str, expected: str
 ) -> None:
     port = helpers.free_port()
@@ -395,10 +393,8 @@ def suspend(pids: list[int], seconds: float) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault(40)
-def test_a_run_that_was_suspended_continues_and_one_that_breaks_by_it_is_to_be_requeued(
-    start: Start, tmp_path: Path
-) -> None:
-    """Longer than timeout_s. Where a connection is lost meanwhile, the suspension is the cause that is named."""
+def test_a_suspended_run_continues_or_is_requeued_if_its_connection_is_lost(start: Start, tmp_path: Path) -> None:
+    """Suspended for longer than timeout_s. If a connection is lost, the reason names the suspension."""
     suspended_s = 8.0
     launcher = start(tmp_path, *ENDLESS, "timeout_s=5", "pace_s=0.02")
     conftest.wait_for_step(launcher, tmp_path, 6)

@@ -59,7 +59,7 @@ def assert_saved(run_dir: Path, ended: Ended, attempt: int = 0, reason: str = "S
     return int(status["step"])
 
 
-def assert_goes_on(start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2) -> None:
+def assert_resumes(start: Start, run_dir: Path, step: int, attempt: int = 1, ranks: int = 2) -> None:
     """A run that was saved at ``step`` ends as it should."""
     ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}", ranks=ranks))
     assert ended.status == 0, ended.out
@@ -68,7 +68,7 @@ def assert_goes_on(start: Start, run_dir: Path, step: int, attempt: int = 1, ran
 
 
 @pytest.mark.fault(23)
-def test_a_signal_during_a_save_is_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
+def test_a_signal_during_a_save_causes_one_more_save(start: Start, tmp_path: Path, marks: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
     launcher = start(run_dir, *ENDLESS, **environ)
@@ -80,12 +80,12 @@ def test_a_signal_during_a_save_is_one_more_save(start: Start, tmp_path: Path, m
     ended = helpers.finish(launcher)
     step = assert_saved(run_dir, ended)
     assert (run_dir / "checkpoints" / "step-00000005.pt").exists()
-    assert_goes_on(start, run_dir, step)
+    assert_resumes(start, run_dir, step)
 
 
 @pytest.mark.fault(23)
-def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path: Path, marks: Path) -> None:
-    """The run is over: it is done, whatever asks it to stop meanwhile."""
+def test_a_signal_during_the_last_save_changes_nothing(start: Start, tmp_path: Path, marks: Path) -> None:
+    """The run has finished its steps, so it is done in spite of the signal."""
     run_dir = tmp_path / "run"
     environ = {"FAULT": "hold_save", "FAULT_AT": "2", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
     rank = start(run_dir, "max_steps=4", ranks=0, **environ)
@@ -102,7 +102,7 @@ def test_a_signal_during_the_last_save_is_not_waited_for(start: Start, tmp_path:
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("where", ["start", "evaluate"])
-def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_evaluation_at_this(
+def test_a_signal_during_the_start_saves_at_the_next_step_and_during_an_evaluation_at_the_current(
     start: Start, tmp_path: Path, marks: Path, where: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -116,7 +116,7 @@ def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_eval
     assert step == (1 if where == "start" else 10)  # an epoch has ten
     if where == "evaluate":
         assert "val_top1" not in helpers.rows(run_dir)[-1]  # not a part of it
-    assert_goes_on(start, run_dir, step)
+    assert_resumes(start, run_dir, step)
     if where == "evaluate":  # it is done anew, before the next step
         assert 0.0 <= helpers.rows(run_dir)[9]["val_top1"] <= 1.0
         assert [row["step"] for row in helpers.rows(run_dir)] == list(range(1, 14))
@@ -125,21 +125,21 @@ def test_a_signal_during_the_start_saves_at_the_next_step_and_one_during_an_eval
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("of", ["the last step", "evaluate=true"])
 @pytest.mark.long
-def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path: Path, marks: Path, of: str) -> None:
+def test_a_stopped_evaluation_is_repeated(start: Start, tmp_path: Path, marks: Path, of: str) -> None:
     run_dir, words = tmp_path / "run", ("max_steps=4",)
     if of == "evaluate=true":
         first = helpers.finish(start(run_dir, *words, ranks=0))
         assert first.status == 0, first.out
         words = ("max_steps=4", "evaluate=true")
     environ = {"FAULT": "wait", "FAULT_AT": "evaluate", "FAULT_RANK": "0", "FAULT_DIR": str(marks)}
-    told = start(run_dir, *words, ranks=0, **environ)
+    process = start(run_dir, *words, ranks=0, **environ)
     conftest.wait_for_file(marks / "reached.0")
-    told.terminate()
+    process.terminate()
     folder = run_dir / rundir.EVALUATION if of == "evaluate=true" else run_dir
     ends = "stops" if of == "evaluate=true" else "saves at the next step"
     helpers.wait_until(noted(folder, "SIGTERM", ends), AT_ONCE_S + 5, "the signal's line")
     go(marks)
-    ended = helpers.finish(told)
+    ended = helpers.finish(process)
     assert ended.status == 75, ended.out
     status = helpers.read(folder, "status")
     assert (status["state"], status["step"], status["reason"]) == ("preempted", 4, "SIGTERM")
@@ -152,14 +152,14 @@ def test_an_evaluation_that_is_told_to_stop_is_done_again(start: Start, tmp_path
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("told", [helpers.long(0), 1])
-def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start, tmp_path: Path, told: int) -> None:
-    """As rank 0 alone sees the end of the job come; an evaluation here takes 60 s."""
+@pytest.mark.parametrize("rank", [helpers.long(0), 1])
+def test_a_signal_to_one_rank_interrupts_the_evaluation_of_all(start: Start, tmp_path: Path, rank: int) -> None:
+    """For example, only rank 0 watches the time limit. An evaluation here takes 60 s."""
     launcher = start(tmp_path, *ENDLESS, "evaluate_s=60")
     conftest.wait_for_step(launcher, tmp_path, 9)
     helpers.wait_until(lambda: (tmp_path / "evaluating.1").exists(), 30, "the evaluation")
     begin = time.monotonic()
-    os.kill(helpers.children(launcher.pid)[told], signal.SIGTERM)
+    os.kill(helpers.children(launcher.pid)[rank], signal.SIGTERM)
     ended = helpers.finish(launcher)
     assert time.monotonic() - begin < 20
     assert assert_saved(tmp_path, ended) == 10
@@ -167,17 +167,17 @@ def test_a_rank_that_is_told_alone_cuts_the_evaluation_of_all_short(start: Start
 
 @pytest.mark.fault(23)
 @pytest.mark.long
-def test_an_evaluation_in_a_folder_of_its_own_is_done_again_there(start: Start, tmp_path: Path, marks: Path) -> None:
+def test_a_stopped_evaluation_in_its_own_folder_is_repeated_there(start: Start, tmp_path: Path, marks: Path) -> None:
     trained, run_dir = tmp_path / "trained", tmp_path / "evaluated"
     first = helpers.finish(start(trained, "max_steps=4", ranks=0))
     assert first.status == 0, first.out
     words = ("max_steps=4", "evaluate=true", f"resume={trained}/checkpoints/step-00000004.pt")
-    told = start(run_dir, *words, ranks=0, FAULT="wait", FAULT_AT="evaluate", FAULT_RANK="0", FAULT_DIR=str(marks))
+    process = start(run_dir, *words, ranks=0, FAULT="wait", FAULT_AT="evaluate", FAULT_RANK="0", FAULT_DIR=str(marks))
     conftest.wait_for_file(marks / "reached.0")
-    told.terminate()
+    process.terminate()
     helpers.wait_until(noted(run_dir, "SIGTERM", "stops"), AT_ONCE_S + 5, "the signal's line")
     go(marks)
-    assert helpers.finish(told).status == 75
+    assert helpers.finish(process).status == 75
     again = helpers.finish(start(run_dir, *words, ranks=0))
     assert again.status == 0, again.out
     assert helpers.read(run_dir, "status")["state"] == "done"
@@ -188,8 +188,8 @@ def test_an_evaluation_in_a_folder_of_its_own_is_done_again_there(start: Start, 
 @pytest.mark.fault(23)
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Start, tmp_path: Path) -> None:
-    """To the ranks, as a batch system does it; the run directory has a checkpoint, which is gone on from in the end."""
+def test_a_signal_at_any_moment_of_the_start_does_no_harm(start: Start, tmp_path: Path) -> None:
+    """The signal goes to the ranks, as from a batch system. At the end the run resumes from the checkpoint that it had before."""
     run_dir, draw = tmp_path / "run", random.Random(23)
     first = helpers.finish(start(run_dir, *ENDLESS, "max_steps=5"))
     assert first.status == 0, first.out
@@ -215,8 +215,8 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_and_does_no_harm(start: Sta
 
 
 @pytest.mark.fault(24)
-def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
-    """As a batch system may send them: USR2, then TERM, then TERM again, to all ranks, while they cannot act."""
+def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
+    """As a batch system may send them to all ranks: USR2, then TERM, then TERM again, while the ranks are inside a step."""
     run_dir = tmp_path / "run"
     environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
     launcher = start(run_dir, *ENDLESS, **environ)
@@ -229,24 +229,26 @@ def test_several_signals_are_one_save(start: Start, tmp_path: Path, marks: Path)
     go(marks)
     ended = helpers.finish(launcher)
     step = assert_saved(run_dir, ended, reason="SIGUSR2")
-    assert step == 8  # the one in which rank 0 was told
+    assert step == 8  # the step in which rank 0 got the signal
     assert conftest.log(run_dir, 0).count("saves at the next step") == 1  # the first one's alone
-    assert_goes_on(start, run_dir, step)
+    assert_resumes(start, run_dir, step)
 
 
 @pytest.mark.fault(23, 24)
 @pytest.mark.long
-def test_one_rank_that_is_told_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     launcher = start(run_dir, *ENDLESS)
     conftest.wait_for_step(launcher, run_dir)
     os.kill(helpers.children(launcher.pid)[1], signal.SIGUSR2)
     step = assert_saved(run_dir, helpers.finish(launcher), reason="SIGUSR2")
-    assert_goes_on(start, run_dir, step)
+    assert_resumes(start, run_dir, step)
 
 
 @pytest.mark.fault(23)
-def test_a_signal_is_noted_at_once_while_a_rank_waits_for_another(start: Start, tmp_path: Path, marks: Path) -> None:
+def test_a_signal_is_logged_immediately_while_a_rank_waits_for_another(
+    start: Start, tmp_path: Path, marks: Path
+) -> None:
     """The main thread is inside a collective, where no Python handler runs."""
     run_dir = tmp_path / "run"
     environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
@@ -281,7 +283,7 @@ def test_a_checkpoint_is_on_the_disk_soon_after_the_signal(
 
 
 @pytest.mark.fault(23)
-def test_a_signal_that_whoever_started_it_has_blocked_is_heeded(start: Start, tmp_path: Path) -> None:
+def test_a_signal_blocked_by_the_parent_process_still_works(start: Start, tmp_path: Path) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     try:
         launcher = start(tmp_path, "epochs=1000000")
@@ -364,7 +366,7 @@ COMMANDS = {
         pytest.param("one process", "hang_up", "SIGHUP", marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c_and_a_terminal_that_goes_save(repo: Path, tmp_path: Path, command: str, how: str, reason: str) -> None:
+def test_ctrl_c_and_a_closed_terminal_save(repo: Path, tmp_path: Path, command: str, how: str, reason: str) -> None:
     argv = [sys.executable, *COMMANDS[command], "device=cpu", f"run_dir={tmp_path}", *ENDLESS]
     terminal = Terminal(argv, repo, helpers.clean_environment())
     try:
@@ -383,8 +385,8 @@ def test_ctrl_c_and_a_terminal_that_goes_save(repo: Path, tmp_path: Path, comman
 @pytest.mark.fault(24)
 @pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
-def test_with_nohup_it_goes_on_where_the_terminal_goes(repo: Path, tmp_path: Path, command: str) -> None:
-    """Its stderr is the terminal, of which nothing is to be read or written any more."""
+def test_with_nohup_the_run_continues_when_the_terminal_closes(repo: Path, tmp_path: Path, command: str) -> None:
+    """stderr is the closed terminal, where reads and writes fail."""
     argv = [
         "/usr/bin/env",
         "--ignore-signal=HUP",
@@ -436,7 +438,7 @@ def test_ctrl_c_twice_does_not_wait(repo: Path, tmp_path: Path, marks: Path, com
 
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
-    """By hand, the other rank never started: the wait is torch's, in which no Python handler runs."""
+    """The other rank is never started. The rank waits inside torch, where no Python handler runs."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     port = helpers.free_port()
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,4 +1,4 @@
-"""What happens to jobs on a cluster, done to them on a real Slurm: what each must come to, and within which time.
+"""Faults of jobs on a real Slurm: how each job must end, and within which time.
 
 Time limits, preemption, requeues, dead nodes and daemons, ranks that are killed, stop or leave. Jobs run the recipe broken.
 """
@@ -29,7 +29,7 @@ from tests.faults.conftest import Recorded
 from tests.helpers import rows, wait_until
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
-from tests.slurm.jobs import PYTHON, TWO_BY_ONE, read, said
+from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines, read
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -70,7 +70,7 @@ class Job:
     def status(self) -> dict[str, Any]:
         return rundir.read_status(self.run_dir) or {"state": "not begun"}
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def tail(self) -> str:
@@ -102,7 +102,7 @@ def mortal() -> Iterator[Cluster]:
         yield cluster
 
 
-# --- what the tests say ----------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------
 
 
 def submit(
@@ -134,8 +134,8 @@ def wait_requeued(job: Job, timeout_s: float, restarts: int = 1) -> None:
     jobs.wait_requeued(job.slurm, job.id, job.log, timeout_s, restarts)
 
 
-def goes_on(job: Job, step: int, attempt: int = 1) -> None:
-    """The queued job starts, and its first step is the one behind ``step``."""
+def resumes(job: Job, step: int, attempt: int = 1) -> None:
+    """The requeued job starts, and its first step is the one after ``step``."""
     jobs.start_again(job.slurm, job.id)
     trains(job, attempt, step + 3)
     assert next(row["step"] for row in rows(job.run_dir) if row["attempt"] == attempt) == step + 1
@@ -162,8 +162,8 @@ def last_row(run_dir: Path) -> int:
 
 
 @pytest.mark.fault(17)
-def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    """One that Slurm signals by itself, up to 30 s early; and then one of a site that sends no signal."""
+def test_before_the_time_limit_jobs_save_and_are_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+    """First a job that Slurm signals, up to 30 s early. Then a job without a signal."""
     silent = clone / "sbatch/silent.sh"
     lines = (clone / SCRIPT).read_text().splitlines(keepends=True)
     silent.write_text("".join(line for line in lines if not line.startswith("#SBATCH --signal")))
@@ -175,11 +175,11 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
     def back_in_the_queue(job: Job, reason: str) -> None:
         wait_requeued(job, 90)
         step = saved_at(job, reason)
-        assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.said()
+        assert f"broken: saved at step {step}; requeued (restart 1 of at most 20)" in job.log_text()
 
     def with_more_time(job: Job) -> None:
         slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10", check=True)
-        goes_on(job, job.status()["step"])
+        resumes(job, job.status()["step"])
         jobs.leave_no_job(slurm)
 
     # One after the other: each has to import torch and train within its minute.
@@ -195,7 +195,7 @@ def test_ahead_of_the_time_limit_jobs_are_saved_and_queued_again(slurm: Cluster,
 
 
 @pytest.mark.fault(39)
-def test_sigusr1_saves_and_requeues_also_where_only_the_batch_shell_gets_it(
+def test_sigusr1_saves_and_requeues_even_if_only_the_batch_shell_gets_it(
     slurm: Cluster, clone: Path, tmp_path: Path
 ) -> None:
     """Both are conventions of sites: `--signal=USR1@60` and `--signal=B:USR1@60`."""
@@ -205,12 +205,14 @@ def test_sigusr1_saves_and_requeues_also_where_only_the_batch_shell_gets_it(
         slurm.run("scancel", *options, job.id, check=True)
         wait_requeued(job, 20, restarts=attempt + 1)
         step = saved_at(job, "SIGUSR1", attempt)
-        goes_on(job, step, attempt + 1)
+        resumes(job, step, attempt + 1)
 
 
 @pytest.mark.fault(18)
 @pytest.mark.parametrize("grace_s", [0, 8])
-def test_a_preempted_job_saves_at_once_and_goes_on(slurm: Cluster, clone: Path, tmp_path: Path, grace_s: int) -> None:
+def test_a_preempted_job_saves_immediately_and_resumes(
+    slurm: Cluster, clone: Path, tmp_path: Path, grace_s: int
+) -> None:
     """Slurm sends SIGCONT and SIGTERM at once, and kills after KillWait, or GraceTime and KillWait."""
     slurm.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}", check=True)
     try:
@@ -222,23 +224,25 @@ def test_a_preempted_job_saves_at_once_and_goes_on(slurm: Cluster, clone: Path, 
         step = saved_at(job, "SIGTERM")
         assert slurm.wait_job(high) == "COMPLETED"
         assert job.fields()["Restarts"] == "1"  # by Slurm or by the job itself, not by both
-        goes_on(job, step)
+        resumes(job, step)
     finally:
         slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0", check=True)
 
 
 @pytest.mark.fault(19)
-def test_a_job_that_an_operator_requeues_saves_and_goes_on(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_job_requeued_by_an_operator_saves_and_resumes(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path)
     trains(job)
     slurm.run("scontrol", "requeue", job.id, check=True)
     wait_requeued(job, slurm.options.kill_wait_s + 15)
-    goes_on(job, saved_at(job, "SIGTERM"))
+    resumes(job, saved_at(job, "SIGTERM"))
     assert job.fields()["Restarts"] == "1"
 
 
 @pytest.mark.fault(19)
-def test_where_a_step_outlasts_kill_wait_one_interval_is_lost(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_step_longer_than_kill_wait_loses_one_checkpoint_interval(
+    slurm: Cluster, clone: Path, tmp_path: Path
+) -> None:
     fault = {"FAULT": "hang", "FAULT_AT": "23", "FAULT_ATTEMPT": "0"}
     job = submit(slurm, clone, tmp_path, "checkpoint_every_steps=10", **fault)
     trains(job, step=22)
@@ -249,7 +253,7 @@ def test_where_a_step_outlasts_kill_wait_one_interval_is_lost(slurm: Cluster, cl
         assert (status["state"], status["step"]) == ("failed", 20)
         assert status["reason"].startswith("all ranks exited without an error record (killed from outside")
     assert newest(job.run_dir) == 20
-    goes_on(job, 20)
+    resumes(job, 20)
 
 
 @pytest.mark.fault(19)
@@ -267,9 +271,7 @@ def test_a_cancelled_job_is_saved_within_kill_wait_and_stays_cancelled(
 
 
 @pytest.mark.fault(26)
-def test_of_an_array_only_the_task_that_was_stopped_is_queued_again(
-    slurm: Cluster, clone: Path, tmp_path: Path
-) -> None:
+def test_only_the_stopped_task_of_an_array_is_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     options = ("--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
     array = slurm.submit(f"--output={tmp_path}/%a", *options, SCRIPT, *KEYS, cwd=clone, env=PYTHON)
     task = [Job(slurm, f"{array}_{n}", clone / f"runs/broken/{array}_{n}", tmp_path / str(n)) for n in (0, 1)]
@@ -279,7 +281,7 @@ def test_of_an_array_only_the_task_that_was_stopped_is_queued_again(
     wait_requeued(task[1], 20)
     step = saved_at(task[1], "SIGUSR2")
     before = last_row(task[0].run_dir)
-    goes_on(task[1], step)
+    resumes(task[1], step)
     assert (task[0].fields()["JobState"], task[0].fields()["Restarts"]) == ("RUNNING", "0")
     assert task[0].status()["attempt"] == 0
     assert last_row(task[0].run_dir) > before
@@ -287,10 +289,10 @@ def test_of_an_array_only_the_task_that_was_stopped_is_queued_again(
 
 @pytest.mark.fault(17, 19)
 @pytest.mark.parametrize("stop", ["USR2", "requeue"])
-def test_under_submitit_a_stop_saves_and_the_waiting_launcher_sees_the_run_to_its_end(
+def test_under_submitit_a_stop_saves_and_the_launcher_waits_for_the_resumed_run(
     slurm: Cluster, clone: Path, tmp_path: Path, stop: str
 ) -> None:
-    """submitit's own handler would take USR2 for its time being over, and ignore SIGTERM."""
+    """submitit's own handler would treat USR2 as its time limit, and ignore SIGTERM."""
     run_dir, log = tmp_path / "run", tmp_path / "said"
     words = [*KEYS, "max_steps=250", "nodes=2", "ranks_per_node=1", f"run_dir={run_dir}"]
     with jobs.launched(slurm, clone, log, *words, recipe="broken") as (process, job_id):
@@ -300,9 +302,9 @@ def test_under_submitit_a_stop_saves_and_the_waiting_launcher_sees_the_run_to_it
         slurm.run(*command, job.id, check=True)
         wait_requeued(job, slurm.options.kill_wait_s + 15)
         step = saved_at(job, "SIGUSR2" if stop == "USR2" else "SIGTERM")
-        goes_on(job, step)
+        resumes(job, step)
         assert process.wait(60) == 0, job.tail()
-    assert said(log)[-1] == f"job {job.id}: completed; run directory {run_dir}"
+    assert log_lines(log)[-1] == f"job {job.id}: completed; run directory {run_dir}"
     assert [row["step"] for row in rows(run_dir)] == list(range(1, 251))
     summary = read(run_dir / "summary.json")
     assert (summary["resumed_from_step"], summary["restarts"]) == (step, 1)
@@ -313,8 +315,8 @@ def test_under_submitit_a_stop_saves_and_the_waiting_launcher_sees_the_run_to_it
 
 
 @pytest.mark.fault(17)
-def test_submitit_by_itself_gives_up_what_is_told_to_stop(slurm: Cluster, tmp_path: Path) -> None:
-    """What the test above would come to without this project's part: neither saved nor queued again."""
+def test_plain_submitit_neither_saves_nor_requeues_on_a_signal(slurm: Cluster, tmp_path: Path) -> None:
+    """The test above without this project: the run neither saves nor is requeued."""
     code = (
         "import sys, time, submitit\n"
         "executor = submitit.SlurmExecutor(folder=sys.argv[1])\n"
@@ -335,7 +337,7 @@ def test_submitit_by_itself_gives_up_what_is_told_to_stop(slurm: Cluster, tmp_pa
 
 
 @pytest.mark.fault(22)
-def test_a_job_is_queued_again_max_requeues_times(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_job_is_requeued_at_most_max_requeues_times(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, "max_requeues=1")
     for attempt in (0, 1):
         trains(job, attempt, 3)
@@ -345,12 +347,14 @@ def test_a_job_is_queued_again_max_requeues_times(slurm: Cluster, clone: Path, t
             jobs.start_again(job.slurm, job.id)
     assert ended(job) == ("FAILED", "75:0")
     step = saved_at(job, "SIGUSR2", attempt=1)
-    assert said(job.log)[-1].startswith(f"broken: saved at step {step}; not requeued, since max_requeues= is reached")
+    assert log_lines(job.log)[-1].startswith(
+        f"broken: saved at step {step}; not requeued, since max_requeues= is reached"
+    )
 
 
 @pytest.mark.fault(22)
-def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    """Preempted in its start each time, it would be queued again for as long as it may."""
+def test_an_attempt_without_progress_is_not_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+    """A job that is preempted during each start would otherwise be requeued up to the limit."""
     marks = str(tmp_path)
     job = submit(slurm, clone, tmp_path, FAULT="start_slowly", FAULT_AT="start", FAULT_RANK="all", FAULT_DIR=marks)
     trains(job)
@@ -363,25 +367,23 @@ def test_an_attempt_that_gains_no_step_is_the_last(slurm: Cluster, clone: Path, 
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
     assert ended(job) == ("FAILED", "75:0"), job.tail()
     assert saved_at(job, "SIGUSR2", attempt=1) == step
-    assert said(job.log)[-1].startswith(
+    assert log_lines(job.log)[-1].startswith(
         f"broken: saved at step {step}; not requeued, since its last start completed no step"
     )
     assert job.fields()["Restarts"] == "1"
 
 
 @pytest.mark.fault(22)
-def test_a_job_that_fails_in_its_start_is_not_queued_again(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_job_that_fails_at_its_start_is_not_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="fail", FAULT_AT="start", FAULT_RANK="all")
     assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     assert job.fields()["Restarts"] == "0"
-    assert re.search(r"rank \d on node\d failed first: ValueError: broken on purpose", said(job.log)[-1])
+    assert re.search(r"rank \d on node\d failed first: ValueError: broken on purpose", log_lines(job.log)[-1])
 
 
 @pytest.mark.fault(25)
 @pytest.mark.parametrize("stub", ["missing", "failing"])
-def test_without_scontrol_the_run_is_saved_and_it_is_said(
-    slurm: Cluster, clone: Path, tmp_path: Path, stub: str
-) -> None:
+def test_without_scontrol_the_run_saves_and_reports_it(slurm: Cluster, clone: Path, tmp_path: Path, stub: str) -> None:
     job = submit(slurm, clone, tmp_path, PATH=path_where_scontrol_is(stub, tmp_path / "bin"))
     trains(job)
     slurm.run("scancel", "--signal=USR2", job.id, check=True)
@@ -393,7 +395,7 @@ def test_without_scontrol_the_run_is_saved_and_it_is_said(
         else "Slurm's controller does not answer: no controller today"
     )
     last = f"broken: saved at step {step}; not requeued ({why}"
-    assert said(job.log)[-1].startswith(last)
+    assert log_lines(job.log)[-1].startswith(last)
     assert job.fields()["Restarts"] == "0"
 
 
@@ -431,9 +433,7 @@ def mended(mortal: Cluster) -> Iterator[Cluster]:
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("node", ["node1", "node2"])  # with the batch script and rank 0, and the other
-def test_a_job_whose_node_dies_is_queued_again_and_goes_on(
-    mended: Cluster, clone: Path, tmp_path: Path, node: str
-) -> None:
+def test_a_job_whose_node_dies_is_requeued_and_resumes(mended: Cluster, clone: Path, tmp_path: Path, node: str) -> None:
     job = submit(mended, clone, tmp_path, "checkpoint_every_steps=10")
     trains(job, step=12)
     mended.kill_node(node)
@@ -442,14 +442,14 @@ def test_a_job_whose_node_dies_is_queued_again_and_goes_on(
     step = newest(job.run_dir)
     assert step >= max(10, last_row(job.run_dir) - 10)  # an interval is lost at most
     mended.restart_slurmd(node)
-    goes_on(job, step)
+    resumes(job, step)
 
 
 @pytest.mark.fault(21)
-def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
+def test_an_attempt_that_outlives_its_requeue_cannot_write_to_the_run(
     mended: Cluster, clone: Path, tmp_path: Path
 ) -> None:
-    """Only the daemon dies: Slurm takes the node for dead and starts the job on the other one, while its first ranks train on."""
+    """Only the daemon dies. Slurm considers the node dead and starts the job on the other one, while the first ranks continue to train."""
     options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
     job = submit(mended, clone, tmp_path, "checkpoint_every_steps=300", options=options)
     trains(job)
@@ -493,7 +493,7 @@ def test_an_attempt_that_outlives_its_requeue_cannot_touch_the_run(
 
 
 @pytest.mark.fault(1)
-def test_a_killed_rank_ends_the_job_and_the_run_can_go_on(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_the_run_can_be_resumed(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, "checkpoint_every_steps=10")
     trains(job, step=12)
     os.kill(rank_pids(job)[1], signal.SIGKILL)
@@ -501,7 +501,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_go_on(slurm: Cluster, clone:
     assert (state, code != "0:0") == ("FAILED", True)
     status = job.status()
     assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
-    assert said(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
+    assert log_lines(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
     step = newest(job.run_dir)
     assert step >= last_row(job.run_dir) - 10
     job = submit(slurm, clone, tmp_path, f"max_steps={step + 5}", "force=true")
@@ -518,31 +518,29 @@ def test_a_stopped_rank_ends_the_job_within_the_timeout(slurm: Cluster, clone: P
     status = job.status()
     assert (state, status["state"]) == ("FAILED", "failed")
     assert (status["first_failing_rank"], status["first_failing_host"]) == (1, "node2"), status
-    assert "rank 1 on node2" in said(job.log)[-1]
+    assert "rank 1 on node2" in log_lines(job.log)[-1]
 
 
 @pytest.mark.fault(4)
-def test_of_an_exception_on_one_rank_that_rank_and_its_error_are_named(
-    slurm: Cluster, clone: Path, tmp_path: Path
-) -> None:
+def test_an_exception_on_one_rank_names_the_rank_and_the_error(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="fail")
     assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     status = job.status()
     assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
     assert status["reason"] == "rank 1 on node2 failed first: ValueError: broken on purpose, rank 1"
-    assert said(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
+    assert log_lines(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
 
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(("rank", "state"), [("1", "failed"), ("all", "incomplete")])
-def test_ranks_that_leave_early_with_status_0_have_not_done_the_run(
+def test_ranks_that_exit_early_with_status_0_leave_the_run_incomplete(
     slurm: Cluster, clone: Path, tmp_path: Path, rank: str, state: str
 ) -> None:
     job = submit(slurm, clone, tmp_path, FAULT="exit0", FAULT_RANK=rank)
     assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
     status = job.status()
     assert status["state"] == state
-    assert ("rank 1 on node2" if rank == "1" else "every rank ended with status 0") in status["reason"]
+    assert ("rank 1 on node2" if rank == "1" else "every rank exited with status 0") in status["reason"]
     assert not (job.run_dir / "summary.json").exists()
 
 
@@ -550,7 +548,7 @@ def test_ranks_that_leave_early_with_status_0_have_not_done_the_run(
 def test_no_orphan_is_left_15_s_after_scancel(
     slurm: Cluster, clone: Path, tmp_path: Path, record_property: Recorded
 ) -> None:
-    """A loader's process that sleeps over a sample, and its rank that waits for it."""
+    """A loader process sleeps over a sample, and its rank waits for it."""
     job = submit(slurm, clone, tmp_path, FAULT="loader", FAULT_DIR=str(tmp_path))
     wait_until((tmp_path / "worker.1").exists, helpers.START_S, "the loader's process")
     there = slurm.processes(job_id=job.id)
@@ -566,18 +564,18 @@ def test_no_orphan_is_left_15_s_after_scancel(
 
 
 @pytest.mark.fault(12)
-def test_a_rank_that_never_comes_is_waited_for_in_bounded_time(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_the_wait_for_a_rank_that_never_starts_is_bounded(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """Its node hangs: the process is there and does nothing."""
     job = submit(slurm, clone, tmp_path, "timeout_s=15")
     pid = wait_until(lambda: rank_pids(job).get(1), helpers.START_S, "rank 1")
     os.kill(pid, signal.SIGSTOP)
     assert ended(job, 15 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
-    assert "rank 1 of 2 did not come in time (timeout_s)" in said(job.log)[-1]
-    assert "Traceback" not in job.said()
+    assert "rank 1 of 2 did not come in time (timeout_s)" in log_lines(job.log)[-1]
+    assert "Traceback" not in job.log_text()
 
 
 @pytest.mark.fault(14)
-def test_a_port_that_is_taken_is_named(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--hold"))
     port = ranks.port_for(int(job.id))
     code = (
@@ -593,4 +591,4 @@ def test_a_port_that_is_taken_is_named(slurm: Cluster, clone: Path, tmp_path: Pa
         slurm.run("scontrol", "release", job.id, check=True)
         assert ended(job, 30 + END_S) == ("FAILED", "3:0"), job.tail()
         listener.kill()
-    assert f"node1: port {port} is in use; set MASTER_PORT to another for all ranks" in said(job.log)[-1]
+    assert f"node1: port {port} is in use; set MASTER_PORT to another for all ranks" in log_lines(job.log)[-1]

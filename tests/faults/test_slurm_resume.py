@@ -1,4 +1,4 @@
-"""A run that a signal stops in the middle of an epoch, and that goes on, comes to the same state to the last bit.
+"""A run that a signal stops in the middle of an epoch and that is resumed ends with the same state, to the last bit.
 
 Each recipe under one way to launch it, on two ranks; and on another number of ranks the same batches, each sample once.
 """
@@ -87,7 +87,7 @@ def wait_for_steps(run_dir: Path) -> None:
     helpers.wait_until(lambda: len(helpers.rows(run_dir)) >= 4, PATIENCE_S, "four steps")
 
 
-# The ways to launch: each begins the run, has it stopped by a signal, and goes on to its end.
+# The launchers: each starts the run, stops it by a signal, and resumes it to its end.
 
 
 def stopped_here(command: list[str], repo: Path, run_dir: Path) -> None:
@@ -117,7 +117,7 @@ def stopped_job(slurm: Cluster, job: str, log: Path, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "recipe"), [("local", "cifar"), ("torchrun", "imagenet"), ("sbatch", "mnist"), ("submitit", "toy")]
 )
-def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
+def test_a_stopped_and_resumed_run_ends_with_the_state_of_an_unbroken_run(
     request: pytest.FixtureRequest, launcher: str, recipe: str, repo: Path, images: Path, whole: Callable[[str], Path],
     tmp_path: Path, record_property: Recorded,
 ) -> None:  # fmt: skip
@@ -162,10 +162,11 @@ def test_nothing_drifts_when_a_run_is_stopped_and_goes_on(
 
 
 @pytest.mark.fault(17)
-def test_signalled_by_slurm_near_its_time_limit_a_job_is_requeued_and_nothing_drifts(
-    slurm: Cluster, repo: Path, tmp_path: Path
+@pytest.mark.parametrize("sender", ["scancel", helpers.long("Slurm, near the time limit")])
+def test_a_signalled_job_is_requeued_and_ends_with_the_state_of_an_unbroken_run(
+    slurm: Cluster, repo: Path, tmp_path: Path, sender: str
 ) -> None:
-    """Slurm itself sends the signal; rank 1 waits within step 14 until both ranks have it, so that they stop in an epoch's middle."""
+    """Rank 1 waits within step 14 until both ranks have the signal, so that they stop in the middle of an epoch."""
     log, script, run_dir, marks = tmp_path / "log", repo / "sbatch/broken_2x8.sh", tmp_path / "run", tmp_path / "marks"
     script.write_text((repo / "sbatch/mnist_2x8.sh").read_text().replace("mnist", "broken"))
     marks.mkdir()
@@ -175,8 +176,11 @@ def test_signalled_by_slurm_near_its_time_limit_a_job_is_requeued_and_nothing_dr
         slurm, repo, log, *jobs.TWO_BY_ONE, str(script), *keys, f"run_dir={run_dir}", "stop_before_s=0", env=fault
     )
     helpers.wait_until((marks / "reached.1").exists, helpers.START_S, "step 14")
-    slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now+140", check=True)  # the script has --signal=USR2@120
-    ended = run([*here(repo, "broken"), *keys, f"run_dir={tmp_path}/whole"], repo)
+    if sender == "scancel":
+        slurm.run("scancel", "--signal=USR2", job, check=True)
+    else:  # the script has --signal=USR2@120
+        slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now+140", check=True)
+    ended = helpers.run_fork([*here(repo, "broken"), *keys, f"run_dir={tmp_path}/whole"], cwd=repo)
     assert ended.status == 0, ended.out
     signalled = "SIGUSR2: saves at the next step"
     helpers.wait_until(lambda: log.read_text().count(signalled) == 2, 60, "Slurm's signal")  # Slurm looks every 30 s
@@ -214,7 +218,7 @@ def of_two(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 @pytest.mark.fault(17)
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_on_another_number_of_ranks_the_same_batches_follow(
+def test_a_run_resumed_on_another_number_of_ranks_has_the_same_batches(
     of_two: tuple[Path, Path], ranks: int, repo: Path, tmp_path: Path
 ) -> None:
     whole, stopped = of_two

@@ -1,4 +1,4 @@
-"""A job that is suspended for longer than timeout_s continues when it is resumed, and comes to the same state to the last bit."""
+"""A job that is suspended for longer than timeout_s continues when it is resumed, and ends with the same state, to the last bit."""
 
 from __future__ import annotations
 

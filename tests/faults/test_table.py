@@ -1,4 +1,4 @@
-"""No fault of the table is without a test, and none of the tests names a fault that is not in it."""
+"""Each fault of the table has a test, and each test names faults of the table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, 
 
 
 @pytest.mark.long
-def test_each_test_names_what_it_shows(collected: list[tuple[str, str, list[int]]]) -> None:
+def test_each_test_names_rows_of_the_table(collected: list[tuple[str, str, list[int]]]) -> None:
     own = Path(__file__).name
     shown = [found for found in collected if found[0] != own]
     assert shown

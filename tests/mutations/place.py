@@ -2,108 +2,130 @@
 
 from tests.mutations import Mutation
 
-RANKS = "tests/unit/test_ranks.py"
-HOSTS = "tests/unit/test_hostlist.py"
-NETWORK = "tests/unit/test_network.py"
+RANKS_PY = "recipes/core/place/ranks.py"
+STEP_PY = "recipes/core/place/slurm_step.py"
+VARIABLES_PY = "recipes/core/place/launcher_variables.py"
+RANKS = "tests/unit/place/test_ranks.py"
+HOSTS = "tests/unit/place/test_hostlist.py"
+NETWORK = "tests/unit/place/test_network.py"
 GPUS = "tests/unit/doctor/test_probe_gpus.py"
-ENVFILE = "tests/unit/test_envfile.py"
-DEVICE = "tests/distributed/test_device.py"
+ENVFILE = "tests/unit/config/test_envfile.py"
+DEVICE = "tests/distributed/train/test_device.py"
 
 MUTATIONS = [
     *(
-        Mutation("recipes/core/place/ranks.py", old, new, bug, f"{RANKS}::test_detect")
-        for old, new, bug in (
+        Mutation(file, old, new, bug, f"{RANKS}::test_the_rank_is_found_from_the_launchers_variables")
+        for file, old, new, bug in (
             (
-                'tasks_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")',
-                'tasks_name = _first_set(environ, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")',
-                "a small step in a larger job waits for ranks that are not there",
+                STEP_PY,
+                'tasks_name = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")',
+                'tasks_name = first_set(environ, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")',
+                "a small step in a larger job waits for ranks that do not exist",
             ),
             (
-                '_first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")',
-                '_first_set(environ, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST")',
+                STEP_PY,
+                'first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")',
+                'first_set(environ, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST")',
                 "a step on the job's second node looks for rank 0 on the first",
             ),
             (
-                '_first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")',
-                '_first_set(environ, "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")',
+                STEP_PY,
+                'first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")',
+                'first_set(environ, "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")',
                 "a step of fewer tasks than its job is refused",
             ),
             (
-                '_first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")',
-                '_first_set(environ, "SLURM_NNODES", "SLURM_STEP_NUM_NODES")',
+                STEP_PY,
+                'first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")',
+                'first_set(environ, "SLURM_NNODES", "SLURM_STEP_NUM_NODES")',
                 "a step on fewer nodes than its job is refused",
             ),
             (
+                RANKS_PY,
                 '    if "RANK" in environ:\n        return _from_env(environ)\n',
                 '    if "RANK" in environ and not in_step(environ):\n        return _from_env(environ)\n',
                 "ranks of torchrun inside srun all take the number of their srun task",
             ),
             (
+                RANKS_PY,
                 "master_addr or layout.nodes[0], master_port or port",
                 "master_addr or layout.nodes[-1], master_port or port",
                 "the ranks look for rank 0 on the last node",
             ),
             (
+                RANKS_PY,
                 "master_addr or layout.nodes[0], master_port or port",
                 "layout.nodes[0], master_port or port",
                 "a MASTER_ADDR that the user has set is ignored under srun",
             ),
             (
+                RANKS_PY,
                 "master_addr or layout.nodes[0], master_port or port",
                 "master_addr or layout.nodes[0], port",
                 "a MASTER_PORT that the user has set is ignored under srun",
             ),
             (
-                "port_for(_job_id(environ), _step_id(environ), _restart_count(environ))",
-                "port_for(_job_id(environ), 0, _restart_count(environ))",
-                "two steps side by side in a job meet on one port",
+                RANKS_PY,
+                "port_for(job_id(environ), step_id(environ), restart_count(environ))",
+                "port_for(job_id(environ), 0, restart_count(environ))",
+                "two simultaneous steps of a job use the same port",
             ),
             (
-                "port_for(_job_id(environ), _step_id(environ), _restart_count(environ))",
-                "port_for(_job_id(environ), _step_id(environ), 0)",
+                RANKS_PY,
+                "port_for(job_id(environ), step_id(environ), restart_count(environ))",
+                "port_for(job_id(environ), step_id(environ), 0)",
                 "a requeued job finds its old port in TIME_WAIT",
             ),
             (
-                "return _Layout(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))",
-                "return _Layout(rank, local_rank, node_rank, world_size, counts[0], len(nodes), tuple(nodes))",
+                STEP_PY,
+                "return Layout(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))",
+                "return Layout(rank, local_rank, node_rank, world_size, counts[0], len(nodes), tuple(nodes))",
                 "on uneven nodes a rank counts the first node's ranks as its node's",
             ),
             (
+                STEP_PY,
                 "return ordered, [count_of[node] for node in ordered]",
                 "return nodes, counts",
                 "in a heterogeneous job the ranks look for rank 0 on another node",
             ),
             (
+                RANKS_PY,
                 "return rank // local_size, world_size // local_size",
                 "return rank % local_size, world_size // local_size",
-                "mpirun's ranks of a second node say that they are on the first",
+                "the ranks of mpirun on a second node count as ranks of the first",
             ),
             (
-                "return sum(_number(environ, name, default=0) for name in names)",
-                "return max(_number(environ, name, default=0) for name in names)",
-                "a torchrun restart in a requeued job reuses a restart's number",
+                STEP_PY,
+                "return sum(number(environ, name, default=0) for name in names)",
+                "return max(number(environ, name, default=0) for name in names)",
+                "a torchrun restart in a requeued job has the number of an earlier restart",
             ),
             (
-                "job = f\"{_number(environ, 'SLURM_ARRAY_JOB_ID')}_{_number(environ, 'SLURM_ARRAY_TASK_ID')}\"",
-                'job = str(_number(environ, "SLURM_ARRAY_JOB_ID"))',
+                RANKS_PY,
+                "job = f\"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, 'SLURM_ARRAY_TASK_ID')}\"",
+                'job = str(number(environ, "SLURM_ARRAY_JOB_ID"))',
                 "all tasks of an array write into one run directory",
             ),
             (
+                RANKS_PY,
                 'return f"{job}.{step}" if step else job',
                 "return job",
                 "two steps of a job write into one run directory",
             ),
             (
-                "return _step_id(environ) < _FIRST_RESERVED_STEP",
+                STEP_PY,
+                "return step_id(environ) < _FIRST_RESERVED_STEP",
                 "return True",
                 "a command in the shell of an interactive job waits for other ranks",
             ),
             (
+                VARIABLES_PY,
                 'address = given[1:-1] if given.startswith("[") and given.endswith("]") else given',
                 "address = given",
                 "MASTER_ADDR=[fd00::1] is refused",
             ),
             (
+                STEP_PY,
                 "if any(environ[mine] != environ.get(slurms) for mine, slurms in pairs if mine in environ):",
                 "if False:",
                 "mpiexec's ranks inside a step take the numbers of its proxies",
@@ -111,39 +133,39 @@ MUTATIONS = [
         )
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        RANKS_PY,
         "    if in_batch_shell(environ):\n",
         "    if False:\n",
         "a recipe in the batch shell without srun trains alone on one of eight GPUs",
-        f"{RANKS}::test_contradictions_are_one_clear_line",
+        f"{RANKS}::test_contradictory_variables_are_refused_in_one_line",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        STEP_PY,
         "_BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)",
         "_BATCH_STEPS = (0xFFFFFFFE,)",
-        "the same on Slurm from 26.05 on, which numbers the batch step",
-        f"{RANKS}::test_contradictions_are_one_clear_line",
+        "the same with Slurm 26.05 and later, which number the batch step",
+        f"{RANKS}::test_contradictory_variables_are_refused_in_one_line",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
-        "return 10_000 + (84 * job_id + 4 * step_id + restart_count) % 22_768",
-        "return 10_000 + (84 * job_id + step_id + restart_count) % 22_768",
-        "a restarted step takes the port of the step beside it",
+        RANKS_PY,
+        "return 10_000 + (84 * job + 4 * step + restarts) % 22_768",
+        "return 10_000 + (84 * job + step + restarts) % 22_768",
+        "a restarted step uses the port of another step",
         f"{RANKS}::test_ports_of_neighbouring_jobs_steps_and_restarts_differ",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
-        "(84 * job_id + 4 * step_id + restart_count) % 22_768",
-        "(84 * job_id + 4 * step_id + restart_count) % 32_768",
-        "a port in the ephemeral range is in use already, now and then",
+        RANKS_PY,
+        "(84 * job + 4 * step + restarts) % 22_768",
+        "(84 * job + 4 * step + restarts) % 32_768",
+        "the port is in the ephemeral range, and is sometimes in use already",
         f"{RANKS}::test_ports_of_neighbouring_jobs_steps_and_restarts_differ",
     ),
     Mutation(
-        "recipes/core/place/ranks.py",
+        STEP_PY,
         "    if sum(counts) != world_size:\n",
         "    if sum(counts) < world_size:\n",
-        "variables of an outer job are taken for the step's",
-        f"{RANKS}::test_contradictions_are_one_clear_line",
+        "variables of an outer job are used for the step",
+        f"{RANKS}::test_contradictory_variables_are_refused_in_one_line",
     ),
     # host lists
     Mutation(
@@ -157,7 +179,7 @@ MUTATIONS = [
         "recipes/core/place/hostlist.py",
         "for n in range(low, high + 1)) for",
         "for n in range(low, high)) for",
-        "the last node of each range is forgotten",
+        "the last node of each range is missing",
         HOSTS,
     ),
     Mutation(
@@ -178,7 +200,7 @@ MUTATIONS = [
         "recipes/core/place/hostlist.py",
         "return [host for item in items for host",
         "return [host for item in sorted(items, key=str) for host",
-        "hosts are sorted: rank 0 is looked for on another node",
+        "hosts are sorted, so rank 0 is expected on another node",
         HOSTS,
     ),
     Mutation(
@@ -193,14 +215,14 @@ MUTATIONS = [
         "recipes/core/place/network.py",
         "return _towards(info.nodes[1 if info.node_rank == 0 else 0])",
         "return _towards(info.nodes[0])",
-        "the first node's ranks talk over loopback and the others never reach them",
+        "the ranks of the first node use loopback, and the others cannot reach them",
         NETWORK,
     ),
     Mutation(
         "recipes/core/place/network.py",
         '"NCCL_SOCKET_IFNAME": f"={choice.interface}"',
         '"NCCL_SOCKET_IFNAME": choice.interface',
-        "NCCL takes eth0 for a prefix and uses eth01 too",
+        "NCCL reads eth0 as a prefix, and uses eth01 too",
         NETWORK,
     ),
     Mutation(
@@ -219,8 +241,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/network.py",
-        "for address in _resolve(master) if address in carriers and not _is_loopback(address)]",
-        "for address in _resolve(master) if address in carriers]",
+        "for address in _resolve(master) if address in interface_of and not is_loopback(address)]",
+        "for address in _resolve(master) if address in interface_of]",
         "on Debian the master's node binds to 127.0.1.1 and the others hang",
         NETWORK,
     ),
@@ -228,7 +250,7 @@ MUTATIONS = [
         "recipes/core/place/network.py",
         "        except NetworkError as error:\n            failures.append(error.what)\n            continue\n",
         "        except NetworkError as error:\n            raise error\n",
-        "a peer whose first address has no route is given up although its second has one",
+        "a peer is reported as unreachable although its second address has a route",
         NETWORK,
     ),
     # GPUs
@@ -236,8 +258,8 @@ MUTATIONS = [
         "recipes/core/place/gpus.py",
         'GPUs and torch sees {seen}" if seen < expected else ""',
         'GPUs and torch sees {seen}" if seen < expected // 2 else ""',
-        "a node with seven of eight GPUs passes",
-        f"{GPUS} {DEVICE}::test_missing_gpus_are_one_line_with_host_and_counts",
+        "a node with seven of eight GPUs counts as good",
+        f"{GPUS} {DEVICE}::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
     ),
     Mutation(
         "recipes/core/place/gpus.py",
@@ -251,7 +273,7 @@ MUTATIONS = [
         "return granted >= ranks or (granted",
         "return granted >= 1 or (granted",
         "two ranks share one GPU without an error",
-        f"{DEVICE}::test_missing_gpus_are_one_line_with_host_and_counts",
+        f"{DEVICE}::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
     ),
     Mutation(
         "recipes/core/place/gpus.py",
@@ -264,7 +286,7 @@ MUTATIONS = [
         "recipes/core/doctor/probe_gpus.py",
         'if gpu.get("free", 0) < FREE_SHARE * gpu.get("total", 0):',
         'if gpu.get("free", 0) < (1 - FREE_SHARE) * gpu.get("total", 0):',
-        "a GPU that somebody else fills to the half passes",
+        "a GPU whose memory another user has half filled counts as good",
         GPUS,
     ),
     Mutation(
@@ -278,7 +300,7 @@ MUTATIONS = [
         "recipes/core/place/gpus.py",
         "return min(counts, key=lambda one: one[1], default=None)",
         "return max(counts, key=lambda one: one[1], default=None)",
-        "a wrapper's ROCR_VISIBLE_DEVICES=3 beside Slurm's list counts as four GPUs",
+        "ROCR_VISIBLE_DEVICES=3, set by a wrapper in addition to Slurm's list, counts as four GPUs",
         f"{DEVICE}::test_a_rank_takes_its_gpu",
     ),
     # env files
@@ -293,7 +315,7 @@ MUTATIONS = [
         "recipes/core/config/envfile.py",
         "added = {name: value for name, value in settings.items() if name not in environ}",
         "added = {name: value for name, value in settings.items() if not environ.get(name)}",
-        "a variable that the user has set to nothing is set again",
+        "an empty variable of the user is overridden",
         ENVFILE,
     ),
     Mutation(
@@ -304,11 +326,11 @@ MUTATIONS = [
         ENVFILE,
     ),
     Mutation(
-        "recipes/core/config/envfile.py",
-        "    for layer in layers:\n",
-        "    for layer in reversed(layers):\n",
+        "recipes/core/config/profiles.py",
+        "    for file in files:\n",
+        "    for file in reversed(files):\n",
         "common.env overrides the site's env files",
-        f"{ENVFILE} {'tests/unit/test_config.py'}::test_env_files_of_network_and_site",
+        "tests/unit/config/test_config.py::test_the_sites_env_file_overrides_the_networks",
     ),
     Mutation(
         "recipes/core/config/envfile.py",
@@ -321,21 +343,21 @@ MUTATIONS = [
         "recipes/core/config/envfile.py",
         'r"(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\\w+"',
         'r"(?:SLURM|SLURMD|SBATCH|SALLOC)_\\w+"',
-        "an env file can change what each srun asks for",
+        "an env file can change what each srun requests",
         ENVFILE,
     ),
     Mutation(
         "recipes/core/config/envfile.py",
         'return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))',
         "return bool(_SECRET_PART.fullmatch(name.upper()))",
-        "an env file may hold HF_TOKEN, and a key may take its value into a log",
+        "an env file may contain HF_TOKEN, whose value can then reach a log",
         ENVFILE,
     ),
     Mutation(
         "env/ethernet.env",
         "NCCL_IB_DISABLE=1",
         "NCCL_IB_DISABLE=0",
-        "network=ethernet talks over InfiniBand cards that have no cable",
+        "network=ethernet uses InfiniBand cards without a cable",
         ENVFILE,
     ),
     Mutation(

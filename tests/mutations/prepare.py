@@ -2,10 +2,10 @@
 
 from tests.mutations import Mutation
 
-PREPARE = "tests/unit/test_prepare.py"
-CIFAR = "tests/unit/test_prepare_cifar10.py"
-IDX = "tests/unit/test_idx.py"
-PACKING = "tests/unit/test_packing.py"
+PREPARE = "tests/unit/data/test_prepare.py"
+CIFAR = "tests/unit/data/test_prepare_cifar10.py"
+IDX = "tests/unit/data/test_idx.py"
+PACKING = "tests/unit/data/test_packing.py"
 FILES = "recipes/core/data/download.py"
 RECIPE = "recipes/prepare.py"
 ATOMIC = "recipes/core/files.py"
@@ -16,42 +16,42 @@ MUTATIONS = [
         "    try:\n        os.fsync(folder)\n",
         "    try:\n        pass\n",
         "after a crash of the machine a finished download is gone",
-        f"{PREPARE}::test_a_file_is_on_the_disk_before_it_has_its_name",
+        f"{PREPARE}::test_a_file_is_flushed_before_it_is_renamed",
     ),
     Mutation(
         ATOMIC,
         "            os.fsync(file.fileno())\n",
         "",
         "after a crash of the machine a finished download is empty",
-        f"{PREPARE}::test_a_file_is_on_the_disk_before_it_has_its_name",
+        f"{PREPARE}::test_a_file_is_flushed_before_it_is_renamed",
     ),
     Mutation(
         FILES,
         "for attempt in range(ATTEMPTS):",
         "for attempt in range(1000):",
         "a server that always drops the connection is asked a thousand times",
-        f"{PREPARE}::test_a_server_that_always_drops_is_given_up",
+        f"{PREPARE}::test_a_server_that_misbehaves_is_given_up",
     ),
     Mutation(
         FILES,
         "retry=error.code == 429 or error.code >= 500",
         "retry=error.code >= 500",
         "a server that asks to come back later is given up at once",
-        f"{PREPARE}::test_a_busy_server_is_asked_again",
+        f"{PREPARE}::test_a_busy_server_is_retried",
     ),
     Mutation(
         FILES,
         "            raise DataFileError(describe(error)) from None",
         "            raise FetchError(describe(error), retry=True) from None",
         "a mirror that does not have the file is asked again before the next one",
-        f"{PREPARE}::test_a_wrong_file_is_named_and_replaced_only_by_a_good_one",
+        f"{PREPARE}::test_a_damaged_file_is_replaced_only_by_a_valid_one",
     ),
     Mutation(
         FILES,
         "files.write_whole(folder / file.name, functools.partial(_write, content, file, progress))",
         'with (folder / file.name).open("wb") as out:\n                    _write(content, file, progress, out)',
         "a killed download leaves half a file under the final name",
-        f"{PREPARE}::test_a_damaged_source",
+        f"{PREPARE}::test_a_damaged_source_is_refused",
     ),
     Mutation(
         "recipes/core/data/datasets.py",
@@ -89,46 +89,46 @@ MUTATIONS = [
         IDX,
     ),
     Mutation(
-        "recipes/core/train/checkpoint.py",
-        "if usage.total and usage.free < need:",
-        "if usage.total and usage.total < need:",
+        "recipes/core/files.py",
+        "free is not None and free < need",
+        "free is not None and free < 0",
         "a disk that is too full is found after the download",
-        f"{PREPARE}::test_too_little_room_is_found_before_fetching",
+        f"{PREPARE}::test_too_little_disk_space_is_reported_before_fetching",
     ),
     Mutation(
         FILES,
         "file.size + file.size // 100 + (1 << 16)",
         "1 << 62",
         "an endless body fills the disk",
-        f"{PREPARE}::test_an_announced_size_that_is_too_large_is_not_read",
+        f"{PREPARE}::test_a_server_that_misbehaves_is_given_up",
     ),
     Mutation(
         "recipes/core/data/datasets.py",
         '"deer", "dog", "frog"',
         '"dog", "deer", "frog"',
         "two classes of CIFAR-10 have each other's names",
-        f"{CIFAR}::test_the_real_hashes_sizes_and_mirrors_are_the_published_ones",
+        f"{CIFAR}::test_hashes_sizes_and_mirrors_are_the_published_ones",
     ),
     Mutation(
         "recipes/core/data/datasets.py",
         '        DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),\n',
         '        DataFile("t10k-labels-idx1-ubyte", 10000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),\n',
         "MNIST's labels never verify",
-        f"{CIFAR}::test_the_real_hashes_sizes_and_mirrors_are_the_published_ones",
+        f"{CIFAR}::test_hashes_sizes_and_mirrors_are_the_published_ones",
     ),
     Mutation(
         "recipes/core/data/datasets.py",
         "        170052171,\n",
         "        170498071,\n",
         "CIFAR-10's archive never verifies (the size is the pickled archive's)",
-        f"{CIFAR}::test_the_real_hashes_sizes_and_mirrors_are_the_published_ones",
+        f"{CIFAR}::test_hashes_sizes_and_mirrors_are_the_published_ones",
     ),
     Mutation(
         "recipes/core/data/datasets.py",
         '"https://ossci-datasets.s3.amazonaws.com/mnist/",\n        "https://storage.googleapis.com/cvdf-datasets/mnist/"',
         '"http://yann.lecun.com/exdb/mnist/",\n        "https://storage.googleapis.com/cvdf-datasets/mnist/"',
         "MNIST is fetched from a mirror that does not serve it",
-        f"{CIFAR}::test_the_real_hashes_sizes_and_mirrors_are_the_published_ones",
+        f"{CIFAR}::test_hashes_sizes_and_mirrors_are_the_published_ones",
     ),
     Mutation(
         RECIPE,
@@ -142,28 +142,28 @@ MUTATIONS = [
         'return local + [f"{mirror}{file.name}{dataset.ending}" for mirror in mirrors]',
         'return [f"{mirror}{file.name}{dataset.ending}" for mirror in mirrors] + local',
         "files that were carried to an offline machine are fetched all the same",
-        f"{PREPARE}::test_a_copy_carried_into_data_dir_needs_no_mirror",
+        f"{PREPARE}::test_a_copy_below_data_dir_needs_no_mirror",
     ),
     Mutation(
         RECIPE,
-        "missing = [file for file in dataset.files if not _is_there(folder / file.name, file)]",
+        "missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]",
         "missing = [file for file in dataset.files if not (folder / file.name).exists()]",
         "a damaged file is taken for whole",
-        f"{PREPARE}::test_a_wrong_file_is_named_and_replaced_only_by_a_good_one",
+        f"{PREPARE}::test_a_damaged_file_is_replaced_only_by_a_valid_one",
     ),
     Mutation(
         RECIPE,
         "need = sum(file.size for file in missing)",
         "need = max((file.size for file in missing), default=0)",
         "the disk fills up in the middle of a download",
-        f"{PREPARE}::test_too_little_room_is_found_before_fetching",
+        f"{PREPARE}::test_too_little_disk_space_is_reported_before_fetching",
     ),
     Mutation(
         FILES,
         "if given and all(isinstance(fault, DataFileError) for fault in faults.values()):",
         "if given:",
         "a network error of a given source is reported as a mistake in the keys",
-        f"{PREPARE}::test_tls_is_verified {PREPARE}::test_source_as_a_url",
+        f"{PREPARE}::test_tls_is_verified {PREPARE}::test_source_may_be_a_url",
     ),
     Mutation(
         "recipes/core/data/cifar10.py",
@@ -282,7 +282,7 @@ MUTATIONS = [
         "return _fail(str(err), errors.EXIT_MACHINE)",
         "return _fail(str(err), errors.EXIT_CONFIG)",
         "a machine that is offline ends with the status of a mistake in the keys",
-        f"{PREPARE}::test_offline_names_every_mirror_its_reason_and_the_mend",
+        f"{PREPARE}::test_offline_each_mirror_is_named_with_reason_and_fix",
     ),
     Mutation(
         RECIPE,
@@ -296,28 +296,28 @@ MUTATIONS = [
         "if models.fault_of(path):\n",
         "if not path.exists():\n",
         "damaged weights are not fetched again",
-        "tests/faults/test_data_faults.py::test_weights_that_have_rotten_are_fetched_again",
+        "tests/faults/test_data_faults.py::test_damaged_weights_are_downloaded_again",
     ),
     Mutation(
         RECIPE,
         "options = PackOptions(\n        keys.encoding.value, keys.size, keys.quality,",
         "options = PackOptions(\n        keys.encoding.value, keys.quality, keys.size,",
         "size= and quality= change places in a packed copy",
-        f"{PACKING}::test_prepare_packs_and_says_what_is_next",
+        f"{PACKING}::test_prepare_packs_reports_skipped_images_and_prints_the_next_command",
     ),
     Mutation(
         FILES,
         "if fault := datasets.sha256_fault(digest.hexdigest(), file):",
         "if fault := None:",
         "content with another SHA-256 is accepted",
-        f"{PREPARE}::test_a_damaged_source",
+        f"{PREPARE}::test_a_damaged_source_is_refused",
     ),
     Mutation(
         RECIPE,
         "with files.locked(folder / LOCK, waiting if wait else None) as held:",
         "with contextlib.nullcontext(True) as held:",
         "two processes at once fetch the same and remove each other's temporary files",
-        f"{PREPARE}::test_the_second_of_two_waits_and_finds_the_firsts_files",
+        f"{PREPARE}::test_a_second_process_waits_and_uses_the_files_of_the_first",
     ),
     # the index of a packed copy
     Mutation(

@@ -163,8 +163,9 @@ def _inside(pid: int, network: bool = True) -> list[str]:
 
 
 def _client_env(conf: Path) -> dict[str, str]:
-    """This process's environment without what an outer allocation left in it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_", "SBATCH_", "SALLOC_"))}
+    """This process's environment without the variables of an outer allocation and of this project."""
+    dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "RECIPES_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     kept["PATH"] = kept.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
     return kept | {"SLURM_CONF": str(conf)}
 

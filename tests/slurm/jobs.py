@@ -1,4 +1,4 @@
-"""What tests of jobs say: submit a recipe in a copy of the repository, look at its ranks, its rows and its end."""
+"""Helpers for tests of jobs: submit a recipe in a copy of the repository, find its ranks, read its rows, wait for its end."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def start_again(slurm: Cluster, job: str) -> None:
 
 def tail(log: Path) -> str:
     """What a message about a job shows of its log."""
-    return "\n".join(said(log)[-30:]) if log.exists() else "no log"
+    return "\n".join(log_lines(log)[-30:]) if log.exists() else "no log"
 
 
-def said(log: Path) -> list[str]:
+def log_lines(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.strip()]

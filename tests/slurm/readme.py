@@ -210,7 +210,7 @@ TABLE: dict[str, How] = {
         slurm("device=cpu", within="salloc -N2 --gpus-per-node=8", runs=0, says="^healthy: 2 nodes"),
     "python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data":
         slurm(PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}),
-    "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*no train/"),
+    "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*data_dir='nowhere' has "),
     "python -m recipes.doctor env env/infiniband.env": tool(),
     "python -m recipes.doctor network": tool(says="^# "),
     "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),

@@ -175,7 +175,9 @@ def test_the_doctor_examines_the_nodes_inside_the_image(slurm: Cluster, site: Si
 def test_the_last_line_names_the_logs_with_the_runtime_s_own_message(slurm: Cluster, site: Site) -> None:
     job, log = submit(slurm, site, "slurm", *KEYS, mounts="/nosuch")
     assert jobs.ended(slurm, job, log)[0] == "FAILED"
-    named = re.search(r"^mnist: .* before the run began; the lines above, or in (.*), say why$", jobs.said(log)[-1])
+    named = re.search(
+        r"^mnist: .* before the run began; the lines above, or in (.*), say why$", jobs.log_lines(log)[-1]
+    )
     assert named, jobs.tail(log)
     logs = [path.read_text() for path in Path("/").glob(named[1].lstrip("/"))]
     assert any("mount source /nosuch doesn't exist" in text for text in logs)

@@ -1,4 +1,4 @@
-"""The cluster that the other tests stand on: is it what they take it for, and is nothing left of it afterwards?"""
+"""The test cluster itself: its nodes and networks, its faults, and that nothing is left after it is taken down."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_task_outlives_its_slurmd(slurm: Cluster) -> None:
         slurm.wait_job(job)
 
 
-def test_a_nodes_cable_can_be_pulled(slurm: Cluster) -> None:
+def test_the_network_of_a_node_can_be_cut(slurm: Cluster) -> None:
     def carrier() -> str:
         return slurm.on_node("node2", "cat", "/sys/class/net/eth0/carrier").stdout.strip()
 

@@ -1,4 +1,4 @@
-"""doctor=true: a job looks at its nodes first, and is submitted again without those that are bad. On a real Slurm."""
+"""doctor=true: a job examines its nodes first, and is submitted again without the bad ones. On a real Slurm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bad_node(slurm: Cluster) -> Iterator[str]:
-    """A node whose shared memory is that of a container that was started without a word on it; Slurm takes it first."""
+    """A node whose shared memory is that of a container with the default size; Slurm takes it first."""
     assert slurm.on_node("node1", "mount", "-o", "remount,size=32m", "/dev/shm").returncode == 0
     yield "node1"
     assert slurm.on_node("node1", "mount", "-o", "remount,size=8g", "/dev/shm").returncode == 0
@@ -63,7 +63,7 @@ def test_a_job_is_submitted_again_without_the_bad_node(slurm: Cluster, repo: Pat
     assert slurm.jobs(second)[0]["NodeList"] == "node2"
 
 
-def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:
+def test_a_printed_script_is_submitted_again_too(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:
     done = slurm.run(sys.executable, "launch.py", *KEYS, "launcher=print", cwd=repo, env=jobs.PYTHON)
     (tmp_path / "job.sh").write_text(done.stdout)
     log = tmp_path / "log"
@@ -94,26 +94,24 @@ def test_a_script_of_print_is_submitted_again_too(slurm: Cluster, repo: Path, ba
     assert (typed["StdOut"], typed["StdErr"]) == (str(log), f"{tmp_path}/{second}.err")
 
 
-def test_where_too_few_nodes_are_left_it_says_why_it_is_not_submitted_again(
-    slurm: Cluster, repo: Path, bad_node: str
-) -> None:
+def test_without_enough_good_nodes_the_job_is_not_submitted_again(slurm: Cluster, repo: Path, bad_node: str) -> None:
     words = [word for word in KEYS if word != "nodes=1"]
     done = slurm.run(
         sys.executable, "launch.py", *words, "nodes=2", "wait=true", cwd=repo, env=jobs.PYTHON, timeout=200
     )
     assert done.returncode == 3, done.stdout + done.stderr
     job = done.stdout.split(":", 1)[0].removeprefix("job ")
-    told = re.search(
+    reported = re.search(
         r"^mnist: (bad nodes: node1; not submitted again \(Slurm refuses this job: .+\): submit it with exclude=node1)$",
         done.stdout,
         re.MULTILINE,
     )
-    assert told, done.stdout + done.stderr
-    assert jobs.read(repo / "runs/mnist" / job / "refused.json")["line"] == told[1]
+    assert reported, done.stdout + done.stderr
+    assert jobs.read(repo / "runs/mnist" / job / "refused.json")["line"] == reported[1]
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_not_more_often_than_told(slurm: Cluster, repo: Path, bad_node: str) -> None:
+def test_max_resubmits_limits_the_submissions(slurm: Cluster, repo: Path, bad_node: str) -> None:
     before = jobs.queue(slurm)
     job, log = launched(slurm, repo, "max_resubmits=0")
     assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
@@ -121,7 +119,7 @@ def test_not_more_often_than_told(slurm: Cluster, repo: Path, bad_node: str) -> 
     assert jobs.queue(slurm) - before == {job}
 
 
-def test_where_leaving_out_nodes_mends_nothing(slurm: Cluster, repo: Path) -> None:
+def test_a_finding_that_exclusion_does_not_fix_submits_nothing(slurm: Cluster, repo: Path) -> None:
     before = jobs.queue(slurm)
     done = slurm.run(
         sys.executable,
@@ -135,5 +133,5 @@ def test_where_leaving_out_nodes_mends_nothing(slurm: Cluster, repo: Path) -> No
     jobs.leave_no_job(slurm)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "BAD   node1: NCCL_NET: " in done.stdout
-    assert "mnist: not healthy, and no node can be left out to mend it" in done.stdout
+    assert "mnist: not healthy, but excluding nodes would not fix it" in done.stdout
     assert len(jobs.queue(slurm) - before) == 1

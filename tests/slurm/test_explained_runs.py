@@ -1,4 +1,4 @@
-"""`doctor explain` over a folder of runs that real jobs have left: one section for each run, with the state of its job."""
+"""`doctor explain` for a folder of runs of real jobs: one section for each run, with the state of its job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explained(slurm: Cluster, repo: Path, *paths: str) -> dict[str, list[str]]:
     return sections
 
 
-def test_each_run_is_explained_by_its_own_records_and_its_job(slurm: Cluster, repo: Path) -> None:
+def test_each_run_is_explained_from_its_records_and_the_state_of_its_job(slurm: Cluster, repo: Path) -> None:
     def submit(*words: str) -> str:
         return slurm.submit(*ONE, "sbatch/mnist_1x1.sh", *ENDLESS, *words, cwd=repo, env=PYTHON)
 
@@ -96,7 +96,7 @@ def test_each_run_is_explained_by_its_own_records_and_its_job(slurm: Cluster, re
         jobs.leave_no_job(slurm)
 
 
-def test_what_srun_and_slurm_say_is_read_in_the_batch_log(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_messages_of_srun_in_the_batch_log_explain_a_killed_rank(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     """A rank that is killed leaves no record, and no line in its own log."""
     try:
         log = tmp_path / "a log"

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster's network, made for real: the doctor names it within its time, and training goes right or says why.
+"""Faults of a cluster's network, made for real: the doctor reports each in time, and training works or reports the cause.
 
 Slurm talks to its nodes over eth0; the ranks over a network of their own, fast0, to which the nodes' names point. Each node also
 has a docker0 of one and the same address, which stands before both in the alphabet, and is 127.0.1.1 by its own name.
@@ -38,7 +38,7 @@ LATE = (
 
 @dataclass
 class Fabric:
-    """Two nodes and the network between them; each test bends it."""
+    """Two nodes and the network between them, which each test damages."""
 
     slurm: Cluster
     repo: Path
@@ -47,7 +47,7 @@ class Fabric:
         done = self.slurm.on_node(node, "sh", "-c", command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
-    def name(self, addresses: dict[str, str], own_is_loopback: bool = True) -> None:
+    def set_hosts(self, addresses: dict[str, str], own_is_loopback: bool = True) -> None:
         """What both nodes' names point to."""
         for node in addresses:
             lines = ["127.0.0.1 localhost"]
@@ -108,12 +108,12 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
 
 
 @pytest.fixture(autouse=True)
-def straight(fabric: Fabric) -> Iterator[None]:
-    """The network as it should be, before each test."""
+def working_network(fabric: Fabric) -> Iterator[None]:
+    """A working network, before each test."""
     for node in V4:
         fabric.on(node, "nft flush ruleset; ip addr flush dev fast0; ip link set fast0 mtu 1500 up")
         fabric.on(node, f"ip addr add {V4[node]}/24 dev fast0; ip addr add {V6[node]}/64 dev fast0 nodad")
-    fabric.name(V4)
+    fabric.set_hosts(V4)
     yield
     jobs.leave_no_job(fabric.slurm)
 
@@ -131,10 +131,10 @@ def trained(ended: helpers.Ended, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("addresses", [V4, V6], ids=["a decoy and 127.0.1.1", "IPv6 alone"])
 @pytest.mark.long
-def test_a_right_network_with_a_decoy_is_healthy_and_trains(
+def test_a_network_with_a_misleading_interface_is_healthy_and_trains(
     fabric: Fabric, tmp_path: Path, addresses: dict[str, str]
 ) -> None:
-    fabric.name(addresses)
+    fabric.set_hosts(addresses)
     if addresses is V6:
         for node in V4:
             fabric.on(node, f"ip addr del {V4[node]}/24 dev fast0")
@@ -153,8 +153,8 @@ def test_a_right_network_with_a_decoy_is_healthy_and_trains(
 
 
 @pytest.mark.long
-def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) -> None:
-    """What the proof by route is for: gloo on the interface that is first in the alphabet."""
+def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path) -> None:
+    """Why the interface is chosen by its route: gloo takes the first interface in alphabetical order."""
     forced = {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "docker0"}
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S, **forced)
     assert ended.status == 3, ended.out
@@ -163,7 +163,7 @@ def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) 
     # Whichever rank connects finds nobody at its own address; the other one waits.
     hangs = r"\[\] the bandwidth test of all nodes stopped at its start \((Gloo connectFullMesh failed|python did not answer in) .*\)"
     assert re.fullmatch(hangs, bad(verdict)), bad(verdict)
-    assert verdict["exclude"] == []  # both have it alike
+    assert verdict["exclude"] == []  # both nodes have it
     ended = fabric.train(tmp_path, "timeout_s=8", **forced)
     refused = helpers.read(tmp_path / "run", "refused")
     assert refused["exit_status"] == 3
@@ -176,7 +176,7 @@ def test_the_decoy_does_harm_where_it_is_chosen(fabric: Fabric, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_an_interface_that_is_down(fabric: Fabric, tmp_path: Path) -> None:
+def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on("node2", "ip link set fast0 down")
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
@@ -188,7 +188,7 @@ def test_an_interface_that_is_down(fabric: Fabric, tmp_path: Path) -> None:
     assert "node2 does not reach node1: node2: no route to 10.77.0.1" in ended.out
 
 
-def test_a_route_that_is_missing_on_one_node(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_missing_route_on_one_node_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on("node2", "ip route del 10.77.0.0/24 dev fast0")
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 3, ended.out
@@ -200,7 +200,7 @@ def test_a_route_that_is_missing_on_one_node(fabric: Fabric, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_firewall_on_the_master_port_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
     fabric.on("node1", rule)
     ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
@@ -213,7 +213,7 @@ def test_a_firewall_before_the_master_port(fabric: Fabric, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_firewall_between_the_nodes_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on(
         "node2",
         "nft 'add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c iif fast0 drop'",
@@ -227,7 +227,7 @@ def test_a_firewall_between_the_nodes(fabric: Fabric, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> None:
+def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     for node in V4:  # the interfaces say 9000, and what is between them lets 1500 through
         fabric.on(node, "ip link set fast0 mtu 9000")
         fabric.on(
@@ -237,7 +237,7 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     ended, verdict = fabric.doctor(tmp_path, PATIENT_S)
     assert ended.status == 3, ended.out
     assert bad(verdict) == (
-        "[1] node1 reaches node2 with small packets, and large ones are lost: the MTU on the way is smaller than the "
+        "[1] node1 reaches node2 with small packets, but large ones are lost: the MTU on the path is smaller than the "
         "interface's (timed out; links that fail: node1 to node2, node2 to node1; no other node can tell which of the two is at fault)"
     )
     assert verdict["exclude"] == ["node2"]
@@ -249,13 +249,13 @@ def test_an_mtu_that_swallows_large_packets(fabric: Fabric, tmp_path: Path) -> N
     assert re.fullmatch(lost, status["reason"]), status
     assert f"mnist: failed: {status['reason']}; logs in {tmp_path}/run/logs" in ended.lines
     assert (
-        "mnist: where no rank hangs it is the network: srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, "
+        "mnist: if no rank hangs, the cause is the network: srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, "
         "finds what is wrong with it"
     ) in ended.lines
 
 
 @pytest.mark.long
-def test_a_port_that_is_taken(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_master_port_in_use_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     with taken(fabric, PORT):
         ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
         assert ended.status == 3, ended.out
@@ -285,8 +285,8 @@ def taken(fabric: Fabric, port: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("hangs", ["node1", "node2"])
 @pytest.mark.long
-def test_a_node_that_hangs_is_a_finding_whichever_it_is(fabric: Fabric, tmp_path: Path, hangs: str) -> None:
-    """Its process is stopped as soon as it is there; where that is the first, the other gives the verdict."""
+def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hangs: str) -> None:
+    """Its process is stopped at its start. If it is that of the first node, the other node gives the verdict."""
     stop = (
         f"import os, signal, sys; os.environ['SLURMD_NODENAME'] == '{hangs}' and os.kill(os.getpid(), signal.SIGSTOP); "
     )
@@ -304,7 +304,7 @@ def test_a_node_that_hangs_is_a_finding_whichever_it_is(fabric: Fabric, tmp_path
 
 
 @pytest.mark.long
-def test_gpus_that_were_granted_and_are_not_there(fabric: Fabric, tmp_path: Path) -> None:
+def test_granted_gpus_that_are_missing_are_reported(fabric: Fabric, tmp_path: Path) -> None:
     argv = [
         "srun",
         "--nodes=2",

@@ -1,4 +1,4 @@
-"""Every way in gives the same run: model, optimiser and random states after 20 steps, to the last bit, as under srun. On a real Slurm.
+"""Every launcher gives the same run as srun: model, optimiser and random states after 20 steps, to the last bit. On a real Slurm.
 
 accelerate comes with the extra ``test``; Open MPI is the distribution's, and where it is not installed its tests are skipped, or fail
 where Slurm is required.
@@ -45,7 +45,7 @@ def on_nodes(slurm: Cluster, repo: Path, run_dir: Path, *argv: str, **env: str) 
 
 
 @pytest.fixture(scope="module")
-def wanted(slurm: Cluster, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected_state(slurm: Cluster, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The state under srun, a rank on each of two nodes."""
     run_dir = tmp_path_factory.mktemp("srun")
     said = on_nodes(slurm, repo, run_dir, sys.executable, *MODULE, f"run_dir={run_dir}")
@@ -57,28 +57,28 @@ def accelerate() -> str:
     return str(Path(sys.executable).with_name("accelerate"))
 
 
-def test_submitit(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
+def test_submitit(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
     words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
     done = slurm.run(sys.executable, "launch.py", *words, *KEYS, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert state_of(tmp_path / "run") == wanted
+    assert state_of(tmp_path / "run") == expected_state
 
 
 @pytest.mark.long
-def test_a_script_of_print(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
+def test_a_printed_script(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
     words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "launcher=print", *KEYS)
     done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
     (tmp_path / "job.sh").write_text(done.stdout)
     job = jobs.sbatch(slurm, repo, tmp_path / "log", str(tmp_path / "job.sh"), f"run_dir={tmp_path}/run")
     assert jobs.ended(slurm, job, tmp_path / "log") == ("COMPLETED", "0:0"), jobs.tail(tmp_path / "log")
-    assert state_of(tmp_path / "run") == wanted
+    assert state_of(tmp_path / "run") == expected_state
 
 
 @pytest.mark.parametrize(
     "command", ["torchrun", "torch.distributed.launch", "launch.py", "spawn", "accelerate", "mpirun"]
 )
 @pytest.mark.long
-def test_two_ranks_of_one_machine(command: str, wanted: str, tmp_path: Path) -> None:
+def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: Path) -> None:
     run_dir, environ = f"run_dir={tmp_path}/run", {}
     if command == "torchrun":
         argv = [*TORCHRUN, "--standalone", "--nproc-per-node=2", *MODULE]
@@ -97,11 +97,12 @@ def test_two_ranks_of_one_machine(command: str, wanted: str, tmp_path: Path) -> 
     ended = helpers.run([*argv, run_dir], environ=helpers.clean_environment(**environ))
     assert ended.status == 0, ended.out
     assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines, ended.out
-    assert state_of(tmp_path / "run") == wanted
+    assert state_of(tmp_path / "run") == expected_state
 
 
-@pytest.mark.parametrize("family", ["IPv4", helpers.long("IPv6"), helpers.long("name")])
-def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path, family: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["IPv4", "IPv6", "name"])
+def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path, family: str) -> None:
     first = slurm.nodes[0]
     endpoint = {"IPv4": first.address, "IPv6": f"[{first.address6}]", "name": first.name}[family]
     # Which node serves the rendezvous is told: torchrun looks for its own name's addresses, and finds 127.0.1.1 on many machines.
@@ -109,20 +110,20 @@ def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_pa
            "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy $KEYS $RUN"  # fmt: skip
     said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line, ENDPOINT=f"{endpoint}:{PORT}")
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
-    assert state_of(tmp_path) == wanted
+    assert state_of(tmp_path) == expected_state
 
 
 @pytest.mark.long
-def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
+def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
     line = f"exec {accelerate()} launch --multi_gpu --num_machines=2 --num_processes=2 --machine_rank=$SLURM_NODEID " \
            f"--main_process_ip=node1 --main_process_port={PORT} --mixed_precision=no --dynamo_backend=no -m recipes.toy $KEYS $RUN"  # fmt: skip
     said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line)
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
-    assert state_of(tmp_path) == wanted
+    assert state_of(tmp_path) == expected_state
 
 
 @pytest.mark.long
-def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path: Path) -> None:
+def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
     script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n" \
              f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip
     (tmp_path / "job.sh").write_text(script)
@@ -130,7 +131,7 @@ def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, wanted: str, tmp_path
     job = jobs.sbatch(slurm, repo, tmp_path / "log", str(tmp_path / "job.sh"), env=as_root)
     assert jobs.ended(slurm, job, tmp_path / "log") == ("COMPLETED", "0:0"), jobs.tail(tmp_path / "log")
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in (tmp_path / "log").read_text()
-    assert state_of(tmp_path / "run") == wanted
+    assert state_of(tmp_path / "run") == expected_state
 
 
 @pytest.mark.long
@@ -144,8 +145,8 @@ def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_torchruns_restart_goes_on_from_the_last_checkpoint(wanted: str, tmp_path: Path) -> None:
-    """A rank is killed: torchrun starts all anew, and they go on in the same run directory, to the same bits."""
+def test_a_restart_by_torchrun_resumes_from_the_last_checkpoint(expected_state: str, tmp_path: Path) -> None:
+    """A rank is killed. torchrun restarts all ranks, and they resume in the same run directory, to the same bits."""
     # Checkpoints are slow, so that the kill comes between the second and the last step.
     slow = "import time\nfrom recipes.core.train import checkpoint\nwrite = checkpoint.write\n" \
            "def slowly(*args, **kwargs):\n    path = write(*args, **kwargs)\n    time.sleep(0.5)\n    return path\ncheckpoint.write = slowly\n" \
@@ -168,4 +169,4 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(wanted: str, tmp_pat
     summary = helpers.read(tmp_path / "run", "summary")
     assert summary["restarts"] == 1
     assert 4 <= summary["resumed_from_step"] < STEPS
-    assert state_of(tmp_path / "run") == wanted
+    assert state_of(tmp_path / "run") == expected_state

@@ -116,7 +116,7 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [helpers.long("launch.py"), "ready"])
 def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
-    """Its options are srun's, and its inside has submitit's process too."""
+    """pyxis adds options to srun. Inside the container, submitit's process runs too."""
     image = "registry#torch:2"
     (tmp_path / "run").mkdir()
     (tmp_path / "site").mkdir()
@@ -126,9 +126,7 @@ def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
     if how == "ready":
         environ |= {"RECIPES_CONTAINER": image}
         (repo / "sbatch/toy.sh").write_text((repo / "sbatch/mnist_1x1.sh").read_text().replace("mnist", "toy"))
-        job = jobs.sbatch(
-            slurm, repo, tmp_path / "log", "--nodes=2", "--gpus-per-node=0", "sbatch/toy.sh", *keys, env=environ
-        )
+        job = jobs.sbatch(slurm, repo, tmp_path / "log", "--gpus-per-node=0", "sbatch/toy.sh", *keys, env=environ)
     else:
         words = [*keys, "recipe=toy", "nodes=2", f"container={image}"]
         done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, check=True)
@@ -146,8 +144,8 @@ def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.long
-def test_a_runtime_that_is_not_there_is_one_line(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """Also on a machine that has Apptainer: it is not in the PATH of this job."""
+def test_a_missing_container_runtime_is_reported_in_one_line(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The PATH of this job has no Apptainer, even on a machine that has one."""
     (tmp_path / "torch.sif").write_text("")
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -66,7 +66,7 @@ def test_commands_are_found_as_a_shell_reads_them() -> None:
             readme.fenced(wrong)
 
 
-# --- where they are typed --------------------------------------------------------------------------------------------
+# --- where the commands run --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ def cluster(site: Site, slurm: Cluster) -> Iterator[Site]:
     slurm.run("scontrol", "delete", "PartitionName=gpu", check=True)
 
 
-# --- what comes of them ----------------------------------------------------------------------------------------------
+# --- their results ----------------------------------------------------------------------------------------------
 
 _port = threading.Lock()  # torchrun and accelerate listen on the same one in all their runs
 
 
 def check(site: Site, line: str) -> str:
-    """Types a command, waits for the jobs that it submits, and looks at what comes of them; gives what it says."""
+    """Types a command, waits for the jobs that it submits, and checks their results; returns its output."""
     how, command, new = TABLE[line], readme.typed(line), Path(tempfile.mkdtemp(dir=site.clone.parent))
     argv = ["bash", "-c", command]
     if how.within.startswith("sbatch"):
@@ -189,6 +189,8 @@ def check(site: Site, line: str) -> str:
         logs = [*site.clone.glob(f"*{job}*.out"), *site.clone.glob(f"runs/submitit/{job}*.out")]
         assert state == "COMPLETED", "\n".join([said, *map(jobs.tail, logs)])
         run_dirs |= {path.parent for path in site.clone.glob(f"runs/*/{job}*/status.json")}
+    if command.startswith("sbatch"):  # sbatch does not print the run directory
+        run_dirs |= {site.clone / found for found in re.findall(r"run_dir=(\S+)", command)}
     states = {path: helpers.read(path, "status")["state"] for path in run_dirs}
     assert list(states.values()) == ["done"] * how.runs, f"{said}\n{states}"
     runtime = re.search(r"docker run|recipes\.sif|recipes\.sqsh", line)
@@ -223,7 +225,7 @@ def lines(where: str) -> list[object]:
 @pytest.mark.long
 @waits
 @pytest.mark.parametrize("line", lines(HERE))
-def test_on_this_machine(here: dict[str, Future[str]], line: str) -> None:
+def test_a_command_on_this_machine(here: dict[str, Future[str]], line: str) -> None:
     if "mpirun" in line:
         jobs.mpirun()
     here[line].result()
@@ -232,7 +234,7 @@ def test_on_this_machine(here: dict[str, Future[str]], line: str) -> None:
 @pytest.mark.long
 @waits
 @pytest.mark.parametrize("line", lines(SLURM))
-def test_on_slurm(on_slurm: dict[str, Future[str]], line: str) -> None:
+def test_a_command_on_slurm(on_slurm: dict[str, Future[str]], line: str) -> None:
     if "mpirun" in line:
         jobs.mpirun()
     on_slurm[line].result()
@@ -240,8 +242,8 @@ def test_on_slurm(on_slurm: dict[str, Future[str]], line: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("line", lines(BY_HAND))
-def test_by_hand_on_two_machines(cluster: Site, slurm: Cluster, line: str, tmp_path: Path) -> None:
-    """The cluster's nodes are the two; what is typed on the second has node_rank=1."""
+def test_a_command_typed_on_two_machines(cluster: Site, slurm: Cluster, line: str, tmp_path: Path) -> None:
+    """The two machines are the nodes of the cluster. The command on the second has node_rank=1."""
     command = f"cd {cluster.clone} && {readme.typed(line)}"
     assert command.count("node_rank=0") == 1
     typed = {"node1": command, "node2": command.replace("node_rank=0", "node_rank=1")}
@@ -262,8 +264,8 @@ def test_by_hand_on_two_machines(cluster: Site, slurm: Cluster, line: str, tmp_p
 
 
 @pytest.mark.long
-def test_a_slurm_of_ones_own(site: Site, slurm: Cluster) -> None:
-    """Beside the cluster of the tests; what is brought up is taken down, and nothing else."""
+def test_the_commands_for_a_private_slurm(site: Site, slurm: Cluster) -> None:
+    """It runs beside the cluster of the tests, and only its own cluster is taken down."""
     up, train, down = (line for line, how in TABLE.items() if how.where == OWN_SLURM)
     own = Cluster(Path(check(site, up).splitlines()[-1]).parents[1])
     there = Site(site.clone, {**site.environ, **own.env, "OWN": str(own.root)}, own)

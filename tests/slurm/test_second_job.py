@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,54 +25,75 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
-def test_a_second_job_is_refused_while_the_first_is_alive_unless_it_takes_over(
-    slurm: Cluster, repo: Path, tmp_path: Path
-) -> None:
-    run_dir, log, second, third = tmp_path / "run", tmp_path / "log", tmp_path / "second", tmp_path / "third"
-    first = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
+@dataclass(frozen=True)
+class First:
+    """A job that trains without end, and whose run directory other jobs ask for."""
 
-    def submit(*words: str) -> tuple[int, str]:
-        argv = [sys.executable, "launch.py", "recipe=mnist", f"run_dir={run_dir}", *words]
-        done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON)
+    slurm: Cluster
+    repo: Path
+    job: str
+    run_dir: Path
+    log: Path
+
+    def submit(self, *words: str) -> tuple[int, str]:
+        """Status and output of a launch.py that asks for the same run directory."""
+        argv = [sys.executable, "launch.py", "recipe=mnist", f"run_dir={self.run_dir}", *words]
+        done = self.slurm.run(*argv, cwd=self.repo, env=jobs.PYTHON)
         return done.returncode, done.stdout + done.stderr
 
-    try:
-        jobs.wait_for_training(slurm, first, run_dir)
-        used = f"run_dir={run_dir}: job {first} (running) uses it: cancel it (scancel {first})"
-        job = jobs.sbatch(slurm, repo, second, *ONE, SCRIPT, f"run_dir={run_dir}")
-        assert jobs.ended(slurm, job, second) == ("FAILED", "2:0"), jobs.tail(second)
-        assert jobs.said(second)[-1].startswith(f"mnist: {used}"), jobs.tail(second)
-        status, out = submit()
-        assert (status, used in out) == (2, True), out
-        assert submit("check")[0] == 2
-        slurm.run("scontrol", "suspend", first, check=True)
-        assert f"job {first} (suspended) uses it" in submit()[1]
-        slurm.run("scontrol", "resume", first, check=True)
-        status, out = submit(f"dependency=afterany:{first}")  # it starts when the first has ended
-        assert status == 0, out
-        later = re.search(r"^job (\d+): ", out, re.MULTILINE)
-        assert later, out
-        assert f"job {later[1]}, which is pending, will use it" in submit()[1]
-        slurm.run("scancel", later[1], check=True)
-        step = helpers.rows(run_dir)[-1]["step"]
-        helpers.wait_until(lambda: helpers.rows(run_dir)[-1]["step"] > step, 60, "the first job to continue")
 
-        job = jobs.sbatch(slurm, repo, third, *ONE, SCRIPT, f"run_dir={run_dir}", "takeover=true")
-        assert jobs.ended(slurm, first, log) == ("FAILED", "3:0"), jobs.tail(log)
-        assert jobs.said(log)[-1] == f"mnist: {run_dir} was taken over by {job}.0; this job is not queued again"
-        jobs.wait_for_training(slurm, job, run_dir, attempt=1, step=1)
-        slurm.run("scontrol", "requeuehold", job, check=True)
-        helpers.wait_until(lambda: slurm.jobs(job)[0]["JobState"] == "PENDING", 60, "the requeue")
-        assert f"job {job}, which was requeued and is pending, will use it" in submit()[1]
-        slurm.run("scontrol", "release", job, check=True)
-        jobs.start_again(slurm, job)
-        jobs.wait_for_training(slurm, job, run_dir, attempt=2, step=1)  # the same job, though it has takeover=true
-        slurm.run("scancel", job, check=True)
-        slurm.wait_job(job, 60)
-        status, out = submit("dependency=singleton", "device=cpu")
-        assert status == 0, out
+@pytest.fixture
+def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
+    try:
+        jobs.wait_for_training(slurm, job, run_dir, step=1)
+        yield First(slurm, repo, job, run_dir, log)
     finally:
         jobs.leave_no_job(slurm)
+
+
+def test_a_second_job_is_refused_while_the_first_runs_is_suspended_or_pending(
+    slurm: Cluster, repo: Path, first: First, tmp_path: Path
+) -> None:
+    used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
+    log = tmp_path / "second"
+    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
+    assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
+    assert jobs.log_lines(log)[-1].startswith(f"mnist: {used}"), jobs.tail(log)
+    status, out = first.submit()
+    assert (status, used in out) == (2, True), out
+    slurm.run("scontrol", "suspend", first.job, check=True)
+    assert f"job {first.job} (suspended) uses it" in first.submit()[1]
+    slurm.run("scontrol", "resume", first.job, check=True)
+    status, out = first.submit(f"dependency=afterany:{first.job}")  # it starts when the first has ended
+    assert status == 0, out
+    later = re.search(r"^job (\d+): ", out, re.MULTILINE)
+    assert later, out
+    assert f"job {later[1]}, which is pending, will use it" in first.submit()[1]
+    step = helpers.rows(first.run_dir)[-1]["step"]
+    helpers.wait_until(lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue")
+
+
+@pytest.mark.long
+def test_a_job_with_takeover_ends_the_first_and_keeps_the_run_directory_when_requeued(
+    slurm: Cluster, repo: Path, first: First, tmp_path: Path
+) -> None:
+    run_dir, log = first.run_dir, tmp_path / "second"
+    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={run_dir}", "takeover=true")
+    assert jobs.ended(slurm, first.job, first.log) == ("FAILED", "3:0"), jobs.tail(first.log)
+    assert jobs.log_lines(first.log)[-1] == f"mnist: {run_dir} was taken over by {job}.0; this job is not requeued"
+    jobs.wait_for_training(slurm, job, run_dir, attempt=1, step=1)
+    slurm.run("scontrol", "requeuehold", job, check=True)
+    helpers.wait_until(lambda: slurm.jobs(job)[0]["JobState"] == "PENDING", 60, "the requeue")
+    assert f"job {job}, which was requeued and is pending, will use it" in first.submit()[1]
+    slurm.run("scontrol", "release", job, check=True)
+    jobs.start_again(slurm, job)
+    jobs.wait_for_training(slurm, job, run_dir, attempt=2, step=1)  # the same job, though it has takeover=true
+    slurm.run("scancel", job, check=True)
+    slurm.wait_job(job, 60)
+    status, out = first.submit("dependency=singleton", "device=cpu")
+    assert status == 0, out
 
 
 @pytest.mark.long

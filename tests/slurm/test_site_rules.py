@@ -1,4 +1,4 @@
-"""Sites that refuse some ways of asking: jobs follow the profile. On a real Slurm with plugins that refuse the other ways."""
+"""Sites that accept only some ways to request resources: jobs follow the profile. On a real Slurm with plugins that refuse the others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def strict(slurm: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_jobs_ask_in_the_way_that_the_site_requires(strict: Cluster, tmp_path: Path) -> None:
+def test_jobs_request_resources_as_the_site_requires(strict: Cluster, tmp_path: Path) -> None:
     repo, log, run_dir = jobs.copy_repository(tmp_path / "clone"), tmp_path / "log", tmp_path / "run"
     profile, script = repo / "env/clusters/here.yaml", tmp_path / "toy.sh"
 

@@ -1,4 +1,4 @@
-"""A job runs what was submitted: from inside another allocation, from another folder, with the source edited right after. On a real Slurm."""
+"""A job runs the code of its submission: from inside another allocation, from another folder, with the source edited afterwards. On a real Slurm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def repo(tmp_path: Path) -> Path:
 
 
 def break_all(repo: Path) -> None:
-    """Whatever a job still read of the repository would now end it."""
+    """Ends any job that still reads the code of the repository."""
     for path in repo.glob("recipes/**/*.py"):
         path.write_text(BROKEN)
     for path in repo.glob("env/*.env"):
@@ -57,7 +57,7 @@ def check_origin(repo: Path, run_dir: Path) -> None:
     assert "bias=True" in (code / "recipes" / "toy.py").read_text()
 
 
-def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
+def test_a_job_runs_the_code_of_its_submission_although_the_source_is_edited(
     slurm: Cluster, repo: Path, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -95,7 +95,7 @@ def test_submitted_in_an_allocation_from_elsewhere_and_edited_right_after(
 
 @pytest.mark.long
 def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """Another clone is installed (PYTHONPATH stands for that), and Python leaves the working directory out of its path."""
+    """PYTHONPATH names another clone, as if it were installed, and Python does not search the working directory."""
     break_all(jobs.copy_repository(tmp_path / "other"))
     elsewhere = {**PYTHON, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{tmp_path}/other"}
     (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
@@ -112,7 +112,7 @@ def test_a_job_never_runs_the_code_of_another_clone(slurm: Cluster, repo: Path, 
 
 
 @pytest.mark.long
-def test_a_folder_in_utf8_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_utf8_folder_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> None:
     repo, log = jobs.copy_repository(tmp_path / "Übung" / "clone"), tmp_path / "log"
     posix = {**PYTHON, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
@@ -130,8 +130,8 @@ def test_a_folder_in_utf8_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_ready_scripts_code_is_its_own_from_its_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The source is broken while it trains; it is queued again, and goes on with the code that it began with."""
+def test_a_requeued_ready_script_keeps_the_code_of_its_first_start(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The source is broken during the training. The requeued job resumes with the code of its first start."""
     (repo / "sbatch" / "toy.sh").write_text((repo / "sbatch" / "mnist_1x1.sh").read_text().replace("mnist", "toy"))
     log = tmp_path / "log"
     keys = ("device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=1", "run_dir=mine")

@@ -1,4 +1,4 @@
-"""A sweep is one job array: throttled, a run directory each, a table of what came of them. On a real Slurm."""
+"""A sweep is one job array: a limited number of runs at a time, a run directory each, a table of their results. On a real Slurm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.copy_repository(tmp_path_factory.mktemp("clone"))
 
 
-def test_three_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
+def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
     rates = ("0.01", "1e20", "0.02")
     words = (f"sweep.lr={','.join(rates)}", "parallel=2", "wait=true")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, timeout=300)
@@ -39,18 +39,18 @@ def test_three_runs_of_which_one_fails(slurm: Cluster, repo: Path) -> None:
         assert float(line.removeprefix("lr: ")) == float(rate)
         assert (run_dir / "job.sh").exists()
         assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
-    told = done.stdout.splitlines()[-4:]
-    assert told[0].split() == ["run", "state", "step", "lr", "loss", "samples_per_second", "note"]
-    assert [line.split()[1] for line in told[1:]] == ["done", "failed", "done"]
-    assert "the loss at step " in told[2]
+    table = done.stdout.splitlines()[-4:]
+    assert table[0].split() == ["run", "state", "step", "lr", "loss", "samples_per_second", "note"]
+    assert [line.split()[1] for line in table[1:]] == ["done", "failed", "done"]
+    assert "the loss at step " in table[2]
     assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))
     asked = next(line for line in done.stdout.splitlines() if line.startswith("table of the runs: "))
     again = helpers.run(["sh", "-c", asked.partition(": ")[2].replace("python", sys.executable, 1)], cwd=repo)
-    assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in told]
+    assert [line.split()[1:4] for line in again.lines] == [line.split()[1:4] for line in table]
 
 
 @pytest.mark.long
-def test_over_whichever_nodes_have_the_gpus(slurm: Cluster, repo: Path) -> None:
+def test_a_sweep_with_gpus_on_any_nodes(slurm: Cluster, repo: Path) -> None:
     done = slurm.run(
         sys.executable,
         "launch.py",
@@ -67,7 +67,7 @@ def test_over_whichever_nodes_have_the_gpus(slurm: Cluster, repo: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_script_of_print_in_a_folder_of_ones_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_printed_sweep_script_with_its_own_run_dir(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)
     (tmp_path / "job.sh").write_text(done.stdout)

@@ -41,14 +41,15 @@ def placed(run_dir: Path) -> dict[str, int]:
 
 
 def run_job(slurm: Cluster, repo: Path, folder: Path, script: str, *words: str) -> str:
-    """A job's log, when it has ended well."""
+    """The log of a job, after it has completed."""
     (folder / "job.sh").write_text(script)
     job = jobs.sbatch(slurm, repo, folder / "log", str(folder / "job.sh"), *words)
     assert jobs.ended(slurm, job, folder / "log") == ("COMPLETED", "0:0"), jobs.tail(folder / "log")
     return (folder / "log").read_text()
 
 
-def test_gpus_are_as_many_as_are_asked_for_wherever_they_are(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "launcher=print")
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
     said = run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
@@ -56,9 +57,9 @@ def test_gpus_are_as_many_as_are_asked_for_wherever_they_are(uneven: Cluster, re
     assert "warning: device=cpu, and 2 GPUs a node stand idle" in said
 
 
-def test_a_job_beyond_what_the_site_has_is_refused_with_the_numbers(uneven: Cluster, repo: Path) -> None:
+def test_a_job_larger_than_the_site_is_refused_with_the_sites_limits(uneven: Cluster, repo: Path) -> None:
     for words, known in (
-        (("sweep.lr=0.1,0.2,0.3,0.4",), "the sweep has 4 runs, and an array may have 3 here"),
+        (("sweep.lr=0.1,0.2,0.3,0.4",), "the sweep has 4 runs, but a job array may have at most 3 elements here"),
         (("nodes=2", "gpus_per_node=2"), "GPUs: 2, CPUs: 2), partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("gpus=4",), "gpus=4, partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("partition=pairs",), "invalid; nodes=1, a job in partition pairs must have at least 2"),
@@ -71,8 +72,8 @@ def test_a_job_beyond_what_the_site_has_is_refused_with_the_numbers(uneven: Clus
 
 
 @pytest.mark.long
-def test_submitit_asks_for_the_same(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    """There is no GPU behind these names, which the ranks say; that there are three of them on both nodes is what is looked at."""
+def test_submitit_requests_the_same_gpus(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The GPUs do not exist, so the ranks fail. The test checks that three ranks are placed over both nodes."""
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 3, done.stdout + done.stderr
@@ -83,8 +84,8 @@ def test_submitit_asks_for_the_same(uneven: Cluster, repo: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_the_doctor_is_shown_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    """Its step has one task a node, and Slurm would give it the one GPU that was asked for a task."""
+def test_the_doctor_sees_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
+    """The doctor's step has one task per node. Slurm would give it only the one GPU per task of the job."""
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "doctor=true", "wait=true", f"run_dir={tmp_path}/run")
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 3, done.stdout + done.stderr
@@ -117,7 +118,7 @@ def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) ->
 
 
 @pytest.mark.long
-def test_a_host_file_without_the_first_hosts_name_is_a_line(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_a_host_file_without_master_addr_is_refused_in_one_line(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1\n" * 2 + "node2\n")
     argv = ("srun", "--ntasks=3", "--cpus-per-task=1", "--distribution=arbitrary", sys.executable, "-m", "recipes.toy", *KEYS)  # fmt: skip
     done = uneven.run(*argv, cwd=repo, env={**jobs.PYTHON, "SLURM_HOSTFILE": f"{tmp_path}/hosts"}, timeout=60)

@@ -1,4 +1,4 @@
-"""Bad input by the real commands: one line on stderr, status 2 or 3, and nothing else has happened.
+"""Invalid input to the real commands: one line on stderr, status 2 or 3, and no other effect.
 
 Values that a shell would run are in tests/faults/test_canaries.py.
 """
@@ -19,10 +19,9 @@ from recipes import prepare
 from recipes.core import errors
 from recipes.core.launch import batch, cli, local
 from recipes.core.run import entry, source
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Files in the folder that the commands are typed in.
+# Files in the current folder of the commands.
 FILES: dict[str, bytes] = {
     "list.yaml": b"- epochs\n- lr\n",
     "nested.yaml": b"optimizer:\n  name: sgd\n",
@@ -48,7 +47,7 @@ FILES: dict[str, bytes] = {
     "big.env": b"# " + b"x" * 70_000,
 }
 
-# What every command that takes a recipe's keys refuses, each for a reason of its own.
+# Words that every command with recipe keys refuses, each for another reason.
 KEYS: tuple[str, ...] = (
     # not key=value
     "epochs", "", "=3", "epochs =3", "--epochs=3", "\u00e9pochs=3", "epochs\n=3", "$(touch canary)", "a.b=1", "a[0]=1",
@@ -163,7 +162,7 @@ def names_its_key(line: str, word: str) -> None:
         assert f"{key}=" in line or (key == "network" and str(Path(value)) in line), line
 
 
-def test_keys_are_refused_by_launch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_refuses_each_invalid_key_in_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for word in (*KEYS, *JOB):
         argv = ["launcher=print", "recipe=mnist", "device=cpu", word]
         line = refused(partial(launch.main, argv), here, capsys)
@@ -172,7 +171,9 @@ def test_keys_are_refused_by_launch(here: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("word", [KEYS[0], "epochs=-1", "network=shell.env", "config=value.yaml"])
-def test_keys_are_refused_wherever_they_are_typed(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_refuses_an_invalid_key_in_one_line(
+    word: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands: dict[str, Callable[[], int]] = {
         "slurm": lambda: launch.main(["recipe=mnist", "launcher=slurm", word]),
         "local": lambda: launch.main(["recipe=mnist", "launcher=local", word]),
@@ -192,14 +193,14 @@ def status_of_begin(words: tuple[str, ...]) -> int:
     return ended.value.code
 
 
-def test_keys_that_contradict_a_submission(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_keys_of_a_submission_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in SUBMITTED:
         argv = ["launcher=slurm", "recipe=mnist", *words]
         line = refused(partial(launch.main, argv), here, capsys)
         assert words[0].split("=")[0] in line or words[-1] in line
 
 
-def test_keys_that_contradict_a_run_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_keys_of_a_local_run_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in HERE:
         argv = ["launcher=local", "recipe=mnist", "device=cpu", *words]
         line = refused(partial(launch.main, argv), here, capsys)
@@ -207,22 +208,24 @@ def test_keys_that_contradict_a_run_here(here: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("word", ["nodes=2", "recipe=mnist", "launcher=local", "partition=$(touch canary)", "time=1", "cluster=example"])  # fmt: skip
-def test_a_jobs_key_behind_a_recipe(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_key_for_a_recipe_is_refused(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (lambda: batch.main(["begin", "mnist", word]), lambda: status_of_begin((word,))):
         assert word in refused(command, here, capsys)
 
 
-def test_a_jobs_key_in_a_recipes_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_key_in_a_config_file_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capsys)
 
 
 @pytest.mark.parametrize("words", [[], ["check"], ["finish", "mnist"], ["finish", "mnist", "x"], ["x", "mnist", "1"]])
-def test_the_batch_scripts_own_commands(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_commands_of_the_batch_script_print_the_usage(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "usage:" in refused(lambda: batch.main(words), here, capsys)
 
 
 @pytest.mark.parametrize("recipe", ["nosuch", "../mnist", "", "os;touch canary", "core", "a\nb"])
-def test_a_recipe_that_is_none(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_recipe_is_refused(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(here.parent)
     assert batch.main(["begin", recipe]) == errors.EXIT_CONFIG
     assert "recipe=" in capsys.readouterr().err
@@ -250,12 +253,12 @@ PREPARE = (
 )
 
 
-def test_prepare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_of_prepare_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in PREPARE:
         assert said in refused(partial(prepare.main, words), here, capsys)
 
 
-# --- the surroundings
+# --- the environment
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ def test_prepare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda v: ascii(v)[:50],
 )  # fmt: skip
-def test_surroundings_that_contradict_themselves(
+def test_contradictory_environments_are_refused(
     variables: dict[str, str], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # other ranks let rank 0 speak first
@@ -285,7 +288,7 @@ def test_surroundings_that_contradict_themselves(
     assert any(name in line or (name == "RECIPES_CLUSTER" and "cluster=" in line) for name in variables), line
 
 
-def test_a_machine_without_slurm(
+def test_a_submission_without_slurm_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(here))
@@ -293,14 +296,14 @@ def test_a_machine_without_slurm(
     assert "launcher=local" in line
 
 
-def test_a_slurm_that_refuses_the_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_of_a_failed_sbatch_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sbatch = here.parent / "bin" / "sbatch"
     sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
     line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, errors.EXIT_MACHINE)
     assert line == "launch.py: Slurm refuses this job: no never"
 
 
-def test_a_folder_that_is_not_there_any_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_current_folder_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = here / "gone"
     gone.mkdir()
     os.chdir(gone)
@@ -311,7 +314,7 @@ def test_a_folder_that_is_not_there_any_more(here: Path, capsys: pytest.CaptureF
         assert "cd to another" in line
 
 
-def test_a_machine_with_too_few_gpus(
+def test_a_local_run_with_too_few_gpus_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -322,14 +325,14 @@ def test_a_machine_with_too_few_gpus(
     assert socket.gethostname() in line
 
 
-def test_launch_in_a_jobs_copy_of_the_code_names_the_repository(
+def test_launch_in_a_snapshot_names_the_repository(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "home", lambda root: Path("/the/repository"))
     assert "use launch.py in /the/repository" in refused(lambda: launch.main(["recipe=mnist"]), here, capsys)
 
 
-def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_without_words_prints_the_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main([]) == errors.EXIT_CONFIG
     without = capsys.readouterr().out
     assert "recipe=" in without
@@ -338,7 +341,7 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
         assert capsys.readouterr().out == without
 
 
-# --- as processes: nothing else speaks, at the end either
+# --- as processes
 
 
 @pytest.mark.parametrize(
@@ -352,7 +355,7 @@ def test_nothing_typed_shows_the_keys(here: Path, capsys: pytest.CaptureFixture[
     ],
     ids=lambda v: ascii(" ".join(v))[1:60] if isinstance(v, tuple) else None,
 )
-def test_as_a_process(command: tuple[str, ...], status: int, here: Path) -> None:
+def test_a_refusal_is_the_only_output_of_the_process(command: tuple[str, ...], status: int, here: Path) -> None:
     words = [str(ROOT / word) if word == "launch.py" else word for word in command]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
     before = tree(here.parent)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
 
 
 class Room(NamedTuple):
@@ -139,3 +139,16 @@ print(json.dumps(sorted(k for k in before.keys() | os.environ.keys() if before.g
     ran = subprocess.run([sys.executable, "-c", code, *FILES], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == []
+
+
+def test_a_recipe_imports_only_entry_before_it_begins() -> None:
+    """entry.begin sets variables that torch reads when it is imported, and other modules of core import torch."""
+    seen = []
+    for path in (*(ROOT / "recipes").glob("*.py"), ROOT / "tests/faults/broken.py"):
+        body = ast.parse(path.read_text()).body
+        begins = [i for i, node in enumerate(body) if "entry.begin(" in ast.unparse(node)]
+        if begins and isinstance(body[begins[0]], ast.Assign):
+            before = [ast.unparse(node) for node in body[: begins[0]] if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert before == ["from recipes.core.run import entry"], path
+            seen.append(path.stem)
+    assert sorted(seen) == ["broken", "cifar", "collectives", "imagenet", "mnist", "toy"]

@@ -177,7 +177,7 @@ def test_two_nodes_meet_measure_and_judge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: int | None
 ) -> None:
     """Two nodes as threads; the processes that would import torch answer at once."""
-    ask = commands.ask
+    ask = commands.run
     measured: list[dict[str, str]] = []
 
     def quick(
@@ -197,7 +197,7 @@ def test_two_nodes_meet_measure_and_judge(
 
     checks = {name: probes.CHECKS[name] for name in ("system", "torch", "cpus", "disks")}
     monkeypatch.setattr(probes, "CHECKS", {**checks, "gpus": gpus})
-    monkeypatch.setattr(commands, "ask", quick)
+    monkeypatch.setattr(commands, "run", quick)
     monkeypatch.setattr(probes, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     plan = Plan(tmp_path, 60, on_cpu=True)
@@ -250,7 +250,7 @@ def test_a_master_port_that_is_taken_is_the_first_nodes_fault(tmp_path: Path) ->
         server.close()
 
 
-def test_where_the_first_rank_hangs_the_next_that_lives_gives_the_verdict(
+def test_if_rank_0_hangs_the_next_rank_gives_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
@@ -264,9 +264,7 @@ def test_where_the_first_rank_hangs_the_next_that_lives_gives_the_verdict(
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
 
 
-def test_each_node_asks_some_others_where_they_said_that_they_listen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> reach.Link:
@@ -305,7 +303,7 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
         out = [{"at": "an all_reduce", "busbw": 40.0, "correct": True}, {"pair": [1, 2, 5.0]}, {"pair": [1, 0, 6.0]}]
         return "noise\n" + "\n".join(map(json.dumps, out)), "killed"
 
-    monkeypatch.setattr(commands, "ask", ask)
+    monkeypatch.setattr(commands, "run", ask)
     info = place(3, 6, 2)
     first, mine = Meeting(tmp_path, True), Meeting(tmp_path, False)
     tokens = {"3": mine.token, "4": "x"}
@@ -324,9 +322,7 @@ def test_the_bandwidth_test_runs_among_its_members_alone(tmp_path: Path, monkeyp
     assert _measure(left_out, place(4, 6, 2), -1, time.monotonic(), time.monotonic()) == {}
 
 
-def test_who_leaves_does_not_mind_that_the_first_one_sweeps_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_may_end_after_the_folder_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it does as soon as it sees the last one's word, before that one has made sure that it is on the disk."""
     rank = ranks.detect(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

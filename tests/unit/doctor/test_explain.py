@@ -11,7 +11,7 @@ from recipes.core import files
 from recipes.core.doctor.diagnosis import Explanation
 from recipes.core.doctor.explain import explain, of_run
 from recipes.core.errors import Kind, MachineError, Next
-from recipes.core.run import liveness, rundir, table
+from recipes.core.run import failures, liveness, rundir, table
 from recipes.core.run.scontrol import Job, Queue
 
 
@@ -61,7 +61,7 @@ def grow_old(run: Path) -> None:
         os.utime(path, (then, then))
 
 
-def test_a_run_directorys_own_words_come_first(tmp_path: Path) -> None:
+def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
     reason = "rank 3 on node2 failed first: RuntimeError: [Errno 5] Input/output error"
     run = run_directory(tmp_path / "run", reason=reason, rank=3, host="node2")
     (run / "logs" / "rank0.log").write_text("rank 0 on node1 lost its peers at step 7: Connection closed by peer\n")
@@ -83,7 +83,7 @@ def test_without_a_record_of_the_rank_its_log_counts(tmp_path: Path) -> None:
     assert (found.rank, found.host) == (2, "node2")
 
 
-def test_records_tell_where_all_was_killed_before_the_status(tmp_path: Path) -> None:
+def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "running")
     (run / "logs" / "rank0.log").write_text("step 6\n")
     assert of_run(run, NO_SLURM).lines() == [
@@ -93,7 +93,7 @@ def test_records_tell_where_all_was_killed_before_the_status(tmp_path: Path) -> 
     found = of_run(run, NO_SLURM)
     assert found.verdict == "it ended without a final status, at step 7, last wrote 1 h ago"
     assert found.notes == ("scontrol is not on the PATH",)
-    rundir.record_failure(run, attempt=0, rank=2, host="node2", kind=Kind.error, error="ValueError: x")
+    failures.record(run, attempt=0, rank=2, host="node2", kind=Kind.error, error="ValueError: x")
     assert of_run(run, NO_SLURM).verdict == "rank 2 on node2 failed first: ValueError: x"
 
 
@@ -106,13 +106,13 @@ def test_a_run_that_did_not_fail_says_so(tmp_path: Path, state: str, words: str)
     assert found.causes == ()
 
 
-def test_a_refusal_is_what_counts_where_it_came_last(tmp_path: Path) -> None:
+def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "done")
     rundir.refuse(run, "2.0", 2, "checkpoint x: differs from these keys")
     assert of_run(run, NO_SLURM).lines() == ["it was refused before it began: checkpoint x: differs from these keys"]
 
 
-def test_a_launch_that_was_refused_beside_a_run_hides_nothing_of_it(tmp_path: Path) -> None:
+def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     rundir.refuse(run, "2.0", 2, "run_dir= is used by job 1")
     found = of_run(run, Answers({"1": job("RUNNING")})).lines()
@@ -125,7 +125,7 @@ def test_a_launch_that_was_refused_beside_a_run_hides_nothing_of_it(tmp_path: Pa
     assert of_run(run, NO_SLURM).lines() == ["status.json says done: nothing failed"]
 
 
-def test_logs_of_several_attempts_are_said_to_be_such(tmp_path: Path) -> None:
+def test_logs_of_several_attempts_are_noted(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", reason="x")
     (run / "logs" / "rank1.log").write_text("CUDA out of memory\n")
     assert not of_run(run, NO_SLURM).notes
@@ -188,7 +188,7 @@ def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, n
     assert of_run(run, Answers({"1": found})).lines() == [f"stopped by SIGTERM, saved at step 7; {words}"]
 
 
-def test_a_job_that_was_submitted_since_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     files.write_json(run / "job.yaml", {"job_id": "2"})
     answers = Answers({"1": job("FAILED"), "2": Job("2", "PENDING", "Resources", 0, 0)})
@@ -221,7 +221,7 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
         assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers).verdict
 
 
-def test_a_number_that_torchrun_was_given_is_no_job(tmp_path: Path) -> None:
+def test_a_torchrun_id_is_not_a_job_id(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running", launch="")
     record = json.loads((run / "attempt.json").read_text())
     files.write_json(run / "attempt.json", {**record, "job": "1", "cluster": None})
@@ -259,8 +259,8 @@ def test_the_table_says_of_a_run_whose_job_has_no_processes_that_it_is_not_runni
     tmp_path: Path, answers: dict[str, Job | None] | None, state: str, line: str
 ) -> None:
     run = run_directory(tmp_path, "running")
-    found = table.look(run, time.time(), Answers(answers))
-    assert (found.state, found.note.startswith("last word")) == (state, True)
+    found = table.read_run(run, time.time(), Answers(answers))
+    assert (found.state, found.note.startswith("last update")) == (state, True)
     assert found.note.endswith(line or " ago")
 
 

@@ -18,7 +18,7 @@ def test_messages_are_found_if_this_nodes_clock_is_ahead(tmp_path: Path, monkeyp
     assert second.collect(["report-0"], 0) == {"report-0": {"rank": 0}}
 
 
-def test_what_an_examination_that_was_killed_has_left_is_not_believed(tmp_path: Path) -> None:
+def test_messages_of_a_killed_examination_are_ignored(tmp_path: Path) -> None:
     before = [Meeting(tmp_path, rank == 0) for rank in range(3)]
     for rank, meeting in enumerate(before):
         meeting.post(f"port-{rank}", {"port": 1})

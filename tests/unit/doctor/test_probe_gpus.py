@@ -68,7 +68,7 @@ def smi(index: int, errors: str = "0") -> str:
     return f"{index}, GPU-{index}, NVIDIA H200, 143771, 1, {errors}, 33\n"
 
 
-def look(
+def findings(
     cards: Sequence[dict[str, Any]] | None, smi_text: str = "", apps: str = "", topology: str = "", on_cpu: bool = False, why: str = "",
     place: RankInfo | None = None, **environ: str,
 ) -> list[Finding]:  # fmt: skip
@@ -83,55 +83,55 @@ def look(
             re.search("--query-gpu|--query-compute|topo", text)[0]
         ], ""  # type: ignore[index]
 
-    _, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
+    _, found = probe_gpus.examine({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
     return found
 
 
 def test_eight_healthy_gpus_are_no_finding() -> None:
-    assert look([card(i) for i in range(8)], "".join(map(smi, range(8)))) == []
+    assert findings([card(i) for i in range(8)], "".join(map(smi, range(8)))) == []
 
 
 def test_eight_granted_and_seven_visible() -> None:
-    (found,) = look([card(i) for i in range(7)])
+    (found,) = findings([card(i) for i in range(7)])
     assert found.what == "Slurm granted 8 GPUs and torch sees 7"
     assert found.bad
     assert found.leave_out
     assert "nvidia-smi -L there; sbatch --exclude=" in found.fix
-    (found,) = look([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    (found,) = findings([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
     assert found.what == "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7"
 
 
 def test_none_visible() -> None:
-    (found,) = look([])
+    (found,) = findings([])
     assert (found.what, found.bad) == ("Slurm granted 8 GPUs and torch sees 0", True)
-    (found,) = look([], SLURM_GPUS_ON_NODE="")
+    (found,) = findings([], SLURM_GPUS_ON_NODE="")
     assert (found.what, found.bad, found.leave_out) == ("Slurm granted 0 GPUs and torch sees 0", True, False)
 
 
-def test_where_no_gpu_is_wanted_or_there_none_is_missed() -> None:
-    assert look([], on_cpu=True) == []
-    assert look([], SLURM_GPUS_ON_NODE="", place=info(in_slurm=False)) == []
+def test_without_granted_gpus_or_on_the_cpu_no_gpu_is_missing() -> None:
+    assert findings([], on_cpu=True) == []
+    assert findings([], SLURM_GPUS_ON_NODE="", place=info(in_slurm=False)) == []
 
 
 def test_gpus_that_torch_does_not_see_where_nobody_has_granted_any() -> None:
     at_home = {"SLURM_GPUS_ON_NODE": "", "place": info(0, 1, in_slurm=False)}
     eight = "".join(map(smi, range(8)))
-    (found,) = look([], eight, **at_home)
+    (found,) = findings([], eight, **at_home)
     assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 0", True)
-    (found,) = look([card(0)], eight, **at_home)
+    (found,) = findings([card(0)], eight, **at_home)
     assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 1", False)  # one may be cut into slices
-    assert look([card(0)], eight, CUDA_VISIBLE_DEVICES="0", **at_home) == []
-    assert look([], eight, CUDA_VISIBLE_DEVICES="", **at_home) == []
+    assert findings([card(0)], eight, CUDA_VISIBLE_DEVICES="0", **at_home) == []
+    assert findings([], eight, CUDA_VISIBLE_DEVICES="", **at_home) == []
 
 
 def test_a_line_without_an_end_hides_nothing() -> None:
-    (found,) = look([card(i) for i in range(7)], "x," * 200_000 + "\n" + smi(0), apps="y" * 300_000)
+    (found,) = findings([card(i) for i in range(7)], "x," * 200_000 + "\n" + smi(0), apps="y" * 300_000)
     assert found.what == "Slurm granted 8 GPUs and torch sees 7"
 
 
-def test_a_gpu_of_ones_own_for_each_task() -> None:
-    assert look([card(0)], CUDA_VISIBLE_DEVICES="3") == []
-    (found,) = look([card(0)], SLURM_GPUS_ON_NODE="1")
+def test_each_task_may_have_its_own_gpu() -> None:
+    assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []
+    (found,) = findings([card(0)], SLURM_GPUS_ON_NODE="1")
     assert found.what == "8 ranks and 1 GPUs"
 
 
@@ -147,35 +147,35 @@ def test_a_gpu_of_ones_own_for_each_task() -> None:
         ({"free": 60 * GIB}, "GPU 2 (GPU-2) has 60.0 of 140.0 GiB free", False),
     ],
 )
-def test_one_gpu_that_is_not_right(changed: dict[str, Any], expected: str, is_bad: bool) -> None:
-    (found,) = look([card(i, **(changed if i == 2 else {})) for i in range(8)])
+def test_a_gpu_that_computes_wrongly_is_a_finding(changed: dict[str, Any], expected: str, is_bad: bool) -> None:
+    (found,) = findings([card(i, **(changed if i == 2 else {})) for i in range(8)])
     assert found.what.startswith(expected)
     assert found.bad is is_bad
 
 
 def test_memory_errors_and_other_peoples_processes() -> None:
     errors = "".join(smi(i, "5" if i == 4 else "[N/A]") for i in range(8))
-    (found,) = look([card(i) for i in range(8)], errors)
+    (found,) = findings([card(i) for i in range(8)], errors)
     assert found.what == "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
-    (found,) = look([card(i) for i in range(8)], apps="GPU-1, 4711, 20480\nGPU-99, 1, 2\n[N/A], x, y\n")
+    (found,) = findings([card(i) for i in range(8)], apps="GPU-1, 4711, 20480\nGPU-99, 1, 2\n[N/A], x, y\n")
     assert (found.what, found.bad) == ("process 4711 uses 20480 MB of GPU GPU-1", False)
 
 
 def test_a_driver_that_does_not_answer() -> None:
-    (found,) = look(None, smi(0), why="python did not answer in 60 s")
+    (found,) = findings(None, smi(0), why="python did not answer in 60 s")
     assert found.what == "its GPUs could not be tested (python did not answer in 60 s)"
     assert found.bad
 
 
 def test_a_rank_on_far_cpus() -> None:
     near, far_ = set(range(0, 8)), set(range(40, 48))
-    assert probe_gpus.far(TOPOLOGY, near, info(0, 4), "GPU0") == []
-    assert probe_gpus.far(TOPOLOGY, far_, info(2, 4), "GPU2") == []
-    (found,) = probe_gpus.far(TOPOLOGY, near, info(2, 4), "GPU2")
+    assert probe_gpus.distances(TOPOLOGY, near, info(0, 4), "GPU0") == []
+    assert probe_gpus.distances(TOPOLOGY, far_, info(2, 4), "GPU2") == []
+    (found,) = probe_gpus.distances(TOPOLOGY, near, info(2, 4), "GPU2")
     assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
     assert "--cpu-bind=none" in found.fix
-    assert probe_gpus.far(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
-    assert probe_gpus.far(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
+    assert probe_gpus.distances(TOPOLOGY, near, info(0, 1), "GPU2") == []  # one process for all GPUs
+    assert probe_gpus.distances(TOPOLOGY, near, info(0, 4), "") == []  # it is not known which
 
 
 def test_a_ranks_gpu_is_found_by_its_uuid_in_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +183,10 @@ def test_a_ranks_gpu_is_found_by_its_uuid_in_the_topology(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     shown = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,3"}
     cards, all_four = [card(0, uuid="GPU-2"), card(1, uuid="GPU-3")], "".join(smi(i) for i in range(4))
-    (found,) = look(cards, all_four, topology=TOPOLOGY, place=info(0, 2), **shown)
+    (found,) = findings(cards, all_four, topology=TOPOLOGY, place=info(0, 2), **shown)
     assert found.what == "GPU2 is near CPUs 32-63,96-127, and its rank may use none of them"
     near = [card(0, uuid="GPU-0"), card(1, uuid="GPU-1")]
-    assert look(near, all_four, topology=TOPOLOGY, place=info(0, 2), **shown) == []
+    assert findings(near, all_four, topology=TOPOLOGY, place=info(0, 2), **shown) == []
 
 
 def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +198,9 @@ def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: p
         return ("[]", "") if "recipes.core.doctor.gpucheck" in command else ("", "ended with status 9")
 
     place = info(0, 1, in_slurm=False)
-    assert probe_gpus.look({}, place, False, ask, tmp_path)[1] == []
+    assert probe_gpus.examine({}, place, False, ask, tmp_path)[1] == []
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    (found,) = probe_gpus.look({}, place, False, ask, tmp_path)[1]
+    (found,) = probe_gpus.examine({}, place, False, ask, tmp_path)[1]
     assert "nvidia-smi fails (ended with status 9)" in found.what
 
 
@@ -215,7 +215,7 @@ def test_a_nic_behind_the_other_socket() -> None:
             del parts[6]
         if not line.startswith("NIC1"):
             lost.append("\t".join(parts))
-    (found,) = probe_gpus.far("\n".join(lost), set(range(128)), info(0, 4), "GPU0")
+    (found,) = probe_gpus.distances("\n".join(lost), set(range(128)), info(0, 4), "GPU0")
     assert found.what == "GPU2, GPU3 reach every NIC across the sockets (SYS), others have one near"
     assert not found.bad
 
@@ -232,8 +232,8 @@ def test_a_nic_behind_the_other_socket() -> None:
         "\x1b[4m\tGPU0\tCPU Affinity\nGPU0\tX\t9-1,,",
     ],
 )
-def test_what_is_no_topology_is_no_finding(text: str) -> None:
-    assert probe_gpus.far(text, {0}, info(0, 4), "GPU0") == []
+def test_other_text_than_a_topology_is_no_finding(text: str) -> None:
+    assert probe_gpus.distances(text, {0}, info(0, 4), "GPU0") == []
 
 
 def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> None:
@@ -243,15 +243,15 @@ def test_a_ranks_own_gpu_is_tried_and_those_of_all_by_the_first_rank_alone() -> 
         asked.append(command[-1])
         return json.dumps([card(0)]) if command[-1] == "gpus" else "", ""
 
-    facts, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8"}, info(3), False, ask)
+    facts, found = probe_gpus.examine({"SLURM_GPUS_ON_NODE": "8"}, info(3), False, ask)
     assert (asked, found, facts) == ([], [], {"granted": 8, "ranks": 8})
-    facts, found = probe_gpus.look({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, info(3), False, ask)
+    facts, found = probe_gpus.examine({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, info(3), False, ask)
     assert "gpus" in asked
     assert found == []
     assert facts["gpus"] == [card(0)]
 
 
-def test_another_ranks_look_at_its_gpu_is_nobodys_process() -> None:
+def test_the_check_of_another_rank_is_not_a_foreign_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)", "recipes.core.doctor.gpucheck"]
     ) as process:
@@ -260,7 +260,7 @@ def test_another_ranks_look_at_its_gpu_is_nobodys_process() -> None:
                 lambda: b"gpucheck" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), 10, "its start"
             )
             apps = f"GPU-1, {process.pid}, 512\nGPU-1, {os.getpid()}, 20480\n"
-            (found,) = look([card(i) for i in range(8)], apps=apps)
+            (found,) = findings([card(i) for i in range(8)], apps=apps)
         finally:
             process.kill()
     assert found.what == f"process {os.getpid()} uses 20480 MB of GPU GPU-1"

@@ -75,7 +75,7 @@ def test_a_master_port_that_is_closed(server: Server) -> None:
     assert (link.fault, link.why) == ("master", "Connection refused")
 
 
-def test_nobody_there(server: Server) -> None:
+def test_a_closed_port_is_a_failed_connection(server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         closed = other.getsockname()[1]
     link = reach.probe(3, "127.0.0.1", closed, "this run", 5)
@@ -110,15 +110,13 @@ def drips(connection: socket.socket) -> None:
     ],
     ids=["silence", "HTTP", "other JSON", "too long", "a byte now and then", "closed"],
 )
-def test_somebody_who_speaks_otherwise_is_found_in_bounded_time(
-    answer: Callable[[socket.socket], None], fault: str
-) -> None:
+def test_another_program_is_detected_in_bounded_time(answer: Callable[[socket.socket], None], fault: str) -> None:
     begin = time.monotonic()
     assert reach.probe(3, "127.0.0.1", served(answer), "this run", 0.5).fault == fault
     assert time.monotonic() - begin < reach.STEPS * 0.5 + 1.5
 
 
-def test_large_packets_that_are_lost_are_told_from_a_firewall() -> None:
+def test_lost_large_packets_are_distinguished_from_a_firewall() -> None:
     def answer(connection: socket.socket) -> None:
         for _ in range(1 + reach.ECHOES):
             (length,) = reach.LENGTH.unpack(connection.recv(4, socket.MSG_WAITALL))
@@ -164,7 +162,7 @@ def test_of_several_addresses_the_one_that_answers_counts(server: Server, monkey
         assert (link.fault, link.why, link.address) == ("connect", "Connection refused", "127.0.0.2")
 
 
-def test_garbage_does_no_harm_to_the_server(server: Server) -> None:
+def test_garbage_does_not_stop_the_server(server: Server) -> None:
     port = server.listen()
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 1 << 31), b"\0", b"", struct.pack("!I", 5) + b"ab"):
         with socket.create_connection(("127.0.0.1", port)) as connection:

@@ -14,8 +14,8 @@ from recipes.core.doctor.diagnosis import Explanation, RunRecord
 from recipes.core.doctor.diagnosis import of_logs as explain
 from recipes.core.doctor.signatures import SIGNATURES, Level
 from recipes.core.errors import InputError
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 BY_NAME = {signature.name: signature for signature in SIGNATURES}
 
 # fmt: off
@@ -187,7 +187,7 @@ def test_each_signature_is_shown_on_a_line_and_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in REAL.items() for line in lines])
-def test_a_line_from_the_world_has_its_signature(tmp_path: Path, name: str, line: str) -> None:
+def test_a_real_log_line_has_its_signature(tmp_path: Path, name: str, line: str) -> None:
     found = said(tmp_path, job__out=f"epoch 1  step 1  loss 2.3008\n{line}\nbye\n")
     assert names(found) == [name]
     assert found.causes[0].where == "job.out:2"
@@ -202,7 +202,7 @@ def test_a_line_from_the_world_has_its_signature(tmp_path: Path, name: str, line
     ["lost its peers", "got no further than", "got no further with", "made no progress for", "exited without an error record",
      "did not come in time (timeout_s)", "is in use; set MASTER_PORT", "cannot reach rank 0 at", ": a lower lr", "and torch sees"],
 )  # fmt: skip
-def test_a_wording_of_this_project_is_one_that_it_prints(wording: str) -> None:
+def test_wordings_of_this_project_are_printed_by_it(wording: str) -> None:
     """These lines are in the logs of these recipes: whoever changes such a message changes the table."""
     assert any(wording in signature.pattern for signature in SIGNATURES)
     files = [path for path in (ROOT / "recipes").rglob("*.py") if path.name != "signatures.py"]
@@ -261,7 +261,7 @@ WATCHDOG = (
 )
 
 
-def test_a_cause_beats_what_the_others_say_of_it(tmp_path: Path) -> None:
+def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     found = said(
         tmp_path,
         rank0__log="[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n",
@@ -279,16 +279,16 @@ def test_a_cause_beats_what_the_others_say_of_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_traceback_that_was_survived_is_told_with_the_one_that_was_not(tmp_path: Path) -> None:
+def test_a_second_exception_far_below_the_first_is_noted(tmp_path: Path) -> None:
     caught = "Traceback (most recent call last):\n  x\nKeyError: 'a'\n"
     fatal = "Traceback (most recent call last):\n  x\nValueError: b\n"
     steps = "".join(f"step {i}  loss 0.5\n" for i in range(900))
     found = said(tmp_path, rank3__log=caught + steps + fatal)
-    assert found.lines()[-1] == "rank3.log continues after that; 903 lines below: ValueError: b"
+    assert found.lines()[-1] == "rank3.log has another exception 903 lines below: ValueError: b"
     assert said(tmp_path, rank3__log=caught + fatal).notes == ()  # one comes of the other
 
 
-def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_path: Path) -> None:
+def test_a_loggers_warning_is_not_the_cause_if_there_is_another(tmp_path: Path) -> None:
     line = "2026-11-22 10:00:00,123 {} cache: /x: Permission denied\n"
     fatal = "2026-11-22 10:09:00,123 [rank5]: torch.OutOfMemoryError: CUDA out of memory.\n"
     found = said(tmp_path, rank0__log=line.format("WARNING"), rank5__log=fatal)
@@ -301,7 +301,7 @@ def test_what_a_logger_calls_a_warning_began_nothing_where_there_is_a_cause(tmp_
     assert (found.rank, names(found)) == (0, ["permission denied"])
 
 
-def test_a_signals_name_among_the_arguments_is_none_that_came(tmp_path: Path) -> None:
+def test_a_signal_name_in_arguments_is_no_event(tmp_path: Path) -> None:
     found = said(tmp_path, rank0__log="--signals-to-handle=SIGTERM,SIGINT\nlast word\n")
     assert found.verdict == "no known cause in 1 file; the last line, in rank0.log: last word"
     for words in (
@@ -332,7 +332,7 @@ def test_of_two_causes_the_one_of_the_lower_rank_is_first_in_numerical_order(tmp
     assert (found.rank, found.causes[0].count, found.causes[0].of) == (9, 3, "rank")
 
 
-def test_a_consequence_alone_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_consequence_alone_is_reported_as_one(tmp_path: Path) -> None:
     found = said(tmp_path, a__log="".join(WATCHDOG.format(n, 8 + n, 7) for n in range(3)))
     assert (found.rank, found.causes[0].signature.level) == (0, Level.consequence)
     assert "the logs do not show its cause" in found.verdict
@@ -345,7 +345,7 @@ def test_the_rank_with_the_lowest_collective_was_behind(tmp_path: Path) -> None:
     assert found.rank == 7
 
 
-def test_the_only_rank_that_says_nothing_is_looked_at_first(tmp_path: Path) -> None:
+def test_the_only_silent_rank_is_named(tmp_path: Path) -> None:
     lost = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
     logs = {f"rank{rank}__log": "step 1\n" if rank == 2 else lost for rank in range(4)}
     found = said(tmp_path, **logs)
@@ -383,7 +383,7 @@ def test_an_unknown_exception_is_named_by_its_last_line_and_its_rank(tmp_path: P
     assert found.verdict == "rank 1 failed first: the program's own error"
 
 
-def test_an_exception_that_is_known_is_not_told_twice(tmp_path: Path) -> None:
+def test_a_known_exception_is_reported_once(tmp_path: Path) -> None:
     text = "Traceback (most recent call last):\n  File \"t.py\", line 3, in <module>\nModuleNotFoundError: No module named 'x'\n"
     assert names(said(tmp_path, job__err=text)) == ["module is missing"]
 
@@ -410,7 +410,7 @@ def test_labels_of_srun_are_ranks_where_all_lines_have_them(tmp_path: Path) -> N
         ("run/attempt_0/6/stderr.log", 6), ("ranking7.log", None), ("train.o17", None),
     ],
 )  # fmt: skip
-def test_a_files_name_tells_its_rank(tmp_path: Path, name: str, rank: int | None) -> None:
+def test_the_rank_is_read_from_the_file_name(tmp_path: Path, name: str, rank: int | None) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("OSError: [Errno 5] Input/output error\n")
@@ -431,7 +431,7 @@ def test_what_is_only_harmless_is_no_failure(tmp_path: Path) -> None:
     assert found.lines()[-1] == "harmless: no host name of a client (1 file)"
 
 
-def test_a_progress_bar_does_not_hide_what_stands_behind_it(tmp_path: Path) -> None:
+def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
     bar = "".join(f"\r{n}%|####    | {n}/100" for n in range(100))
     found = said(tmp_path, job__out=f"a\n{bar}{WATCHDOG.format(3, 1, 2)}")
     assert (found.rank, found.causes[0].where) == (3, "job.out:2")
@@ -467,7 +467,7 @@ def test_a_jobs_own_file_names_the_rank_in_its_last_line(tmp_path: Path) -> None
     assert names(found) == ["a rank that hung", "a rank lost its peers"], "of an earlier attempt"
 
 
-def test_another_programs_word_of_its_run_directory_hides_nothing(tmp_path: Path) -> None:
+def test_another_programs_run_directory_line_hides_nothing(tmp_path: Path) -> None:
     assert names(said(tmp_path, a__log="CUDA out of memory\nrun directory: /x\n")) == ["CUDA out of memory"]
 
 
@@ -491,11 +491,11 @@ def test_a_device_is_not_read() -> None:
         explain(Path("a\0b"))
 
 
-def test_empty_logs_are_said_to_be_empty(tmp_path: Path) -> None:
+def test_empty_logs_are_reported_as_empty(tmp_path: Path) -> None:
     assert said(tmp_path, a__log="", b__log="\n\n").lines() == ["no known cause in 2 files: they are empty"]
 
 
-def test_pipes_circles_and_unreadable_files_are_passed_over(tmp_path: Path) -> None:
+def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "round.log").symlink_to("round.log")
     (tmp_path / "again").symlink_to(tmp_path)
@@ -509,7 +509,7 @@ def test_pipes_circles_and_unreadable_files_are_passed_over(tmp_path: Path) -> N
     assert f"and {left - 1} more" in found.notes[0]
 
 
-def test_binary_content_is_read_over(tmp_path: Path) -> None:
+def test_binary_content_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(
         bytes(range(256)) * 4000 + b"\nCUDA out of memory \xff\xfe\x00\x1b]0;title\x07 \xe2\x80\xae end\n"
     )
@@ -578,7 +578,7 @@ def test_of_several_jobs_the_newest_is_explained(tmp_path: Path, name: str) -> N
     assert found.lines()[-1].startswith("read: the logs of job 10")
 
 
-def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_files_read_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_events, "MOST_FILES", 5)
     found = said(tmp_path, **{f"rank{n}__log": "Stale file handle\n" for n in range(9)})
     assert found.causes[0].count == 5
@@ -587,7 +587,7 @@ def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.
     assert "or 3 files; not all were read" in explain(tmp_path).lines()[-1]
 
 
-def test_whatever_the_logs_hold_twenty_lines_are_said(tmp_path: Path) -> None:
+def test_an_explanation_has_at_most_twenty_lines(tmp_path: Path) -> None:
     everything = "\n".join(line for lines in REAL.values() for line in lines)
     found = said(tmp_path, **{f"rank{n}__log": everything for n in range(3)})
     assert len(found.lines()) <= 20

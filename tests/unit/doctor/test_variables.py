@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from recipes.core.config import envfile
 from recipes.core.doctor.variable_tables import KNOWN
-from recipes.core.doctor.variables import Problem, check_file, problems, suggestion
+from recipes.core.doctor.variables import Problem, check_file, problems
+from tests.helpers import ROOT
 
-ENV_DIR = Path(__file__).parents[3] / "env"
+ENV_DIR = ROOT / "env"
 FILES = sorted(ENV_DIR.rglob("*.env"))
 
 TORCH = [name for name in KNOWN if name.startswith("TORCH_")]  # may not be set to nothing
@@ -66,7 +67,7 @@ NCCL_TIMEOUT=1800 | NCCL_TIMEOUT | timeout_s | NCCL_IB_TIMEOUT=22
 FI_PROVIDER=efa;RDMAV_FORK_SAFE=1 | RDMAV_FORK_SAFE | unset it | RDMAV_FORK_SAFE=1
 FI_EFA_USE_DEVICE_RDMA=1;RDMAV_HUGEPAGES_SAFE=1 | RDMAV_HUGEPAGES_SAFE | breaks EFA | FI_EFA_USE_DEVICE_RDMA=1
 NCCL_IB_GID_INDEX=3 | NCCL_IB_GID_INDEX | from version 2.21 on | NCCL_IB_GID_INDEX=-1
-NCCL_DEBUG=3 | NCCL_DEBUG | write WARN or INFO | NCCL_DEBUG=warn
+NCCL_DEBUG=3 | NCCL_DEBUG | VERSION, WARN, INFO | NCCL_DEBUG=warn
 NCCL_DEBUG_SUBSYS=NETS;NCCL_DEBUG=INFO | NCCL_DEBUG_SUBSYS | NETS is not a subsystem | NCCL_DEBUG_SUBSYS=^NET,coll;NCCL_DEBUG=INFO
 NCCL_DEBUG_SUBSYS=NET | NCCL_DEBUG_SUBSYS | without NCCL_DEBUG=INFO | NCCL_DEBUG_SUBSYS=NET;NCCL_DEBUG=trace
 NCCL_SOCKET_FAMILY=ipv4 | NCCL_SOCKET_FAMILY | AF_INET, AF_INET6 | NCCL_SOCKET_FAMILY=AF_INET
@@ -120,7 +121,7 @@ TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.str
 
 
 @pytest.mark.parametrize(("wrong", "name", "said", "right"), TABLE, ids=[f"{row[0]}" for row in TABLE])
-def test_a_wrong_variable_is_named_and_the_right_one_is_not(wrong: str, name: str, said: str, right: str) -> None:
+def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(wrong: str, name: str, said: str, right: str) -> None:
     found = problems(pairs(wrong))
     assert [problem.name for problem in found] == [name.removesuffix("!")]
     assert said in f"{found[0].what}; {found[0].fix}"
@@ -144,7 +145,7 @@ def test_a_shipped_file_has_no_problem(path: Path) -> None:
     assert check_file(path, ENV_DIR) == []
 
 
-def test_every_variable_that_a_shipped_file_speaks_of_is_known() -> None:
+def test_every_variable_in_a_shipped_file_is_known() -> None:
     text = "\n".join(path.read_text() for path in FILES)
     named = set(re.findall(r"\b(?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|GLOO|FI)_[A-Z0-9_]*[A-Z0-9]\b(?!_)", text))
     assert len(named) > 30
@@ -153,7 +154,7 @@ def test_every_variable_that_a_shipped_file_speaks_of_is_known() -> None:
     assert problems(dict.fromkeys(named - {"NCCL_NET"} - set(TORCH), "")) == []
 
 
-def test_what_many_sites_set_is_no_problem() -> None:
+def test_common_site_settings_are_no_problem() -> None:
     ordinary = {
         "PATH": "/usr/bin",
         "HOME": "/home/u",
@@ -191,7 +192,7 @@ def test_what_many_sites_set_is_no_problem() -> None:
     assert problems({}) == []
 
 
-def test_a_name_of_earlier_nccl_or_of_a_plugin_is_no_unknown_one() -> None:
+def test_names_of_older_nccl_and_of_plugins_are_no_problem() -> None:
     known = "SHM_USE_CUDA_MEMCPY WORK_FIFO_DEPTH SHARP_DISABLE UCX_TLS TESTS_DEVICE GPUDIRECTTCPX_CTRL_DEV INCLUDE_DIRS"
     assert problems({f"NCCL_{name}": "1" for name in known.split()}) == []
 
@@ -213,14 +214,12 @@ def write(folder: Path, text: str) -> Path:
         ("NCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0", "NCCL_IB_HCA", "NCCL_IB_HCA=mlx5_0"),
     ],
 )
-def test_a_file_is_judged_by_itself_and_on_top_of_the_common_one(
-    tmp_path: Path, wrong: str, name: str, right: str
-) -> None:
+def test_a_file_is_checked_alone_and_with_the_common_file(tmp_path: Path, wrong: str, name: str, right: str) -> None:
     assert [problem.name for problem in check_file(write(tmp_path, wrong), tmp_path)] == [name]
     assert check_file(write(tmp_path, right), tmp_path) == []
 
 
-def test_debugging_on_purpose_is_no_problem_of_a_file_and_one_of_a_process(tmp_path: Path) -> None:
+def test_debug_settings_are_a_problem_of_a_process_not_of_a_file(tmp_path: Path) -> None:
     assert check_file(write(tmp_path, "CUDA_LAUNCH_BLOCKING=1"), tmp_path) == []
     assert problems({"CUDA_LAUNCH_BLOCKING": "1"}) != []
 
@@ -230,50 +229,6 @@ def test_a_file_that_cannot_be_read_raises_as_envfile_does(tmp_path: Path) -> No
         check_file(write(tmp_path, 'NCCL_NET="IB'), tmp_path)
     with pytest.raises(envfile.EnvFileError, match="no such file"):
         check_file(tmp_path / "none.env", tmp_path)
-
-
-def port(state: str = "4: ACTIVE", link: str = "InfiniBand") -> dict[str, str]:
-    return {"state": state, "link": link, "rate": "400 Gb/sec (4X NDR)"}
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (suggestion("eth0", {}, "10.0.0.1"), {}),
-        (suggestion("ib0", {"mlx5_0:1": port(), "mlx5_1:1": port()}, "10.0.0.1"), {}),
-        # NCCL passes over a port that is down.
-        (suggestion("ib0", {"mlx5_0:1": port(), "mlx5_1:1": port("1: DOWN", "Ethernet")}, "10.0.0.1"), {}),
-        (suggestion("ib0", {"mlx5_0:1": port("1: DOWN")}, "10.0.0.1"), {}),
-        (suggestion("eth0", {"mlx5_0:1": port(link="Ethernet")}, "10.0.0.1"), {}),
-        (
-            suggestion(
-                "ib0", {"mlx5_1:1": port(), "mlx5_0:1": port(), "mlx5_bond_0:1": port(link="Ethernet")}, "10.0.0.1"
-            ),
-            {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
-        ),
-        (suggestion("eth0", {}, "fd00::1", ["10.0.0.1", "fd00::1"]), {"NCCL_SOCKET_FAMILY": "AF_INET6"}),
-        (suggestion("eth0", {}, "fd00::1", ["fd00::1", "fe80::1%eth0"]), {}),
-        (suggestion("eth0", {}, "10.0.0.1", ["10.0.0.1", "fd00::1"]), {}),
-        (
-            suggestion("eth0", {}, "10.0.0.1", proven=False),
-            {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"},
-        ),
-        (suggestion("lo", {}, "127.0.0.1", proven=False), {}),
-    ],
-)
-def test_a_suggestion_is_only_what_is_needed_and_says_why(lines: list[str], expected: dict[str, str]) -> None:
-    assert envfile.parse("\n".join(lines), "suggestion") == expected
-    assert lines
-    assert len([line for line in lines if line.startswith("#")]) == max(1, len(expected))
-    assert all(len(line) <= 120 for line in lines)
-
-
-def test_a_suggestion_raises_no_problem_itself() -> None:
-    ports = {"mlx5_0:1": port(), "mlx5_bond_0:1": port(link="Ethernet")}
-    lines = suggestion("ib0", ports, "fd00::1", ["10.0.0.1"], proven=False)
-    parsed = envfile.parse("\n".join(lines), "suggestion")
-    assert len(parsed) == 4
-    assert problems(parsed) == []
 
 
 # Fuzz.
@@ -300,21 +255,6 @@ def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -
     found = problems(environ)
     assert all(is_one_line(problem) for problem in found)
     assert found == problems(environ)
-
-
-@given(
-    TEXT,
-    st.dictionaries(TEXT, st.dictionaries(st.sampled_from(["state", "link", "rate"]), VALUES)),
-    VALUES,
-    st.lists(VALUES, max_size=3),
-    st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-@example("eth0", {"a\n:1": port(), "b:1": port(link="Ethernet")}, "fd00::1", ["10.0.0.1"], False)
-def test_any_suggestion_can_be_read(
-    interface: str, ports: dict[str, dict[str, str]], address: str, others: list[str], proven: bool
-) -> None:
-    envfile.parse("\n".join(suggestion(interface, ports, address, others, proven)), "suggestion")
 
 
 def test_the_time_is_bounded() -> None:

@@ -56,7 +56,7 @@ def bad(found: verdict.Verdict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
-def test_nothing_is_wrong_with_healthy_nodes(count: int) -> None:
+def test_healthy_nodes_have_no_finding(count: int) -> None:
     found = judged(healthy(count), count)
     assert found.entries == []
     assert found.healthy
@@ -66,7 +66,7 @@ def test_nothing_is_wrong_with_healthy_nodes(count: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["granted", "ranks"])
-def test_nodes_of_which_each_has_the_gpus_that_it_should_may_differ(wanted: str) -> None:
+def test_nodes_may_have_different_numbers_of_granted_gpus(wanted: str) -> None:
     reports = healthy(3)
     few = reports[2]["facts"]["gpus"]
     few["gpus"] = few["gpus"][:2]
@@ -76,7 +76,7 @@ def test_nodes_of_which_each_has_the_gpus_that_it_should_may_differ(wanted: str)
     assert judged(reports, 3).entries == []
 
 
-def test_a_node_that_answers_at_first_and_then_no_more_is_accused() -> None:
+def test_a_node_that_stops_answering_is_bad() -> None:
     reports = healthy(4)
     reports[3] = {**reports[3], "early": True}
     del reports[3]["bandwidth"]
@@ -87,7 +87,7 @@ def test_a_node_that_answers_at_first_and_then_no_more_is_accused() -> None:
     assert found.exclude == ["node3"]
 
 
-def test_of_two_nodes_that_do_not_reach_each_other_it_is_said_that_either_may_be_at_fault() -> None:
+def test_of_two_nodes_without_a_link_either_may_be_at_fault() -> None:
     reports = healthy(2)
     for report in reports:
         report["links"][0].update(fault="connect", why="timed out")
@@ -101,7 +101,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_it_is_said_that_either_may_be
     assert "which of the two" not in bad(judged(reports, 4))["node2"]
 
 
-def test_sixty_four_nodes_of_which_some_lie_are_missing_or_slow() -> None:
+def test_bad_nodes_among_sixty_four_are_found() -> None:
     reports: list[Any] = healthy(64)
     for report in reports:  # node 9's network is slow, whoever measures
         for pair in report["bandwidth"]["pairs"]:
@@ -161,7 +161,7 @@ def test_a_pair_that_fails_is_one_of_the_two_and_never_the_first_node() -> None:
     assert "MASTER_PORT" in verdict.lines(found)[3]
 
 
-def test_of_a_pair_the_one_that_has_a_fault_of_its_own_is_accused() -> None:
+def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     reports = healthy(2)
     reports[0]["findings"].append({"what": "no route to node1", "fix": "ip route", "bad": True})
     for report in reports:
@@ -215,7 +215,7 @@ def test_a_gpu_that_is_missing_excludes_its_node_and_no_other() -> None:
     assert [row["gpus"] for row in found.table] == ["8/8", "7/7", "8/8", "8/8"]
 
 
-def test_the_first_nodes_clock_may_be_the_wrong_one() -> None:
+def test_the_clock_of_the_first_node_may_be_off() -> None:
     reports = healthy(4)
     for report in reports[1:]:
         for link in report["links"]:
@@ -241,7 +241,7 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
 
 
-def test_the_node_that_is_behind_in_an_all_reduce_that_hangs_is_accused() -> None:
+def test_the_node_behind_the_others_in_a_hanging_all_reduce_is_bad() -> None:
     reports = healthy(4)
     for report in reports:
         report["bandwidth"] = {"at": "pairs, 1 apart", "pairs": []}
@@ -314,7 +314,7 @@ def test_of_many_nodes_the_table_shows_the_bad_ones() -> None:
     assert [line.split()[0] for line in lines[:3]] == ["node", "node13", "BAD"]
 
 
-def test_where_nobody_gets_further_nobody_is_left_out_and_it_is_not_healthy() -> None:
+def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> None:
     reports = healthy(4)
     for report in reports:
         report["bandwidth"] = {"at": "its start", "error": "did not answer in 30 s"}
@@ -359,16 +359,16 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
     assert any("wrongly" in entry.what for entry in judge.verdict_of(Expected(hosts(2), 8), reports).entries)
 
 
-def test_where_only_one_node_is_seen_the_folder_is_not_shared_and_nobody_is_left_out() -> None:
+def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
     found = judged(healthy(4)[:1], 4)
     assert set(bad(found)) == {"node1", "node2", "node3"}
     assert found.exclude == []
-    assert "is run_dir on a file system that all nodes share?" in "\n".join(verdict.lines(found))
+    assert "give a run_dir= on a file system that all nodes share" in "\n".join(verdict.lines(found))
     assert judged(healthy(4)[:2], 4).exclude == ["node2", "node3"]
     assert judged(healthy(2)[:1], 2).exclude == ["node1"]
 
 
-def test_where_nobody_is_to_blame_no_node_is_counted() -> None:
+def test_a_finding_without_a_node_counts_no_node() -> None:
     reports = healthy(2)
     for report in reports:
         report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
@@ -377,13 +377,13 @@ def test_where_nobody_is_to_blame_no_node_is_counted() -> None:
     assert told[-1] == "not healthy, and no single node is to blame"
 
 
-def test_two_machines_of_one_name_are_told() -> None:
+def test_two_machines_with_one_name_are_reported() -> None:
     reports = healthy(3)
     reports[2]["host"] = "node1"
     assert any("both report the host name node1" in line for line in verdict.lines(judged(reports, 3)))
 
 
-def test_versions_that_part_the_nodes_in_halves_accuse_nobody() -> None:
+def test_versions_without_a_majority_exclude_no_node() -> None:
     reports = healthy(4)
     for report in reports[:2]:
         report["facts"]["torch"]["torch"] = "2.10.0"
@@ -431,7 +431,7 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
     assert all(math.isfinite(value) for value in found.figures.values())
 
 
-def test_what_each_rank_of_one_node_says_is_that_nodes() -> None:
+def test_findings_of_all_ranks_belong_to_their_node() -> None:
     reports = healthy(2)
     broken = {"what": "nvidia-smi fails (no answer)", "fix": "tell the site", "bad": True}
     reports += [{**reports[1], "rank": 2 + i, "local_rank": i + 1, "findings": [broken]} for i in range(3)]

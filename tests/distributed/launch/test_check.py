@@ -1,0 +1,364 @@
+"""``launch.py check`` reports the errors of a job before it is submitted, in the words of the run, and leaves no files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import launch
+from recipes.core.data import datasets
+from recipes.core.errors import MachineError
+from recipes.core.launch import checks
+from recipes.core.run import command_line
+from recipes.core.run.dryrun import Found
+from tests import helpers
+from tests.helpers import ROOT, Ended
+from tests.slurm.jobs import copy_repository
+
+HERE = ("launcher=local", "device=cpu")
+DIGITS = ("recipe=mnist", "dataset=digits", *HERE)
+
+
+def check(*words: str, repo: Path = ROOT, cwd: Path = ROOT, before: tuple[str, ...] = (), **environ: str) -> Ended:
+    """Runs ``launch.py check words``, and checks its last line and that there is no traceback."""
+    argv = [*before, sys.executable, str(repo / "launch.py"), "check", *words]
+    ended = helpers.run(argv, cwd=cwd, environ=helpers.clean_environment(**environ))
+    assert ended.lines[-1] == "nothing was submitted", ended.out
+    assert "Traceback" not in ended.out
+    return ended
+
+
+def parts(ended: Ended) -> dict[str, str]:
+    """The result of each part, by its name."""
+    lines = [line for line in ended.lines[:-1] if not line.startswith("from the run ")]
+    found = [re.fullmatch(r"(\w+): +(.+)", line) for line in lines]
+    assert all(found), ended.out
+    return {match[1]: match[2] for match in found if match}
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """The mode, time and content of everything in a folder."""
+
+    def content(path: Path) -> bytes:
+        if path.is_symlink():
+            return os.readlink(path).encode()
+        return path.read_bytes() if path.is_file() else b""
+
+    return {str(p): (p.lstat().st_mode, p.lstat().st_mtime_ns, content(p)) for p in [folder, *folder.rglob("*")]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run with two ranks, three steps and two checkpoints."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    words = ("ranks_per_node=2", "max_steps=3", "keep_every_steps=2", f"run_dir={run_dir}")
+    ended = helpers.run_fork([*helpers.LOCAL, *words])
+    assert ended.status == 0, ended.out
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == ["step-00000002.pt", "step-00000003.pt"]
+    return run_dir
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run directory, which a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "copied"))
+
+
+# --- valid jobs
+
+
+def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Path) -> None:
+    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+    temporary.mkdir()
+    before = everything(repo), everything(trained)
+    words = (*DIGITS, "ranks_per_node=2", f"run_dir={trained}", "max_steps=4", "compile=true")
+    ended = check(*words, repo=repo, TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1")
+    assert ended.status == 0, ended.out
+    said = parts(ended)
+    assert list(said) == ["keys", "recipe", "disk", "here"]
+    assert said["keys"] == "ok: mnist, 2 ranks"
+    assert re.fullmatch(r"ok: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
+    assert re.fullmatch(rf"ok: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
+    assert (everything(repo), everything(trained)) == before
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.long
+def test_variables_of_an_outer_job_have_no_effect(tmp_path: Path) -> None:
+    """Nor have an interface or a disk of the nodes. Relative paths are relative to the working folder."""
+    helpers.image_sets(tmp_path / "data")
+    place = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "nowhere",
+        "SLURM_JOB_ID": "5",
+        "SLURM_PROCID": "2",
+        "PMI_RANK": "1",
+    }
+    away = {"GLOO_SOCKET_IFNAME": "nosuch0", "CUDA_VISIBLE_DEVICES": "0", "RECIPES_DATA": "data", "RECIPES_BATCH": "1"}
+    words = ("recipe=imagenet", "arch=resnet18", "stage_dir=$NOSUCH/disk", "global_batch_size=8", "sync_bn=true")
+    ended = check(*words, "launcher=print", "run_dir=run", cwd=tmp_path, PATH=no_slurm(tmp_path), **place, **away)
+    assert ended.status == 0, ended.out
+    said = parts(ended)
+    assert said["recipe"] == "ok: 200 training samples, 11,177,538 parameters, starts from the beginning"
+    assert said["disk"].endswith(f"free in {tmp_path}")
+    assert said["slurm"] == "ok: not asked: there is no sbatch on this machine"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("collectives", marks=pytest.mark.long), "doctor"])
+def test_a_recipe_without_checkpoints(recipe: str, tmp_path: Path) -> None:
+    said = parts(ended := check(f"recipe={recipe}", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
+    assert ended.status == 0, ended.out
+    assert said["recipe"] == "ok: nothing to train, and no checkpoints"
+    assert said["disk"].endswith(f"free in {tmp_path}, for no checkpoints")
+    assert list(tmp_path.iterdir()) == []
+
+
+SMALL = ("dataset=fake", "max_steps=2", "global_batch_size=8")
+IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_size=1000", "ema=0.99", "num_workers=0")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "words"),
+    [
+        ("mnist", 2, ("dataset=digits", "max_steps=2")),
+        ("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd")),
+        ("toy", 3, ("max_steps=2",)),
+        ("imagenet", 1, (*SMALL, *IMAGES)),
+        ("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0")),
+    ],
+)
+@pytest.mark.long
+def test_a_checkpoint_has_the_predicted_size(
+    recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
+    found = checks.start(command_line.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
+    ended = helpers.run([sys.executable, str(ROOT / "launch.py"), *typed, f"run_dir={tmp_path}/run"])
+    assert ended.status == 0, ended.out
+    real = (tmp_path / "run/checkpoints/step-00000002.pt").stat().st_size
+    record_property(f"checkpoint of {recipe} on {ranks}: said, real bytes", f"{found.checkpoint_bytes}, {real}")
+    assert found.checkpoint_bytes == pytest.approx(real, rel=0.02)
+
+
+# --- errors
+
+
+def test_an_invalid_key_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, line in (
+        (["recipe=mnist", "epoch=3"], "launch.py: epoch=3: recipe mnist has no key 'epoch'; did you mean 'epochs'?\n"),
+        (
+            ["recipe=mnist", "gpus=2,4"],
+            "launch.py: gpus=2,4: is for launcher=local; Slurm finds the nodes by itself: give gpus=6\n",
+        ),
+    ):
+        assert launch.main(["check", *words]) == 2
+        assert capsys.readouterr() == ("nothing was submitted\n", line)
+    assert launch.main(["--help"]) == 0
+    assert "python launch.py check recipe=NAME " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_missing_or_damaged_data_is_reported(damaged: bool, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    raw = data / datasets.MNIST.folder
+    raw.mkdir(parents=True)
+    for file in datasets.MNIST.files if damaged else ():
+        (raw / file.name).write_bytes(bytes(file.size))
+    before = everything(data)
+    ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
+    assert ended.status == 2, ended.out
+    said = parts(ended)
+    assert said["recipe"].startswith("failed: mnist: ")
+    assert str(data) in said["recipe"]
+    assert "python -m recipes.prepare mnist" in said["recipe"]
+    assert said["disk"].endswith("; the size of a checkpoint is not known")
+    assert said["here"] == "ok: all ranks on this machine"
+    assert everything(data) == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_missing_weights_are_reported(tmp_path: Path) -> None:
+    words = ("recipe=imagenet", "arch=resnet18", "dataset=fake", "pretrained=true", f"run_dir={tmp_path}/run")
+    ended = check(*words, *HERE, TORCH_HOME=str(tmp_path))
+    assert ended.status == 3, ended.out
+    assert parts(ended)["recipe"].startswith(f"failed: imagenet: pretrained=true: {tmp_path}/hub/checkpoints/resnet18-")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_too_small_for_the_jobs_ranks_is_reported(tmp_path: Path) -> None:
+    """The dry run itself has one rank."""
+    words = ("recipe=cifar", "dataset=fake", "ranks_per_node=300", "global_batch_size=256")
+    ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
+    assert ended.status == 2, ended.out
+    assert "leaves some of 300 ranks without any" in parts(ended)["recipe"]
+
+
+def test_a_checkpoint_with_other_keys_is_reported(trained: Path) -> None:
+    before = everything(trained)
+    ended = check(*DIGITS, f"run_dir={trained}", "lr=0.5")
+    assert ended.status == 2, ended.out
+    refused = f"launch.py: run_dir={trained}: its checkpoints differ from these keys (lr=0.003 becomes 0.5): "
+    assert any(line.startswith(refused) for line in ended.lines), ended.out
+    assert everything(trained) == before
+
+
+@pytest.mark.long
+def test_check_chooses_the_checkpoint_of_the_run(copied: Path, tmp_path: Path) -> None:
+    newest = copied / "checkpoints/step-00000003.pt"
+    older = f"resume={copied}/checkpoints/step-00000002.pt"
+    assert parts(check(*DIGITS, f"run_dir={tmp_path}/run", older))["recipe"].endswith("continues from step 2")
+    ended = check(*DIGITS, f"run_dir={copied}", "resume=never")
+    assert (ended.status, parts(ended)["recipe"].partition(":")[0]) == (2, "failed")
+    assert f"resume=never: {copied} has a checkpoint ({newest.name})" in parts(ended)["recipe"]
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    ended = check(*DIGITS, f"run_dir={copied}")
+    assert ended.status == 0, ended.out
+    [warning] = [line for line in ended.lines if line.startswith("warning: ")]
+    assert f": checkpoint {newest}: is damaged" in warning
+    assert any(line.startswith("recipe: ok: ") and line.endswith("from step 2") for line in ended.lines)
+
+
+@pytest.mark.long
+def test_an_evaluation_requires_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+    ended = check(*DIGITS, f"run_dir={tmp_path}/run", "evaluate=true")
+    assert ended.status == 2, ended.out
+    assert f"evaluate=true: {tmp_path}/run has no checkpoint" in parts(ended)["recipe"]
+    said = parts(ended := check(*DIGITS, f"run_dir={trained}", "evaluate=true"))
+    assert ended.status == 0, ended.out
+    assert said["recipe"].endswith(" parameters, evaluates step 3")
+    assert said["disk"].endswith(", for no checkpoints")
+
+
+@pytest.mark.long
+def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None:
+    repo = copy_repository(tmp_path / "clone")
+    text = (repo / "recipes/toy.py").read_text().replace("toy", "mine")
+    shutil.copy(repo / "recipes/conf/toy.py", repo / "recipes/conf/mine.py")
+    for old, new, wanted in (
+        ("    net = make_net()", "    net = make_nett()", "failed first: NameError: name 'make_nett' is not defined"),
+        ("    world = run.world\n", "    return {}\n", "mine: ended before it called run.resume() or run.begin()"),
+    ):
+        assert old in text
+        (repo / "recipes/mine.py").write_text(text.replace(old, new))
+        ended = check("recipe=mine", *HERE, repo=repo)
+        assert ended.status == 1, ended.out
+        assert parts(ended)["recipe"].startswith("failed: mine: ")
+        assert parts(ended)["recipe"].endswith(wanted)
+
+
+def no_slurm(folder: Path) -> str:
+    """A PATH with the programs that a recipe needs, without Slurm."""
+    place = folder / "bin"
+    place.mkdir()
+    tee = shutil.which("tee")
+    assert tee
+    (place / "tee").symlink_to(tee)
+    return str(place)
+
+
+@pytest.mark.long
+def test_a_machine_without_slurm_is_reported_last(tmp_path: Path) -> None:
+    ended = check("recipe=toy", "device=cpu", f"run_dir={tmp_path}/run", PATH=no_slurm(tmp_path))
+    assert ended.status == 3, ended.out
+    assert {name: words.partition(":")[0] for name, words in parts(ended).items()} == {
+        "keys": "ok", "code": "ok", "recipe": "ok", "disk": "ok", "slurm": "failed",
+    }  # fmt: skip
+    assert "there is no Slurm on this machine" in parts(ended)["slurm"]
+
+
+# --- the disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with helpers.small_disk(tmp_path / "disk", "8m") as folder:
+        yield folder
+
+
+def test_a_full_disk_is_reported(disk: Path) -> None:
+    run_dir = disk / "deep/er/run"
+    ended = check(*DIGITS, f"run_dir={run_dir}")
+    assert ended.status == 3, ended.out
+    assert re.fullmatch(
+        rf"failed: run_dir={run_dir}: 5 checkpoints of 2\.9 MB take 14\.\d MB, 8\.4 MB free in {disk}: make room there, .*",
+        parts(ended)["disk"],
+    )
+    assert parts(ended)["here"].startswith("ok: ")
+    assert list(disk.iterdir()) == []
+
+
+def test_number_of_checkpoints_that_need_space(disk: Path) -> None:
+    two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
+    assert checks.disk_space(disk / "run", 3, five) == f"5 checkpoints of 1.7 MB, 8.4 MB free in {disk}"
+    assert checks.disk_space(disk / "run", 0, two) == f"keeps all checkpoints of 4.2 MB, 8.4 MB free in {disk}"
+    for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
+        with pytest.raises(MachineError, match=f"run_dir={disk}/run: {keep + 2} checkpoints of "):
+            checks.disk_space(disk / "run", keep, found)
+    folder = disk / "run/checkpoints"
+    folder.mkdir(parents=True)
+    for step in (1, 2, 3):  # which the run will remove
+        (folder / f"step-{step:08d}.pt").touch()
+    assert checks.disk_space(disk / "run", 3, two).startswith("2 checkpoints of ")
+    (disk / "full").write_bytes(bytes(8_300_000))
+    assert checks.disk_space(disk / "run", 3, little).startswith("2 checkpoints of ")
+    assert " free in " in checks.disk_space(disk / "run", 3, None)
+
+
+def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
+    """root must give up its right to write everywhere."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    ended = check("recipe=doctor", *HERE, f"run_dir={closed}/run", before=before)
+    assert ended.status == 3, ended.out
+    assert parts(ended)["disk"] == f"failed: run_dir={closed}/run: {closed} cannot be written: give another run_dir"
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match=f"{tmp_path}/file is not a folder: give another run_dir"):
+        checks.disk_space(tmp_path / "file/run", 3, None)
+
+
+# --- the end of check
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_ctrl_c_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "launch.py"), "check", *DIGITS]
+    process = helpers.start(argv, environ=helpers.clean_environment(TMPDIR=str(tmp_path)))
+    helpers.wait_until(
+        lambda: list(tmp_path.glob("recipes-check-*/run/logs/rank0.log")), helpers.START_S, "the recipe runs"
+    )
+    [started] = helpers.children(process.pid)
+    process.send_signal(number)
+    ended = helpers.finish(process, 20)
+    assert ended.status == 130, ended.out
+    assert ended.lines[-1] == "nothing was submitted"
+    assert "Traceback" not in ended.out
+    assert not helpers.alive(started)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo, temporary = copy_repository(tmp_path / "clone"), tmp_path / "tmp"
+    temporary.mkdir()
+    (repo / "recipes/toy.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    settings, before = command_line.parse(["recipe=toy"], environ={}), helpers.children(os.getpid())
+    with pytest.raises(MachineError, match=r"toy: did not reach its first step within 0\.5 s on this machine"):
+        checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
+    assert helpers.children(os.getpid()) == before
+    assert list(temporary.iterdir()) == []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(
+        MachineError, match=r"no temporary folder can be made .*: set TMPDIR to one that can be written"
+    ):
+        checks.start(settings, tmp_path / "run", 1, repo, tmp_path)

@@ -1,0 +1,616 @@
+"""launcher=local: the files of a run, resuming it, refusals, failures and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from recipes.core import errors
+from recipes.core.launch import local
+from recipes.core.launch.cli import local_layout
+from recipes.core.run import command_line, rundir, signals
+from tests import helpers
+from tests.helpers import LOCAL, Ended
+
+# 23 batches of 64 in an epoch: the run ends within the first.
+WORDS = ("max_steps=10", "checkpoint_every_steps=4", "log_every_steps=3", "seed=3")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working folder of the commands, outside the repository."""
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="module")
+def first(elsewhere: Path) -> Ended:
+    ended = helpers.run_fork([*LOCAL, *WORDS, "ranks_per_node=2", "run_dir=here/run"], cwd=elsewhere)
+    assert ended.status == 0, ended.out
+    return ended
+
+
+@pytest.fixture(scope="module")
+def run_dir(elsewhere: Path, first: Ended) -> Path:
+    return elsewhere / "here" / "run"
+
+
+def test_a_run_prints_its_size_and_run_directory(first: Ended, run_dir: Path) -> None:
+    assert "mnist: 2 ranks on 1 node, cpu, gloo" in first.lines
+    assert f"run directory: {run_dir}" in first.lines
+    steps = [line for line in first.lines if line.startswith("epoch 1  step ")]
+    assert [line.split()[3] for line in steps] == ["1", "3", "4", "6", "8", "9", "10"]  # only rank 0 prints
+    assert "Traceback" not in first.out
+
+
+def test_the_files_in_the_run_directory(run_dir: Path) -> None:
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 10, "")
+    assert status["first_failing_rank"] is None
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
+        "best", "latest", "step-00000004.pt", "step-00000008.pt", "step-00000010.pt",
+    ]  # fmt: skip
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000010.pt"
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert "epoch 1  step 10 " in (run_dir / "logs" / "rank0.log").read_text()
+    assert not [p.name for p in run_dir.rglob(".*")], "temporary files are left"
+    content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
+    assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
+    assert len(content["rng"]) == 2  # every rank's
+
+
+def test_metrics_and_summary(run_dir: Path) -> None:
+    rows = helpers.rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 10]
+    assert all({"attempt", "step", "epoch", "loss", "lr", "samples_per_second"} <= set(row) for row in rows)
+    assert all(row["attempt"] == 0 and row["epoch"] == 0 and row["samples_per_second"] > 0 for row in rows)
+    summary = helpers.read(run_dir, "summary")
+    expected = {
+        "recipe": "mnist", "world_size": 2, "num_nodes": 1, "device": "cpu", "backend": "gloo", "epochs": 4, "steps": 10,
+        "val_samples": 359, "resumed_from_step": None, "restarts": 0,
+    }  # fmt: skip
+    assert {k: summary[k] for k in expected} == expected
+    assert 0 < summary["val_top1"] <= summary["val_top5"] <= 1
+    assert summary["samples_per_second"] > 0
+    assert summary["wall_seconds"] > 0
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"]["torchvision"]
+
+
+def test_config_yaml_has_all_recipe_keys(run_dir: Path) -> None:
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    expected = {
+        "dataset": "digits", "max_steps": 10, "log_every_steps": 3, "seed": 3, "epochs": 4, "global_batch_size": 64,
+        "lr": 0.003, "dtype": "float32", "evaluate": False, "optimizer": "adamw",
+    }  # fmt: skip
+    assert {k: config[k] for k in expected} == expected
+    assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
+
+
+# A second start in the same run directory. Each case has a copy of it, and one rank by default. All start at the same time.
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Flips one bit of the largest weight."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + largest.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGED = {
+    "damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip},
+    "all damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip, "step-00000004.pt": truncate},
+}
+CASES: dict[str, list[str]] = {
+    "again": [*WORDS],
+    "more": [*WORDS, "max_steps=14"],
+    "other keys": [*WORDS, "lr=0.5", "global_batch_size=100"],
+    "never": [*WORDS, "resume=never"],
+    "damaged": [*WORDS, "evaluate=true"],
+    "all damaged": [*WORDS],
+    "missing data": ["dataset=mnist", "data_dir=no/data", "run_dir=fresh/run", "ranks_per_node=2"],
+}
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """The files that a refused run may not change."""
+    names = [folder / name for name in ("status.json", "summary.json", "metrics.jsonl", "config.yaml")]
+    return {str(p): p.read_bytes() for p in [*names, *(folder / "checkpoints").iterdir()]}
+
+
+@pytest.fixture(scope="module")
+def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[str, bytes]]]:
+    """The result of each case, its run directory, and the earlier content of it."""
+    started = {}
+    for case, words in CASES.items():
+        copy = elsewhere / case
+        if case != "missing data":
+            shutil.copytree(run_dir, copy)
+            for name, damage in DAMAGED.get(case, {}).items():
+                damage(copy / "checkpoints" / name)
+            words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
+        before = snapshot(copy) if copy.exists() else {}
+        started[case] = helpers.fork([*LOCAL, *words], cwd=elsewhere), copy, before
+    return {case: (helpers.finish(process), copy, before) for case, (process, copy, before) in started.items()}
+
+
+Second = dict[str, tuple[Ended, Path, dict[str, bytes]]]
+
+
+def test_a_finished_run_is_reported(second: Second) -> None:
+    ended, folder, before = second["again"]
+    assert ended.status == 0, ended.out
+    assert [line for line in ended.lines if "already finished" in line] == [
+        "already finished: step 10 of 10; raise epochs= to continue"
+    ]
+    assert helpers.read(folder, "status")["state"] == "done"
+    for name in ("summary.json", "metrics.jsonl"):
+        assert (folder / name).read_bytes() == before[str(folder / name)], name
+    keys = yaml.safe_load((folder / "config.yaml").read_text())
+    assert keys == yaml.safe_load(before[str(folder / "config.yaml")]) | {"cpu_threads": 1}  # typed for this run
+
+
+def test_more_steps_continue_a_finished_run_on_fewer_ranks(second: Second) -> None:
+    ended, folder, _ = second["more"]
+    assert ended.status == 0, ended.out
+    assert "mnist: 1 rank on 1 node, cpu, gloo, attempt 2" in ended.lines
+    rows = [(row["attempt"], row["step"]) for row in helpers.rows(folder)]
+    assert rows == [*((0, step) for step in (1, 3, 4, 6, 8, 9, 10)), *((1, step) for step in (11, 12, 14))]
+    summary = helpers.read(folder, "summary")
+    found = {k: summary[k] for k in ("resumed_from_step", "restarts", "steps", "world_size")}
+    assert found == {"resumed_from_step": 10, "restarts": 1, "steps": 14, "world_size": 1}
+    assert helpers.read(folder, "status")["state"] == "done"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 14
+
+
+def test_the_newest_valid_checkpoint_replaces_a_damaged_one(second: Second) -> None:
+    ended, folder, before = second["damaged"]
+    assert ended.status == 0, ended.out
+    for name in ("step-00000010.pt", "step-00000008.pt"):
+        assert any(
+            name in line and "is damaged" in line and line.startswith("warning: rank 0") for line in ended.lines
+        ), name
+    assert f"resumed from {folder}/checkpoints/step-00000004.pt, step 4" in ended.lines
+    # evaluate=true: of step 4, nothing is trained, and what is known of the training stays as it is.
+    summary = helpers.read(folder / "evaluation", "summary")
+    assert (summary["val_samples"], summary["steps"]) == (359, 4)
+    assert helpers.read(folder / "evaluation", "status")["state"] == "done"
+    kept = [Path(name) for name in before if Path(name).parent == folder]
+    assert {"metrics.jsonl", "summary.json", "status.json"} <= {path.name for path in kept}
+    for path in kept:
+        assert path.read_bytes() == before[str(path)], path
+    assert summary["val_top1"] != json.loads(before[str(folder / "summary.json")])["val_top1"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "other keys",
+            ["lr=0.003 becomes 0.5", "global_batch_size=64 becomes 100", "another run_dir"],
+        ),
+        ("never", ["resume=never", "step-00000010.pt", "another run_dir", "resume=auto"]),
+        ("all damaged", ["checkpoints: none of 3 can be read", "move them away"]),
+    ],
+)
+def test_a_refused_resume_is_one_line_and_changes_nothing(second: Second, case: str, words: list[str]) -> None:
+    ended, folder, before = second[case]
+    assert ended.status == 2, ended.out
+    said = [
+        line
+        for line in ended.lines
+        if line.startswith(("mnist: ", "launch.py: run_dir=")) and " ranks on " not in line and " rank on " not in line
+    ]
+    assert len(said) == 1, ended.out
+    assert all(word in said[0] for word in words), said
+    assert "Traceback" not in ended.out
+    assert "failed:" not in ended.out
+    assert snapshot(folder) == before
+
+
+def test_missing_data_is_one_line_with_the_command(second: Second, elsewhere: Path) -> None:
+    ended, _, _ = second["missing data"]
+    assert ended.status == 2, ended.out
+    said = [line for line in ended.lines if "recipes.prepare" in line]
+    assert len(said) == 1, ended.out  # only one of two ranks prints
+    assert f"{elsewhere}/no/data" in said[0]
+    assert "Traceback" not in ended.out
+    status = helpers.read(elsewhere / "fresh" / "run", "status")
+    assert (status["state"], status["exit_status"]) == ("failed", 2)
+    assert "recipes.prepare" in status["reason"]
+
+
+@pytest.mark.long
+def test_recipes_data_is_relative_to_the_working_folder(tmp_path: Path) -> None:
+    words = [word for word in LOCAL if not word.startswith("dataset=")]
+    environ = helpers.clean_environment(RECIPES_DATA="mine")
+    ended = helpers.run([*words, f"run_dir={tmp_path}/run"], cwd=tmp_path, environ=environ)
+    assert ended.status == 2, ended.out
+    assert f"data_dir='{tmp_path}/mine' lacks " in ended.out
+
+
+# Without any rank
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["gpus=2,1", "node_rank=2", "master=10.0.0.1:29400"], 2, ["node_rank=2", "machines 0 to 1"]),
+        (["gpus=2,1"], 2, ["gpus=2,1", "master=HOST:PORT"]),
+        (["gpus=2,0", "master=10.0.0.1:29400"], 2, ["gpus=2,0", "at least one rank"]),
+        (["node_rank=1"], 2, ["gpus=8,2"]),
+        (["nodes=2"], 2, ["nodes=2", "launcher=local"]),
+        (["gpus=2,1", "master=10.0.0.1:70000"], 2, ["master=10.0.0.1:70000", "1 to 65535"]),
+        (["device=cuda", "gpus_per_node=3", "ranks_per_node=null"], 3, ["3 ranks", "device=cpu"]),
+    ],
+)
+def test_an_impossible_layout_is_reported_in_one_line(words: list[str], status: int, expected: list[str]) -> None:
+    ended = helpers.run([*LOCAL, *words], environ=helpers.clean_environment(CUDA_VISIBLE_DEVICES=""))
+    assert ended.status == status, ended.out
+    assert len(ended.lines) == 1, ended.out
+    assert all(word in ended.out for word in expected), ended.out
+
+
+def test_visible_gpus_set_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,5,7")
+
+    def ranks(*words: str) -> tuple[int, ...]:
+        return local_layout(command_line.parse(["recipe=toy", "launcher=local", *words], environ={})).ranks
+
+    assert ranks() == (4,)
+    assert ranks("gpus_per_node=2") == (2,)
+    with pytest.raises(errors.MachineError, match="5 ranks need one GPU each, and 4 are visible"):
+        ranks("gpus_per_node=5")
+
+
+# The launcher itself, with ranks that are no recipes: fast, and as unruly as need be.
+
+
+def launch(code: str, ranks: int, run_dir: Path | None = None, together_s: float = signals.TOGETHER_S) -> list[str]:
+    """The command of a launcher that runs ``code`` on so many ranks and exits with their status."""
+    program = (
+        "import os, sys; from pathlib import Path; from recipes.core.launch import local; from recipes.core.run import signals\n"
+        f"signals.TOGETHER_S = {together_s}\n"
+        "local.PEERS_GRACE_S = local.STOP_GRACE_S = local.TERM_GRACE_S = 0.3\n"
+        "code, ranks, run_dir = sys.argv[1:]\n"
+        "command = [sys.executable, '-u', '-c', code]\n"
+        "layout = local.Layout((int(ranks),))\n"
+        "sys.exit(local.run(command, layout, Path(run_dir) if run_dir else None, Path.cwd(), os.environ))\n"
+    )
+    return [sys.executable, "-c", program, code, str(ranks), str(run_dir or "")]
+
+
+STUBBORN = (
+    "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); rank = int(os.environ['RANK'])\n"
+)
+SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_launcher_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path, stop: bool) -> None:
+    """After a failure or a stop, rank 0 saves for longer than the grace time of the other ranks."""
+    part, whole = (tmp_path / "checkpoints" / name for name in (".step-00000001.pt.x", "step-00000001.pt"))
+    part.parent.mkdir()
+    save = f"""if rank == 0:
+    with open({str(part)!r}, "wb") as file:
+        os.write(1, b"up\\n")
+        for _ in range(15):
+            os.write(file.fileno(), b"more")
+            time.sleep(0.1)
+    os.rename({str(part)!r}, {str(whole)!r})
+else:
+    os.write(1, b"up\\n")
+"""
+    end = f"while not os.listdir({str(part.parent)!r}): time.sleep(0.02)\n    sys.exit(7)"
+    if stop:
+        end = f"while not os.path.exists({str(whole)!r}): time.sleep(0.02)"
+    code = f"{STUBBORN}{save}    {end}"
+    launcher = helpers.start(launch(code, 2, tmp_path))
+    if stop:
+        assert launcher.stdout
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        launcher.terminate()
+    ended = helpers.finish(launcher, timeout_s=30)
+    assert ended.status == (0 if stop else 7), ended.out
+    assert whole.read_bytes() == 15 * b"more"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("end", "status", "how"),
+    [
+        ("sys.exit(7)", 7, "ended with status 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_failed_rank_ends_the_others_and_is_reported(rank: int, end: str, status: int, how: str) -> None:
+    code = STUBBORN + f"if rank == {rank}:\n    {end}\n" + SLEEP
+    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
+    assert ended.status == status, ended.out
+    assert ended.lines[-1].startswith(f"failed: rank {rank} on "), ended.out
+    assert how in ended.lines[-1]
+    pids = [int(line.split()[2]) for line in ended.lines if line.startswith("up ")]
+    assert len(pids) <= 2
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+def ups(process: Any, count: int) -> list[int]:
+    """The process IDs that ``count`` ranks print after they have started."""
+    lines = [process.stdout.readline().split() for _ in range(count)]
+    assert all(words[:1] == ["up"] for words in lines), lines
+    return [int(words[2]) for words in lines]
+
+
+def test_no_rank_outlives_a_killed_launcher() -> None:
+    process = helpers.start(launch(STUBBORN + SLEEP, 2))
+    pids = ups(process, 2)
+    assert all(helpers.alive(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    try:
+        helpers.wait_for_the_end_of(pids, 5)
+    finally:
+        for pid in filter(helpers.alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        helpers.finish(process)
+
+
+def test_a_rank_that_exits_early_with_status_0_is_reported(tmp_path: Path) -> None:
+    """Rank 1 ends first, then 0 and 2. Each waits until the launcher has reaped the one before, which /proc shows."""
+    code = f"""{STUBBORN}os.chdir({str(tmp_path)!r})
+os.symlink(f"/proc/{{os.getpid()}}", str(rank))
+before = {{0: "1", 2: "0"}}.get(rank)
+while before and (not os.path.islink(before) or os.path.exists(before)):
+    time.sleep(0.02)
+sys.exit(int(rank != 1))
+"""
+    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
+    assert ended.status == 1, ended.out
+    assert ended.lines[-1].startswith("failed: rank 1 on "), ended.out
+    assert ended.lines[-1].endswith(" ended with status 0 before the run's end"), ended.out
+
+
+def test_the_children_of_a_killed_rank_are_killed() -> None:
+    fork = "parent = os.fork()\nif parent:\n    time.sleep(30)\n"  # the parent is what a rank is, the child its loader
+    process = helpers.start(launch(STUBBORN + fork + SLEEP, 1))
+    [pid] = ups(process, 1)
+    [rank] = helpers.children(process.pid)
+    assert helpers.children(rank) == [pid]
+    os.kill(rank, signal.SIGKILL)
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == 137, ended.out
+    helpers.wait_for_the_end_of([pid], 5)
+
+
+def test_a_second_signal_ends_the_ranks_immediately() -> None:
+    process = helpers.start(launch(STUBBORN + SLEEP, 2))
+    pids = ups(process, 2)
+    process.terminate()
+    assert "a second signal ends them immediately" in process.stdout.readline()  # type: ignore[union-attr]
+    time.sleep(2 * signals.TOGETHER_S)
+    assert all(helpers.alive(pid) for pid in pids)
+    process.terminate()
+    ended = helpers.finish(process, timeout_s=5)
+    assert ended.status == 137, ended.out
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+def test_repeated_ctrl_c_leaves_a_valid_status(tmp_path: Path) -> None:
+    """Ctrl-C is repeated until the launcher has ended."""
+    code = f"""
+from recipes.core.run import rundir
+attempt = rundir.open_attempt(Path({str(tmp_path)!r}), ["a"], rundir.launch_id(os.environ))
+rundir.begin_attempt_at(Path({str(tmp_path)!r}), 0)
+rundir.write_status(Path({str(tmp_path)!r}), "running", attempt=attempt, step=7)
+"""
+    process = helpers.start(launch("from pathlib import Path\n" + STUBBORN + code + SLEEP, 1, tmp_path))
+    ups(process, 1)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.03)
+    ended = helpers.finish(process)
+    assert ended.status != 0, ended.out
+    assert helpers.read(tmp_path, "status")["state"] == "failed"
+
+
+def test_signals_at_the_same_time_are_one_stop() -> None:
+    """Hangups: the kernel sends one where a terminal goes, and the shell passes its own on when it ends. Signals that come together:
+    `timeout 1h python launch.py …` sends its own to the launcher, and then to its group, which the launcher is in."""
+    ranks = STUBBORN + SLEEP.replace("30", "3")
+    cases = (
+        (signal.SIGHUP, 0.1, signals.TOGETHER_S),
+        (signal.SIGTERM, 0.1, 60),
+        (signal.SIGHUP, 0.6, signals.TOGETHER_S),
+    )
+    started = [helpers.start(launch(ranks, 1, together_s=together_s)) for _, _, together_s in cases]
+    for process in started:
+        ups(process, 1)
+    for process, (number, apart_s, _) in zip(started, cases, strict=True):
+        for _ in range(3):
+            process.send_signal(number)
+            time.sleep(apart_s)  # for the handler to be called for each
+    for process in started:
+        ended = helpers.finish(process, timeout_s=20)
+        assert ended.status == 0, ended.out
+
+
+@pytest.mark.parametrize("first_machine", [True, False])
+def test_ranks_of_another_machine_end_by_themselves(tmp_path: Path, first_machine: bool) -> None:
+    """A machine that is not the first cannot see whether rank 0 still saves."""
+    code = STUBBORN + SLEEP.replace("30", "1.5")
+    process = helpers.start(launch(code, 1, tmp_path if first_machine else None))
+    ups(process, 1)
+    process.terminate()
+    ended = helpers.finish(process, timeout_s=20)
+    assert ended.status == (137 if first_machine else 0), ended.out
+
+
+def test_ranks_get_the_variables_of_torchrun() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    code = (
+        f"import os; words = [os.environ[name] for name in {names}]\n"
+        "words += [str('RECIPES_LISTEN_FD' in os.environ), os.environ['MASTER_PORT']]\n"
+        "os.write(1, ' '.join(words).encode() + bytes([10]))\n"
+    )
+    ended = helpers.finish(helpers.start(launch(code, 2)), timeout_s=20)
+    assert ended.status == 0, ended.out
+    lines = sorted(line.split() for line in ended.lines)
+    assert [line[:-1] for line in lines] == [
+        ["0", "2", "0", "2", "0", "1", "127.0.0.1", "True"], ["1", "2", "1", "2", "0", "1", "127.0.0.1", "False"],
+    ]  # fmt: skip
+    assert lines[0][-1] == lines[1][-1]
+    assert int(lines[0][-1]) > 0
+
+
+def test_a_killed_evaluation_does_not_change_the_runs_status(tmp_path: Path) -> None:
+    rundir.write_status(tmp_path, "done", attempt=rundir.open_attempt(tmp_path, ["a"], "1.0"), step=7)
+    (tmp_path / "config.yaml").write_text("")
+    code = f"""
+from pathlib import Path
+from recipes.core.run import rundir
+folder = Path({str(tmp_path)!r}, "evaluation")
+folder.mkdir()
+attempt = rundir.open_attempt(folder, ["b"], rundir.launch_id(os.environ))
+rundir.begin_attempt_at(folder, 7)
+rundir.write_status(folder, "running", attempt=attempt, step=7)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = helpers.finish(helpers.start(launch(STUBBORN + code, 1, tmp_path)), timeout_s=20)
+    assert ended.status == 137, ended.out
+    assert ended.lines[-1].endswith(f"was killed by SIGKILL; logs in {tmp_path}/evaluation/logs"), ended.out
+    assert helpers.read(tmp_path, "status")["state"] == "done"
+    assert helpers.read(tmp_path / "evaluation", "status")["state"] == "failed"
+
+
+def test_the_end_of_an_already_reaped_rank_is_noticed() -> None:
+    """multiprocessing reaps ended processes when it starts the next one."""
+
+    class Reaped:
+        def __init__(self, process: subprocess.Popen[bytes]) -> None:
+            self.pid, self.returncode, self._process = process.pid, None, process
+            process.wait()
+
+        def poll(self) -> int:
+            self.returncode = self._process.returncode
+            return self._process.returncode
+
+        wait = poll
+
+    def start(variables: dict[str, str], listener: socket.socket | None) -> Any:
+        return Reaped(subprocess.Popen(["sh", "-c", "exit 5"], env=variables))
+
+    assert local.supervise(start, local.Layout((2,)), None, os.environ) == 5
+
+
+def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This was seen once in some thousand kills on busy cores."""
+    command = "sleep 60 & echo $!; exec sleep 60"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
+        assert rank.stdout
+        left, looked = int(rank.stdout.readline()), os.waitid
+
+        def late(*given: Any) -> Any:
+            found = looked(*given)
+            monkeypatch.setattr(os, "waitid", looked)
+            rank.kill()
+            assert looked(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+            return found
+
+        monkeypatch.setattr(os, "waitid", late)
+        ended = [local.has_ended(rank), local.has_ended(rank)]
+        helpers.wait_for_the_end_of([left], 5)
+        assert ended == [False, True]
+
+
+@pytest.mark.parametrize("how", ["unread", "read"])
+def test_a_stop_saves_although_stderr_is_closed(tmp_path: Path, how: str) -> None:
+    """With ``launch.py … 2>&1 | tee log``, Ctrl-C also ends tee."""
+    save = f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    code = f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+from recipes.core.launch import local
+theirs, mine = os.pipe()
+os.dup2(mine, 2)
+def stop():
+    while not Path({str(tmp_path)!r}, "up").exists():
+        time.sleep(0.02)
+    os.close(theirs) if sys.argv[1] == "unread" else None
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=stop).start()
+sys.exit(local.run(["bash", "-c", {save!r}], local.Layout((1,)), None, Path.cwd(), os.environ))
+"""
+    ended = helpers.run([sys.executable, "-c", code, how])
+    assert (tmp_path / "saved").exists(), ended.out
+    assert ended.status == 75, ended.out
+
+
+@pytest.mark.parametrize(("state", "status"), [("done", 0), ("preempted", 75)])
+def test_a_crash_at_exit_keeps_the_runs_status(tmp_path: Path, state: str, status: int) -> None:
+    code = f"""
+from recipes.core.run import rundir
+folder = Path({str(tmp_path)!r})
+attempt = rundir.open_attempt(folder, ["a"], rundir.launch_id(os.environ))
+rundir.begin_attempt_at(folder, 0)
+rundir.write_status(folder, {state!r}, attempt=attempt, step=7)
+os.kill(os.getpid(), signal.SIGABRT)
+"""
+    ended = helpers.finish(
+        helpers.start(launch("from pathlib import Path\n" + STUBBORN + code, 1, tmp_path)), timeout_s=20
+    )
+    assert ended.status == status, ended.out
+    assert helpers.read(tmp_path, "status")["state"] == state
+
+
+def test_a_rank_without_its_own_session_is_killed() -> None:
+    """A spawned rank creates its session only after it has imported torch."""
+    ranks: list[Any] = []
+
+    def start(variables: dict[str, str], listener: socket.socket | None) -> Any:
+        if ranks:
+            raise BlockingIOError("Resource temporarily unavailable")
+        ranks.append(subprocess.Popen(["sleep", "60"], env=variables))
+        return ranks[0]
+
+    with pytest.raises(BlockingIOError):
+        local.supervise(start, local.Layout((2,)), None, os.environ)
+    assert ranks[0].returncode == -signal.SIGKILL
+
+
+def test_the_launcher_writes_complete_lines() -> None:
+    """The ranks write to the same file, and could otherwise split a line."""
+    code = """
+import os, subprocess
+from recipes.core.launch import local
+def start(variables, listener):
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print("started", flush=True)
+    return rank
+local.supervise(start, local.Layout((1,)), None, os.environ)
+"""
+    # What was written together comes together there.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=helpers.ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True) as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.readline() == "started\n"
+        launcher.terminate()
+        assert ours.recv(4096) == b"stopping: the ranks save and end; a second signal ends them immediately\n"

@@ -1,0 +1,261 @@
+"""The recipe cifar in this process: its inputs, loss, schedule, averages and networks against formulas, and its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import functional as TF
+
+from recipes import cifar
+from recipes.conf.cifar import Config
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import ImageSet
+from recipes.core.errors import InputError
+from tests.distributed import alone
+from tests.distributed.alone import Trained
+
+# Of CIFAR-10, 0 to 1, to four digits as usually given: red, green, blue.
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+PIXELS = torch.randint(0, 256, (80, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, 10, (80,), generator=torch.Generator().manual_seed(1))
+TRAIN, TEST = ImageSet(PIXELS[:32], LABELS[:32]), ImageSet(PIXELS[32:], LABELS[32:])
+PLAIN = ("crop=0", "flip=false")
+Train = Callable[..., Trained]
+
+
+def small_net(cfg: Config, run: object) -> nn.Module:
+    """Of any size of images, with batch normalisation, and other answers for an image than for its mirror image."""
+    conv, head = nn.Conv2d(3, 4, 5, stride=4), nn.Linear(16, 10)
+    nn.init.normal_(head.weight, std=9.0)  # so that the largest logit is one that the image gives, not the bias
+    return nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head)
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
+    monkeypatch.setattr(cifar, "make_net", small_net)
+    return lambda *words, **place: alone.train(
+        cifar, tmp_path / str(place), monkeypatch, "global_batch_size=8", *words, **place
+    )
+
+
+def pixels(inputs: Tensor) -> Tensor:
+    return alone.unnormalised(inputs, MEAN, STD)
+
+
+def test_training_images_are_shifted_with_mirrored_borders_and_half_are_flipped(train: Train) -> None:
+    trained = train("epochs=6", "label_smoothing=0.3")
+    ways = alone.shifts(TRAIN.images, 4, "reflect")
+    found, losses = [], []
+    for forward in trained.training:
+        batch = []
+        for image in pixels(forward.inputs):
+            plain, mirrored = (ways.get(way.contiguous().numpy().tobytes()) for way in (image, TF.hflip(image)))
+            assert plain or mirrored
+            batch.append((plain or mirrored, plain is None))
+        found.append(batch)
+        labels = TRAIN.labels[[i for (i, _, _), _ in batch]]
+        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+    for epoch in range(6):
+        batches = found[4 * epoch : 4 * epoch + 4]
+        assert sorted(i for batch in batches for (i, _, _), _ in batch) == list(range(32))
+        assert 6 <= sum(flipped for batch in batches for _, flipped in batch) <= 26  # of 32
+    for axis in (1, 2):
+        places = [way[axis] for batch in found for way, _ in batch]
+        assert min(places.count(place) for place in range(9)) >= 8  # of 192, 21 on average
+    assert len({way for batch in found for way in batch}) > 150  # each epoch has its own: 32 in one
+    assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_grey_square_is_cut_out(train: Train) -> None:
+    """It has the colour of the mean, which normalises to about 0."""
+    trained = train("epochs=3", *PLAIN, "cutout=8")
+    heights, widths = set(), set()
+    for image in torch.cat([forward.inputs for forward in trained.training]):
+        shown = (image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
+        [original] = [one for one in TRAIN.images if ((one - shown).abs() > 0.5).float().mean() < 0.1]
+        hidden = ((original - shown).abs() > 0.5).any(0)
+        assert image[:, hidden].abs().max() < 0.15
+        rows, columns = hidden.any(1).nonzero().flatten(), hidden.any(0).nonzero().flatten()
+        heights.add(int(rows[-1] - rows[0]) + 1)
+        widths.add(int(columns[-1] - columns[0]) + 1)
+    assert max(heights) == max(widths) == 8
+
+
+@pytest.mark.parametrize("tta", [True, False])
+def test_an_evaluation_sums_the_logits_of_each_image_and_its_mirror_image(train: Train, tta: bool) -> None:
+    trained = train("epochs=1", f"tta={str(tta).lower()}")
+    seen = [pixels(forward.inputs) for forward in trained.evaluation]
+    mirrored = TF.hflip(TEST.images)
+    assert [torch.equal(*pair) for pair in zip(seen, [TEST.images, mirrored], strict=False)] == [True] * (1 + tta)
+    answers = [forward.outputs for forward in trained.evaluation]
+
+    def results(logits: Tensor) -> dict[str, float]:
+        return {f"val_top{k}": alone.top(logits, TEST.labels, k) for k in (1, 5)} | {"val_samples": len(TEST)}
+
+    assert trained.results == results(sum(answers))
+    if tta:  # the test tells a half of the sum from the sum
+        assert all(results(other) != trained.results for other in answers)
+
+
+def test_a_rank_takes_its_own_samples(train: Train) -> None:
+    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[3:6])  # of 8 in 3, 3 and 2
+    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[16:32])
+    assert trained.results["val_samples"] == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtype_sets_the_arithmetic_of_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
+    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
+    assert {(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards} == {(torch.float32, dtype)}
+    assert len(trained.forwards) == 3
+
+
+def test_the_learning_rate_schedule(train: Train) -> None:
+    """One quarter of 8 steps up, the others down; for a batch half as large as lr_batch_size the half of it."""
+    trained = train("epochs=2", "lr=0.08", "warmup=0.25", "lr_batch_size=16")
+    assert trained.lrs == pytest.approx([0.04 * f for f in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
+
+
+def test_image_sides_grow_in_steps_of_4_to_full_size_in_the_last_third(train: Train) -> None:
+    trained = train("epochs=99", "max_steps=36", *PLAIN, "small_px=16")  # nine epochs
+    sides = [forward.inputs.shape[-1] for forward in trained.training]
+    assert sides == [side for side in (16, 16, 20, 24, 24, 28, 32, 32, 32) for _ in range(4)]
+    small = torch.cat([forward.inputs for forward in trained.training[:4]])
+    wanted = TF.normalize(TF.resize(TRAIN.images / 255, [16, 16], antialias=True), MEAN, STD)
+    distances = torch.cdist(small.flatten(1), wanted.flatten(1)).min(0)
+    assert sorted(distances.indices.tolist()) == list(range(32))
+    assert distances.values.max() < 0.1
+    assert {forward.inputs.shape[-1] for forward in trained.evaluation} == {32}
+
+
+def test_averaged_weights_are_evaluated_and_resumed(train: Train) -> None:
+    """Their decay is of a step of lr_batch_size samples; that of a batch half as large is its square root."""
+    words = ("epochs=2", "ema=0.25", "lr_batch_size=16")
+    first = train(*words, "max_steps=2")
+    again = train(*words, "max_steps=5", "force=true")
+    weights = [forward.weights for forward in (first.training + again.training)][1:]  # each behind its step
+    weights.append(list(again.run.state.model.parameters())[-1])
+    average = weights[0]
+    for latest in weights[1:]:
+        average = 0.5 * average + 0.5 * latest
+    ema = again.run.state.ema
+    assert ema
+    assert torch.allclose(list(ema.parameters())[-1], average, rtol=1e-5)
+    assert not torch.allclose(average, weights[-1], rtol=1e-2)
+    for trained in (first, again):
+        assert all(forward.net is trained.run.state.ema.module for forward in trained.evaluation)
+        assert all(forward.net is trained.run.state.model for forward in trained.training)
+    later = train(*words, "evaluate=true")
+    assert not later.training
+    for trained in (again, later):
+        assert torch.equal(trained.evaluation[-1].weights, list(ema.parameters())[-1])
+
+
+def coloured_patterns(each: int, seed: int, spread: int) -> ImageSet:
+    """Ten classes, each a pattern that is neither symmetric nor the same when it is shifted; in noise.
+
+    spread: pixels by which it is shifted at most; where it is not 0, half of the images are mirrored too.
+    """
+    random = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(10, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 255
+    whole = nn.functional.interpolate(coarse, size=40, mode="bilinear")
+    images, labels = [], torch.arange(10 * each) % 10
+    for i, label in enumerate(labels.tolist()):
+        y, x = (4 + torch.randint(-spread, spread + 1, (2,), generator=random)).tolist()
+        image = whole[label, :, y : y + 32, x : x + 32]
+        images.append(image.flip(2) if spread and i % 20 >= 10 else image)
+    pixels = torch.stack(images)
+    pixels += 40 * torch.randn(pixels.shape, generator=random)
+    return ImageSet(pixels.clamp(0, 255).to(torch.uint8), labels)
+
+
+def test_augmentation_generalises_to_shifted_and_mirrored_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training set has neither; the network learns them from the augmentation."""
+    sets = coloured_patterns(60, 1, 0), coloured_patterns(60, 2, 4)
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: sets)
+
+    def flat_net(cfg: Config, run: object) -> nn.Module:  # what it learns at one place holds there alone
+        layers = [nn.Conv2d(3, 32, 4, stride=4), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(32 * 8 * 8, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    monkeypatch.setattr(cifar, "make_net", flat_net)
+    words = ("epochs=10", "global_batch_size=32", "lr=0.05", "lr_batch_size=32", "tta=false", "ema=0.9")
+    results = alone.train(cifar, tmp_path, monkeypatch, *words).results
+    assert results["val_top1"] >= 0.97  # 1.00; 0.91 without shifts, 0.70 without flips or with vertical ones
+
+
+def test_norms_and_biases_have_no_weight_decay() -> None:
+    net = cifar.ResNet9(10)
+    optimizer = cifar.make_optimizer(Config(weight_decay=0.25), net, 0.1)
+    decay = alone.decayed(net, optimizer)
+    norms = {f"{name}." for name, module in net.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    assert len(norms) == 8
+    assert decay.keys() == dict(net.named_parameters()).keys()
+    for name, value in decay.items():
+        assert value == (0 if name.startswith(tuple(norms)) or name.endswith("bias") else 0.25), name
+    assert type(optimizer) is torch.optim.SGD
+    found = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+    assert found == {(0.1, 0.9, True)}
+    plain = cifar.make_optimizer(Config(momentum=0.0), net, 0.1)
+    assert {group["nesterov"] for group in plain.param_groups} == {False}
+
+
+def test_the_networks_are_the_variants_for_32_px() -> None:
+    """The sizes are by hand: a first layer of 3x3 that keeps all pixels, stages of half the side each."""
+    sides: list[int] = []
+    resnet18, resnet9 = cifar.resnet18(10), cifar.ResNet9(10)
+    for net, last in ((resnet18, "layer4"), (resnet9, "block3")):
+        net.get_submodule(last).register_forward_hook(lambda module, inputs, output: sides.append(output.shape[-1]))
+        for px in (32, 20):
+            assert net.train()(torch.randn(2, 3, px, px)).shape == (2, 10)
+    assert sides == [4, 3, 4, 2]
+    assert [sum(p.numel() for p in net.parameters()) for net in (resnet18, resnet9)] == [11_173_962, 6_573_130]
+    assert not any(block.bn2.weight.any() for block in (*resnet18.layer1, *resnet18.layer4))  # type: ignore[misc]
+
+
+def test_resnet9_has_residual_blocks() -> None:
+    net, seen = cifar.ResNet9(10).eval(), {}
+    for name in ("down1", "block1", "down2", "down3", "block3"):
+        hook = lambda module, inputs, output, name=name: seen.update({name: output, f"to {name}": inputs[0]})  # noqa: E731
+        net.get_submodule(name).register_forward_hook(hook)
+    logits = net(torch.randn(2, 3, 16, 16))
+    assert torch.equal(seen["to down2"], seen["down1"] + seen["block1"])
+    largest = (seen["down3"] + seen["block3"]).flatten(2).max(2).values
+    assert torch.allclose(logits, net.head(largest) / 8, atol=1e-6)
+
+
+def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("max_steps=1")
+    others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (others, TEST))
+    with pytest.raises(InputError, match=r"differs from these keys \(data="):
+        train("max_steps=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sync_bn=true"], "sync_bn=true: torch has it for GPUs only"),
+        (["global_batch_size=3", "accumulate=3", "max_steps=1"], "1 ranks of 3 pieces without any"),
+    ],
+)
+def test_invalid_settings_are_refused(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
+    with pytest.raises(InputError, match=expected):
+        alone.train(cifar, tmp_path, monkeypatch, *words)
+
+
+def test_a_missing_dataset_names_the_command_that_fetches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"python -m recipes\.prepare cifar10"):
+        alone.train(cifar, tmp_path, monkeypatch, "data_dir=/nonexistent")

@@ -1,0 +1,410 @@
+"""The recipe imagenet in this process: its inputs, loss, schedule and optimisers against formulas, and real images that it memorises."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision import models as theirs
+from torchvision.transforms import RandomResizedCrop
+
+from recipes import imagenet
+from recipes.conf.imagenet import VARIANTS, Config
+from recipes.core.data import decode
+from recipes.core.data.loader import IGNORE, LoadedShard
+from recipes.core.data.packed import write
+from recipes.core.data.packed.format import PackOptions
+from recipes.core.errors import InputError, MachineError
+from recipes.core.run import command_line
+from recipes.core.train.lars import LARS
+from tests import helpers
+from tests.distributed import alone
+from tests.distributed.alone import Trained
+
+# As all of torchvision's weights have them: red, green, blue, of 0 to 1.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Train = Callable[..., Trained]
+
+
+def small_net(cfg: Config, run: object, classes: int) -> nn.Module:
+    conv = nn.Conv2d(3, 4, 5, stride=4)
+    layers = [conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(16, classes))
+
+
+@pytest.fixture(scope="module")
+def slopes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 training images whose red grows to the right, whose green grows downwards, and whose blue is the class, times 30.
+
+    And 13 validation images of several sizes.
+    """
+    folder = tmp_path_factory.mktemp("slopes")
+    down, right = np.mgrid[0:100, 0:120]
+    for i in range(24):
+        place = folder / "train" / f"class{i % 6}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.stack([2 * right, 2 * down, np.full_like(down, 30 * (i % 6) + 50)], 2).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{i}.JPEG", quality=98, subsampling=0)
+    for i in range(13):
+        place = folder / "val" / f"class{i % 6}"
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = np.random.default_rng(i).integers(0, 256, (6, 7, 3), np.uint8)
+        Image.fromarray(coarse).resize((50 + 5 * i, 100 - 4 * i), Image.Resampling.BICUBIC).save(place / f"{i}.JPEG")
+    return folder
+
+
+@pytest.fixture
+def train(slopes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    monkeypatch.setattr(imagenet, "make_net", small_net)
+    words = (f"data_dir={slopes}", "global_batch_size=12", "px=48", "val_px=40", "val_resize=52", "num_workers=0")
+    return lambda *more, **place: alone.train(imagenet, tmp_path / str(place), monkeypatch, *words, *more, **place)
+
+
+def pixels(inputs: Tensor) -> Tensor:
+    return (inputs * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
+
+
+def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+    trained = train("epochs=8", "min_crop=0.25", "label_smoothing=0.3")
+    losses, boxes, flips = [], [], []
+    for forward in trained.training:
+        assert forward.inputs.shape == (12, 3, 48, 48)
+        shown = pixels(forward.inputs)
+        labels = ((shown[:, 2].mean((1, 2)) - 50) / 30).round().long()
+        assert (shown[:, 2] - (30 * labels + 50).view(-1, 1, 1)).abs().max() < 4
+        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+        red, green = shown[:, 0].mean(1), shown[:, 1].mean(2)
+        assert (green[:, -1] > green[:, 0]).all()  # never upside down
+        flips += (red[:, 0] > red[:, -1]).tolist()
+        # From the middles of the second pixel and the last but one, of 48, to those of the edges.
+        width, height = (((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green))
+        boxes += zip(
+            width.tolist(), height.tolist(), (red.mean(1) / 2).tolist(), (green.mean(1) / 2).tolist(), strict=True
+        )
+    assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
+    assert 70 < sum(flips) < 122  # of 192
+    areas = np.array([width * height / 12000 for width, height, _, _ in boxes])
+    ratios = np.array([width / height for width, height, _, _ in boxes])
+    assert 0.23 < areas.min() < 0.30
+    torch.manual_seed(0)
+    drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
+    assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
+    assert areas.max() > 0.93
+    assert 0.72 < ratios.min() < 0.80
+    assert 1.26 < ratios.max() < 1.40
+    _, _, x, y = np.array(boxes).T
+    assert x.std() > 10
+    assert y.std() > 6
+    assert (x.mean(), y.mean()) == (pytest.approx(60, abs=4), pytest.approx(50, abs=4))
+    for place in (areas, ratios, x, y):  # what is flipped is drawn independently of the crop
+        assert abs(np.corrcoef(flips, place)[0, 1]) < 0.25
+
+
+def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path) -> None:
+    trained = train("max_steps=1", "val_batch_size=5")
+    preset = theirs.ResNet50_Weights.IMAGENET1K_V1.transforms(crop_size=40, resize_size=52)
+    paths = sorted((slopes / "val").rglob("*.JPEG"))
+    wanted = torch.stack([preset(Image.open(path)) for path in paths])
+    assert [len(forward.inputs) for forward in trained.evaluation] == [5, 5, 3]
+    seen, outputs = (torch.cat([getattr(f, name) for f in trained.evaluation]) for name in ("inputs", "outputs"))
+    assert (seen - wanted).abs().max() < 1.1 / 255 / 0.224  # one unit of a pixel
+    labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
+    expected = {f"val_top{k}": alone.top(outputs, labels, k) for k in (1, 5)} | {"val_samples": 13}
+    assert trained.results == expected | {"skipped_samples": 0}
+
+
+def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> None:
+    trained = train("evaluate=true", "pretrained=true")
+    assert not trained.training
+    assert trained.results["val_samples"] == 13
+
+
+def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None:
+    trained = train("epochs=99", "max_steps=16", "px=96", "small_px=32", "flip=false")  # eight epochs
+    sides = [forward.inputs.shape[2:] for forward in trained.training]
+    assert sides == [(side, side) for side in (32, 32, 32, 64, 64, 64, 96, 96) for _ in range(2)]
+    for forward in trained.training:
+        assert (forward.inputs[:, 0, :, -1] > forward.inputs[:, 0, :, 0]).all()
+    assert imagenet.side(Config(), 90, 0) == 224
+    assert imagenet.side(Config(px=80, small_px=40), 8, 7) == 80
+
+
+def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
+    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[4:8])  # of 12 in 4, 4 and 4
+    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[5:9])  # of 13 in 5, 4 and 4
+    assert trained.results["val_samples"] == 4
+    assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtype_sets_the_arithmetic_of_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
+    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, dtype)] * 2
+
+
+def test_the_decoder_key_selects_the_decoder(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = decode.make_decoder, []
+    monkeypatch.setattr(decode, "make_decoder", lambda name: names.append(name) or make("torchvision"))
+    for name in ("opencv", "torchvision"):
+        train("max_steps=1", f"decoder={name}", size=1 + len(names))
+    assert names == ["opencv", "torchvision"]
+
+
+def test_mixup_blends_pairs_and_their_losses(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, calls = imagenet.mixed, []
+    monkeypatch.setattr(imagenet, "mixed", lambda *of: calls.append((of[1].labels, mixed(*of))) or calls[-1][1])
+    trained = train("epochs=4", "mixup=0.4", "label_smoothing=0")
+    shares = []
+    for forward, (labels, (x, others, share)), row in zip(trained.training, calls, trained.rows, strict=True):
+        assert torch.equal(forward.inputs, x)
+        one, other = (alone.cross_entropy(forward.outputs, which, 0) for which in (labels, labels.flip(0)))
+        assert row["loss"] == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
+        assert torch.equal(others, labels.flip(0))
+        shares.append(share)
+    assert len(set(shares)) == len(shares) == 8
+    assert all(0 < share < 1 for share in shares)
+
+
+def test_mixup_takes_the_same_share_on_every_rank() -> None:
+    labels = torch.arange(6)
+    shard = LoadedShard(3, 5, labels, 12, labels, labels, labels > 2)
+    x = torch.randn(6, 3, 4, 4)
+    blended, _, share = imagenet.mixed(Config(mixup=0.4), shard, x)
+    assert torch.allclose(blended, share * x + (1 - share) * x.flip(0), atol=1e-6)
+    assert imagenet.mixed(Config(mixup=0.4), shard, x[:2])[2] == share
+    plain, same, whole = imagenet.mixed(Config(), shard, x)
+    assert (plain is x, same is labels, whole) == (True, True, 1.0)
+
+
+def test_an_image_that_cannot_be_read_has_no_loss(train: Train, slopes: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(slopes, tmp_path / "copy")
+    for path in (copy / "train" / "class0" / "0.JPEG", copy / "val" / "class0" / "0.JPEG"):
+        path.write_bytes(b"")
+    trained = train(f"data_dir={copy}", "max_steps=2", "label_smoothing=0", "flip=false")
+    assert (trained.results["skipped_samples"], trained.results["val_samples"]) == (2, 12)
+    counted = []
+    for forward, row in zip(trained.training, trained.rows, strict=True):
+        shown = pixels(forward.inputs)[:, 2].mean((1, 2))
+        labels = ((shown - 50) / 30).round().long()
+        read = labels >= 0  # the others are black
+        counted.append(int(read.sum()))
+        mean = alone.cross_entropy(forward.outputs[read], labels[read], 0) * counted[-1] / 12
+        assert row["loss"] == pytest.approx(mean, rel=1e-5)
+    assert sum(counted) == 23
+    assert IGNORE == -100  # what cross_entropy leaves out
+
+
+@pytest.mark.parametrize(
+    ("words", "factors"),
+    [
+        (["warmup_epochs=1"], [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447]),
+        (["warmup_epochs=0"], [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]),
+        (["warmup_epochs=0", "schedule=step"], [1, 1, 0.1, 0.1, 0.01, 0.01]),
+        (["warmup_epochs=9"], [1 / 4, 2 / 4, 3 / 4, 1, 0.75, 0.25]),  # half of the steps, at most
+    ],
+)
+def test_the_learning_rate_schedule(train: Train, words: list[str], factors: list[float]) -> None:
+    """Of three epochs of two steps, in batches of a quarter of lr_batch_size."""
+    trained = train("epochs=3", "lr=0.08", "lr_batch_size=48", *words)
+    assert trained.lrs == pytest.approx([0.02 * factor for factor in factors], rel=1e-4)
+
+
+def test_the_step_schedule_is_a_tenth_at_each_third() -> None:
+    cfg = Config(schedule=imagenet.Schedule.step, warmup_epochs=0)
+    factors = [imagenet.lr_factor(cfg, 10, 90, step) for step in range(90)]
+    assert factors == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
+
+
+def test_averaged_weights_are_evaluated_and_decay_in_proportion_to_the_batch(train: Train) -> None:
+    trained = train("max_steps=2", "ema=0.5", "lr_batch_size=24", "lr=1", "warmup_epochs=0")
+    latest = list(trained.run.state.model.parameters())[-1]
+    average = 0.5**0.5 * trained.training[1].weights + (1 - 0.5**0.5) * latest
+    ema = trained.run.state.ema
+    assert ema
+    assert torch.allclose(list(ema.parameters())[-1], average, rtol=1e-4)
+    assert not torch.allclose(average, latest, rtol=1e-2)
+    assert [forward.net for forward in trained.evaluation] == [ema.module]
+
+
+def test_weight_decay_groups_and_optimizer_settings() -> None:
+    net = small_net(Config(), None, 3)
+    weights, others = ("0.weight", "6.weight"), ("0.bias", "1.weight", "1.bias", "6.bias")
+    for decay_norms, expected in ((False, 0.0), (True, 0.25)):
+        cfg = Config(decay_norms=decay_norms, weight_decay=0.25, momentum=0.8)
+        optimizer = imagenet.make_optimizer(cfg, net, 0.1)
+        wanted = dict.fromkeys(weights, 0.25) | dict.fromkeys(others, expected)
+        assert alone.decayed(net, optimizer) == wanted
+        assert type(optimizer) is torch.optim.SGD
+        found = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+        assert found == {(0.1, 0.8, True)}
+    plain = imagenet.make_optimizer(Config(nesterov=False), net, 0.1)
+    assert {group["nesterov"] for group in plain.param_groups} == {False}
+    lars = imagenet.make_optimizer(Config(optimizer=imagenet.Optimizer.lars, weight_decay=0.25, momentum=0.8), net, 9.0)
+    assert type(lars) is LARS
+    assert alone.decayed(net, lars) == dict.fromkeys(weights, 0.25) | dict.fromkeys(others, 0.0)
+    assert [(group["adapt"], group["lr"], group["momentum"]) for group in lars.param_groups] == [
+        (True, 9.0, 0.8),
+        (False, 9.0, 0.8),
+    ]
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_zero_init_makes_a_residual_block_the_identity(zero: bool) -> None:
+    run: Any = SimpleNamespace(world=SimpleNamespace(device=alone.CPU), on_gpus=False)
+    net = imagenet.make_net(Config(arch="resnet18", px=32, val_px=32, zero_init_residual=zero), run, 7)
+    assert [bool(block.bn2.weight.any()) for block in net.layer2] == [not zero] * 2  # type: ignore[union-attr]
+    assert all(module.training for module in net.modules())
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_the_classic_variant_is_the_published_recipe() -> None:
+    """Goyal et al. (2017) without warm-up, as in torchvision's references: 90 epochs of batches of 256, a tenth each 30 epochs."""
+    cfg = command_line.parse(["variant=classic"], recipe="imagenet", environ={}).config
+    found = (cfg.epochs, cfg.global_batch_size, cfg.lr, cfg.lr_batch_size, cfg.momentum, cfg.weight_decay)
+    assert found == (90, 256, 0.1, 256, 0.9, 1e-4)
+    assert (cfg.px, cfg.val_px, cfg.val_resize, cfg.min_crop, cfg.flip) == (224, 224, 256, 0.08, True)
+    assert [imagenet.lr_factor(cfg, 10, 900, step) for step in (0, 299, 300, 600)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert (cfg.nesterov, cfg.decay_norms, cfg.zero_init_residual, cfg.label_smoothing) == (False, True, False, 0)
+    assert set(VARIANTS) == {"classic", "fast", "dev"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "expected"),
+    [
+        (["sync_bn=true", "variant=dev"], InputError, "sync_bn=true: torch has it for GPUs only"),
+        (["arch=vit_b_16", "variant=dev"], InputError, "arch=vit_b_16: takes no images of 64 px"),
+        (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
+        (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
+        (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
+    ],
+)
+def test_invalid_settings_are_refused(
+    words: list[str], error: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(error, match=expected):
+        alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
+
+
+# ---------------------------------------------------------------- whole runs
+
+LOCAL = (
+    sys.executable,
+    str(helpers.ROOT / "launch.py"),
+    "recipe=imagenet",
+    "launcher=local",
+    "device=cpu",
+    "cpu_threads=1",
+)
+SMALL = (
+    "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "log_every_steps=1", "min_crop=0.5",
+    "warmup_epochs=1", "num_workers=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 classes, 48 images to train on and 37 to evaluate, two of each damaged besides."""
+    folder = tmp_path_factory.mktemp("photos")
+    helpers.write_images(folder / "train", 3, 16, 40)
+    helpers.write_images(folder / "val", 3, 13, 40, seed=1)
+    for extra in ("class0/0.JPEG", "class1/5.JPEG"):
+        (folder / "val" / extra).unlink()
+    for split in ("train", "val"):
+        whole = (folder / split / "class2" / "2.JPEG").read_bytes()
+        (folder / split / "class2" / "broken.JPEG").write_bytes(whole[:300])
+        (folder / split / "class2" / "empty.JPEG").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[helpers.long("files"), "jpeg", helpers.long("raw")])
+def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "files":
+        return photos
+    folder = tmp_path_factory.mktemp(request.param)
+    words = [f"source={photos}", f"data_dir={folder}", f"encoding={request.param}", "size=36", "workers=1"]
+    ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
+    assert ended.status == 0, ended.out
+    assert "broken.JPEG" in ended.out
+    return folder
+
+
+def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path, tmp_path: Path) -> None:
+    packed = data_dir != photos
+    words = [
+        "ranks_per_node=2",
+        "epochs=4",
+        "ema=0.3",
+        "lr_batch_size=32",
+        "lr=0.06",
+        "mixup=0.1",
+        f"data_dir={data_dir}",
+        f"run_dir={tmp_path}",
+    ]
+    stage = [f"stage_dir={tmp_path}/node"] if packed else []
+    ended = helpers.run_fork([*LOCAL, *SMALL, *words, *stage])
+    assert ended.status == 0, ended.out
+    summary = helpers.read(tmp_path, "summary")
+    assert (summary["world_size"], summary["val_samples"]) == (2, 37)
+    assert summary["steps"] == 4 * (3 if packed else 4)  # 48 or 50 files in batches of 16
+    assert summary["val_top1"] > 0.6  # a third by chance
+    assert summary["val_top5"] == 1
+    assert summary["skipped_samples"] == (0 if packed else 4)
+    if packed:
+        assert len(list((tmp_path / "node").glob("*/index.json"))) == 1
+    else:
+        assert all(f"class2/{name}.JPEG" in ended.out for name in ("broken", "empty"))
+
+
+@pytest.mark.long
+def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) -> None:
+    keys = [*SMALL, f"data_dir={photos}", "epochs=1"]
+    ended = helpers.run_fork([*LOCAL, *keys, "ranks_per_node=2", f"run_dir={tmp_path}/run"])
+    assert ended.status == 0, ended.out
+    counts = set()
+    for ranks in (1, 2, 3, 4):
+        place = [
+            f"ranks_per_node={ranks}",
+            f"resume={tmp_path}/run/checkpoints/step-00000004.pt",
+            f"run_dir={tmp_path}/{ranks}",
+        ]
+        ended = helpers.run_fork([*LOCAL, *keys, *place, "evaluate=true"])
+        assert ended.status == 0, ended.out
+        result = helpers.read(tmp_path / str(ranks), "summary")
+        counts.add((result["val_samples"], result["val_top1"], result["val_top5"]))
+        assert (result["skipped_samples"], result["steps"]) == (2, 4)
+    trained = helpers.read(tmp_path / "run", "summary")
+    assert counts == {(37, trained["val_top1"], trained["val_top5"])}
+
+
+def test_real_images_are_memorised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 photos, one class each, from a packed copy of their JPEGs."""
+    archive = helpers.real_data("imagenet-sample.tar")
+    (tmp_path / "all").mkdir()
+    subprocess.run(["tar", "xf", archive, "-C", tmp_path / "all"], check=True)
+    photos = sorted((tmp_path / "all").rglob("*.JPEG"))[::6]
+    assert len(photos) == 40
+    for split in ("train", "val"):
+        for path in photos:
+            place = tmp_path / "photos" / split / path.stem
+            place.mkdir(parents=True)
+            (place / path.name).symlink_to(path)
+    write.pack(tmp_path / "photos", tmp_path / "packed", PackOptions(size=36, workers=1), say=lambda text: None)
+    words = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "min_crop=0.7", "flip=false", "num_workers=0")
+    words += ("global_batch_size=10", "lr_batch_size=10", "lr=0.1", "warmup_epochs=2", "label_smoothing=0", "epochs=14")
+    words += ("keep_best=false", "checkpoint_every_s=0", f"data_dir={tmp_path}/packed")
+    trained = alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
+    assert (trained.results["val_samples"], trained.results["skipped_samples"]) == (40, 0)
+    assert trained.results["val_top1"] >= 0.85  # by chance 0.025

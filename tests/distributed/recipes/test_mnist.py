@@ -1,0 +1,150 @@
+"""The recipe mnist in this process: its inputs, loss, schedule and optimiser against formulas, and its accuracy on real digits."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import mnist
+from recipes.conf.mnist import Config
+from recipes.core.data import datasets, in_memory
+from recipes.core.data.datasets import DataFileError
+from recipes.core.data.in_memory import ImageSet
+from tests import helpers
+from tests.distributed import alone
+from tests.distributed.alone import Trained
+
+MEAN, STD = (0.1307,), (0.3081,)  # of MNIST, 0 to 1, as in torch's own example
+Train = Callable[..., Trained]
+PIXELS = torch.randint(0, 256, (114, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, 10, (114,), generator=torch.Generator().manual_seed(1))
+TRAIN, TEST = ImageSet(PIXELS[:64], LABELS[:64]), ImageSet(PIXELS[64:], LABELS[64:])
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    monkeypatch.setattr(in_memory, "mnist", lambda folder: (TRAIN, TEST))
+    folders = (tmp_path / str(i) for i in range(9))
+    return lambda *words, **place: alone.train(
+        mnist, next(folders), monkeypatch, "global_batch_size=16", *words, **place
+    )
+
+
+def test_training_images_are_shifted_and_normalised_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+    trained = train("epochs=6", "label_smoothing=0.3")
+    ways = alone.shifts(TRAIN.images, 1, "constant")
+    found, losses = [], []
+    for forward in trained.training:
+        batch = [ways[pixels.numpy().tobytes()] for pixels in alone.unnormalised(forward.inputs, MEAN, STD)]
+        found.append(batch)
+        labels = TRAIN.labels[[i for i, _, _ in batch]]
+        losses.append(alone.cross_entropy(forward.outputs, labels, 0.3))
+    for epoch in range(6):
+        assert sorted(i for batch in found[4 * epoch : 4 * epoch + 4] for i, _, _ in batch) == list(range(64))
+    places = [(y, x) for batch in found for _, y, x in batch]
+    assert min(places.count((y, x)) for y in range(3) for x in range(3)) > 25  # of 384, 43 on average
+    assert len({way for batch in found for way in batch}) > 200  # each epoch has its own: 64 in one
+    assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
+
+
+def test_test_images_are_unchanged_and_counted_by_their_labels(train: Train) -> None:
+    trained = train("epochs=1", "augment=false")
+    pixels = [alone.unnormalised(forward.inputs, MEAN, STD) for forward in trained.training]
+    kept = {image.numpy().tobytes() for image in TRAIN.images}
+    assert {image.numpy().tobytes() for batch in pixels for image in batch} == kept  # augment=false
+    [forward] = trained.evaluation
+    assert torch.equal(alone.unnormalised(forward.inputs, MEAN, STD), TEST.images)
+    expected = {f"val_top{k}": alone.top(forward.outputs, TEST.labels, k) for k in (1, 5)} | {"val_samples": 50}
+    assert trained.results == expected
+    assert {name: trained.rows[-1][name] for name in expected} == expected
+
+
+def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
+    alone_, trained = (train("max_steps=1", rank=rank, size=size) for rank, size in ((0, 1), (1, 3)))
+    assert torch.equal(trained.training[0].weights, alone_.training[0].weights)  # from the same seed
+    assert torch.equal(trained.training[0].inputs, alone_.training[0].inputs[6:11])  # of 16 in 6, 5 and 5
+    assert torch.equal(trained.evaluation[0].inputs, alone_.evaluation[0].inputs[17:34])  # of 50 in 17, 17 and 16
+    assert trained.results["val_samples"] == 17
+    assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
+
+
+@pytest.mark.parametrize(
+    ("schedule", "falls"),
+    [("cosine", [1, 0.933013, 0.75, 0.5, 0.25, 0.066987]), ("constant", [1] * 6)],
+)
+def test_the_learning_rate_schedule(train: Train, schedule: str, falls: list[float]) -> None:
+    trained = train("epochs=2", "lr=0.01", "warmup=0.25", f"schedule={schedule}")
+    assert trained.lrs == pytest.approx([0.01 * f for f in (1 / 3, 2 / 3, *falls)], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtype_sets_the_arithmetic_of_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
+    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, dtype)] * 2
+
+
+def test_the_first_step_equals_the_formula(train: Train) -> None:
+    """The gradient of the last bias is the mean of what the softmax gives too much; Nesterov's first step is 1.9 times it."""
+    words = ("max_steps=1", "optimizer=sgd", "lr=0.1", "warmup=0", "augment=false", "label_smoothing=0.2")
+    trained = train(*words)
+    [step], [evaluation] = trained.training, trained.evaluation
+    places = {image.numpy().tobytes(): i for i, image in enumerate(TRAIN.images)}
+    labels = TRAIN.labels[[places[image.numpy().tobytes()] for image in alone.unnormalised(step.inputs, MEAN, STD)]]
+    target = 0.8 * torch.eye(10)[labels] + 0.2 / 10
+    slope = (step.outputs.softmax(1) - target).mean(0)
+    assert torch.allclose(evaluation.weights, step.weights - 0.1 * 1.9 * slope, atol=1e-6)
+
+
+def test_accumulation_gives_the_same_weights(train: Train) -> None:
+    whole, pieces = (train("max_steps=5", "optimizer=sgd", "lr=0.1", f"accumulate={n}") for n in (1, 3))
+    assert [len(forward.inputs) for forward in pieces.training] == [6, 5, 5] * 5
+    losses = [[row["loss"] for row in trained.rows] for trained in (whole, pieces)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert torch.allclose(pieces.evaluation[-1].weights, whole.evaluation[-1].weights, rtol=1e-3, atol=1e-5)
+
+
+def test_only_weights_have_weight_decay(train: Train) -> None:
+    net = mnist.Net()
+    layers = ("conv1", "conv2", "conv3", "fc1", "fc2")
+    wanted = {f"{name}.weight": 0.05 for name in layers} | {f"{name}.bias": 0.0 for name in layers}
+    adamw, sgd = (
+        mnist.make_optimizer(Config(optimizer=chosen), net) for chosen in (mnist.Optimizer.adamw, mnist.Optimizer.sgd)
+    )
+    assert (type(adamw), type(sgd)) == (torch.optim.AdamW, torch.optim.SGD)
+    for optimizer in (adamw, sgd):
+        assert alone.decayed(net, optimizer) == wanted
+    assert {(group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.9, True)}
+    assert {(group["betas"], group["lr"]) for group in adamw.param_groups} == {((0.9, 0.999), 0.004)}
+
+
+def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
+    helpers.write_mnist(tmp_path / "mnist")
+    for labels, expected in ((bytes(601), "601 labels for 600 images"), (bytes([10] * 600), "label 10 of ten classes")):
+        header = struct.pack(">II", 0x801, len(labels))
+        (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(header + labels)
+        with pytest.raises(DataFileError, match=expected):
+            in_memory.mnist(str(tmp_path))
+
+
+def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {}
+    for part, value in (("train", 1), ("test", 2)):
+        for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
+            paths[f"{part}_{name}"] = path = tmp_path / f"{part}-{name}"
+            header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
+            path.write_bytes(header + bytes([value]) * math.prod(shape))
+    for find, load in (("find_mnist", in_memory.mnist), ("find_cifar10", in_memory.cifar10)):
+        monkeypatch.setattr(datasets, find, lambda folder: paths)
+        found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
+        assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
+
+
+def test_real_digits_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = alone.train(mnist, tmp_path, monkeypatch, "dataset=digits").results
+    assert results["val_samples"] == 359
+    assert results["val_top1"] >= 0.96

@@ -1,0 +1,206 @@
+"""The recipe toy, with its own loop: the same bits from every launcher, stopped and resumed, and the processes that it spawns."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core.train import checkpoint
+from tests import helpers
+
+TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
+LAUNCHED = (
+    sys.executable,
+    str(helpers.ROOT / "launch.py"),
+    "recipe=toy",
+    "launcher=local",
+    "device=cpu",
+    "cpu_threads=1",
+)
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *TOY[2:],
+)  # fmt: skip
+ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5", "global_batch_size=60")
+
+
+def content(run_dir: Path, step: int) -> dict[str, Any]:
+    return checkpoint.read(run_dir / "checkpoints" / f"step-{step:08d}.pt")
+
+
+def ranks(pid: int) -> list[int]:
+    """The processes that a parent has spawned, without the one that multiprocessing keeps for itself."""
+    return [child for child in helpers.children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.long
+def test_every_launcher_gives_the_same_bits(tmp_path: Path) -> None:
+    words = ("epochs=2", "log_every_steps=1")
+    commands = {
+        "spawned": [*TOY, "spawn=2"], "launched": [*LAUNCHED, "ranks_per_node=2"], "torchrun": list(TORCHRUN),
+    }  # fmt: skip
+    for name, command in commands.items():
+        ended = helpers.run([*command, *words, f"run_dir={tmp_path / name}"])
+        assert ended.status == 0, ended.out
+        assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
+        assert "network: lo (one node)" in ended.lines
+        assert "from env files: NCCL_DEBUG" in ended.lines
+        for rank in range(2):
+            assert f"[GPU{rank}] Epoch 2 | Batchsize: 64 | Steps: 16" in ended.lines
+    digests = {name: checkpoint.digest(content(tmp_path / name, 32)) for name in commands}
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one rank's whole run."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    ended = helpers.run_fork([*TOY, "checkpoint_every_steps=0", "keep_checkpoints=0", f"run_dir={run_dir}"])
+    assert ended.status == 0, ended.out
+    return run_dir
+
+
+def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+    rows = helpers.rows(tmp_path)
+    assert (rows[0]["step"], rows[-1]["step"]) == (1, 320)
+    assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
+    summary = helpers.read(tmp_path, "summary")
+    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
+    assert summary["loss"] < 0.01
+    # By save_every=5.
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-{16 * epoch:08d}.pt" for epoch in (5, 10, 15, 20)
+    ]
+    evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
+    assert evaluated.status == 0, evaluated.out
+    assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["the parent", "one rank"])
+def test_a_run_stopped_within_an_epoch_resumes_to_the_same_bits(tmp_path: Path, to: str) -> None:
+    spawned = [*TOY, "spawn=2", *ENDLESS]
+    process = helpers.start([*spawned, f"run_dir={tmp_path}/broken"])
+    try:
+        helpers.wait_until(lambda: (tmp_path / "broken/checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
+        os.kill(process.pid if to == "the parent" else ranks(process.pid)[1], signal.SIGTERM)
+        stopped = helpers.finish(process)
+    finally:
+        process.kill()
+    assert stopped.status == 75, stopped.out
+    status = helpers.read(tmp_path / "broken", "status")
+    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
+    last = status["step"] + 40  # an epoch has 35
+    for name in ("broken", "whole"):
+        ended = helpers.run([*spawned, f"max_steps={last}", "force=true", f"run_dir={tmp_path}/{name}"])
+        assert ended.status == 0, ended.out
+    assert helpers.read(tmp_path / "broken", "summary")["resumed_from_step"] == status["step"]
+    digests = {name: checkpoint.digest(content(tmp_path / name, last)) for name in ("broken", "whole")}
+    assert digests["broken"] == digests["whole"]
+
+
+@pytest.mark.long
+def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path) -> None:
+    process = helpers.start([*TOY, "spawn=3", *ENDLESS, f"run_dir={tmp_path}"])
+    try:
+        helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
+        pids = ranks(process.pid)
+        os.kill(pids[1], signal.SIGKILL)
+        ended = helpers.finish(process)
+    finally:
+        process.kill()
+    assert ended.status == 137, ended.out
+    assert ended.lines[-1].startswith(f"failed: rank 1 on {socket.gethostname()} was killed by SIGKILL"), ended.out
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["first_failing_rank"]) == ("failed", 1)
+    assert not any(helpers.alive(pid) for pid in pids)
+
+
+# The recipe, whose ranks are forks in place of new processes.
+SPAWN = """
+import runpy
+import torch.multiprocessing as multiprocessing
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: fork
+runpy.run_module("recipes.toy", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_spawned_in_a_job_it_gives_the_same_result_and_leaves_no_files_on_the_node(alone: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    environ = helpers.clean_environment(SLURM_JOB_ID="7", TMPDIR=str(disk))
+    words = ["spawn=2", "device=cpu", "max_steps=20", f"run_dir={tmp_path}/run"]
+    ended = helpers.run_fork([sys.executable, "-c", SPAWN, *words], environ=environ)
+    assert ended.status == 0, ended.out
+    assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
+    assert not any(disk.iterdir())
+    ours, theirs = ([row["loss"] for row in helpers.rows(folder)[:2]] for folder in (tmp_path / "run", alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)  # steps 1 and 16; another order of the same sums
+    assert helpers.read(tmp_path / "run", "summary")["world_size"] == 2
+
+
+@pytest.mark.long
+def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    process = helpers.start([*TOY, "spawn=2", *ENDLESS, f"run_dir={tmp_path}"])
+    helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
+    pids = ranks(process.pid)
+    process.kill()
+    helpers.finish(process)
+    helpers.wait_for_the_end_of(pids, 10)
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "print", "local"])
+def test_launch_starts_the_ranks_itself(launcher: str, tmp_path: Path) -> None:
+    ended = helpers.run([*LAUNCHED, f"launcher={launcher}", "spawn=2", f"run_dir={tmp_path}/run"])
+    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
+    assert ended.lines[0].startswith("launch.py: spawn=2: launch.py starts the ranks itself")
+
+
+@pytest.mark.parametrize(
+    ("place", "by"),
+    [
+        pytest.param({"RECIPES_BATCH": "1"}, "srun", marks=pytest.mark.long),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, "torchrun (or whatever set RANK)"),
+        pytest.param(
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun", marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_spawn_under_another_launcher_is_refused_in_one_line(place: dict[str, str], by: str, tmp_path: Path) -> None:
+    environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
+    ended = helpers.run_fork([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
+    assert ended.status == 2, ended.out
+    words = f"toy: spawn=2: {by} has already started this process as rank 0 of {1 if by == 'srun' else 2}: omit spawn=, or start plain python"
+    assert ended.lines == [words]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_non_finite_loss_ends_the_run_before_a_save(tmp_path: Path) -> None:
+    words = ("lr=1e6", "checkpoint_every_steps=1", "log_every_steps=1000", "global_batch_size=16")
+    ended = helpers.run_fork([*TOY, *words, f"run_dir={tmp_path}"])
+    for path in checkpoint.candidates(tmp_path / "checkpoints"):
+        assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.read(path)["model"].values()), path
+    assert ended.status == 1, ended.out
+    assert re.search(r"^toy: failed: .*the loss at step \d+ is (nan|inf)", ended.out, re.MULTILINE), ended.out
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")
+def test_a_rank_bound_to_too_few_cpus_warns(tmp_path: Path) -> None:
+    """As Slurm binds it with TaskPlugin=task/affinity if srun has no --cpus-per-task."""
+    cpu = str(min(os.sched_getaffinity(0)))
+    words = ("device=cpu", "cpu_threads=2", "max_steps=1", f"run_dir={tmp_path}")
+    ended = helpers.run(["taskset", "--cpu-list", cpu, sys.executable, "-m", "recipes.toy", *words])
+    assert ended.status == 0, ended.out
+    assert f"warning: cpu_threads=2, and a rank is bound to 1 of the {os.cpu_count()} CPUs" in ended.out
+    assert "give srun or sbatch --cpus-per-task=2, or a smaller cpu_threads=" in ended.out

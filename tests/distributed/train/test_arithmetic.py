@@ -1,0 +1,105 @@
+"""Sums, shares and learning rates that all recipes share, against formulas; and those of toy, which has its own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recipes import toy
+from recipes.conf.toy import Config
+from recipes.core.train import loop, metrics, optimisation
+from tests.distributed import alone
+
+RUN: Any = SimpleNamespace(say=print)
+
+
+def batches(global_batch_size: int, num_samples: int, per_epoch: int = 1) -> Any:
+    return SimpleNamespace(global_batch_size=global_batch_size, num_samples=num_samples, per_epoch=per_epoch)
+
+
+def test_top1_and_top5_hits() -> None:
+    ten = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]] * 5)
+    assert metrics.right(ten, torch.tensor([0, 1, 4, 5, 9])).tolist() == [1, 3, 5]
+    assert metrics.right(ten, torch.tensor([0, -100, -1, 4, -100])).tolist() == [1, 2, 2]  # that cannot be read
+    assert metrics.right(torch.zeros(10, 10), torch.arange(10)).tolist() == [1, 5, 10]  # equal logits are no answer
+    assert metrics.right(torch.eye(3), torch.tensor([0, 1, 0])).tolist() == [2, 3, 3]
+    assert metrics.right(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)).tolist() == [0, 0, 0]
+    assert metrics.accuracy(3, 4, 8) == {"val_top1": 0.375, "val_top5": 0.5, "val_samples": 8}
+    assert metrics.accuracy(0, 0, 0) == {"val_top1": 0, "val_top5": 0, "val_samples": 0}
+
+
+@pytest.mark.parametrize(
+    ("lr_batch_size", "batch_size", "samples", "expected"),
+    [
+        (256, 1024, 10_000, 0.4),
+        (256, 64, 10_000, 0.025),
+        (256, 1024, 512, 0.2),
+        (0, 1024, 10_000, 0.1),
+        (64, 64, 99, 0.1),
+    ],
+)
+def test_the_learning_rate_is_proportional_to_the_batch_size(
+    lr_batch_size: int, batch_size: int, samples: int, expected: float
+) -> None:
+    assert optimisation.scaled_lr(RUN, 0.1, lr_batch_size, batches(batch_size, samples)) == pytest.approx(expected)
+
+
+def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
+    """With 0.81 a step of 128 samples it is 0.9 a step of 64."""
+    net = nn.Linear(1, 1, bias=False)
+    assert optimisation.averaged(RUN, net, 0.0, 128, batches(64, 999)) is None
+    whole, first, second = (optimisation.averaged(RUN, net, 0.81, 128, batches(64, 999)) for _ in range(3))
+    assert whole
+    assert first
+    assert second
+    for step, value in enumerate((1.0, 2.0, 4.0)):
+        nn.init.constant_(net.weight, value)
+        whole.update_parameters(net)
+        (first if step < 2 else second).update_parameters(net)
+        if step == 1:
+            second.load_state_dict(first.state_dict())
+    assert whole.module.weight.item() == pytest.approx(0.81 * 1 + 0.09 * 2 + 0.1 * 4)
+    assert second.module.weight.item() == whole.module.weight.item()
+
+
+def test_each_rank_has_its_own_random_numbers() -> None:
+    def drawn(seed: int, rank: int) -> float:
+        loop.seed_ranks(SimpleNamespace(world=SimpleNamespace(rank=rank), begun=False), seed)  # type: ignore[arg-type]
+        return torch.rand(1).item()
+
+    assert len({drawn(seed, rank) for seed in range(4) for rank in range(8)}) == 32
+    assert drawn(3, 5) == drawn(3, 5)
+
+
+def test_random_numbers_that_a_resume_has_restored_are_not_replaced() -> None:
+    with pytest.raises(RuntimeError, match=r"before run\.resume"):
+        loop.seed_ranks(SimpleNamespace(begun=True), 0)  # type: ignore[arg-type]
+
+
+def test_the_number_of_steps() -> None:
+    found = [loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
+    assert found == [30, 7, 30]
+
+
+def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three ranks: the gradient is that of the mean over the batch, of which it has its own part."""
+    words = ("samples=12", "global_batch_size=7", "max_steps=1", "lr=0.1", "seed=4")
+    trained = alone.train(toy, tmp_path, monkeypatch, *words, rank=1, size=3)
+    inputs, targets = toy.make_data(Config(samples=12, seed=4))
+    step, evaluation = trained.forwards
+    mine = [int((inputs == row).all(1).nonzero()) for row in step.inputs]
+    assert len(mine) == 2  # of a batch of 6: the last two share 12
+    away = step.outputs - targets[mine]
+    assert trained.rows[0]["loss"] == pytest.approx(away.square().sum().item() / 6)
+    assert trained.rows[0]["lr"] == 0.1
+    slope = 3 * 2 * away.sum() / 6  # times the ranks, over which gradients are averaged
+    assert torch.allclose(evaluation.weights, step.weights - 0.1 * slope, rtol=1e-5)
+    assert torch.equal(evaluation.inputs, inputs[4:8])
+    assert trained.results["loss"] == pytest.approx(F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12)
+    assert [(group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups] == [(0.9, 0.1)]

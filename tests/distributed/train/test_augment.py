@@ -1,0 +1,112 @@
+"""Small sets in memory: mirrored borders, flips and erased squares equal those of plain slicing, image by image."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.core.data import in_memory
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches, Shard
+from tests.distributed import alone
+
+COUNT, HEIGHT, WIDTH = 60, 9, 11
+
+
+def images(channels: int = 3) -> torch.Tensor:
+    shape = (COUNT, channels, HEIGHT, WIDTH)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("reflect", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_are_shifted_to_every_offset_with_the_correct_borders(channels: int, reflect: bool) -> None:
+    whole, seen = images(channels), set()
+    ways = alone.shifts(whole, 2, "reflect" if reflect else "constant")
+    taken = AugmentedImages(whole, 2, reflect=reflect)
+    for epoch in range(150):
+        taken.draw(3, epoch)
+        for i in (0, COUNT - 1):  # the last one's run ends the padded set
+            [image] = taken.take(torch.tensor([i]))
+            seen.add(ways[image.contiguous().numpy().tobytes()])
+    assert seen == {(i, y, x) for i in (0, COUNT - 1) for y in range(5) for x in range(5)}
+
+
+def test_the_digest_changes_with_images_and_labels() -> None:
+    labels = torch.arange(COUNT)
+    sets = [(images(), labels), (images().flip(0), labels), (images(), labels.flip(0)), (images()[:-1], labels[:-1])]
+    digests = [ImageSet(*each).digest() for each in sets]
+    assert len(set(digests)) == 4
+    assert ImageSet(images(), labels).digest() == digests[0]
+
+
+def test_batches_are_channels_last() -> None:
+    taken = AugmentedImages(images(), 2, flip=True, cutout=3).take(torch.arange(5))
+    assert taken.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_cutout_covers_one_square_in_each_image() -> None:
+    whole = images().clamp(min=1)
+    taken = AugmentedImages(whole, cutout=4, fill=0)
+    touches_border = 0
+    for epoch in range(20):
+        taken.draw(0, epoch)
+        for image, original in zip(taken.take(torch.arange(COUNT)), whole, strict=True):
+            covered = (image == 0).all(0)
+            rows, columns = covered.any(1).nonzero().flatten(), covered.any(0).nonzero().flatten()
+            height, width = len(rows), len(columns)
+            assert 2 <= height <= 4
+            assert 2 <= width <= 4
+            assert (
+                covered.sum() == height * width == covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].sum()
+            )
+            assert torch.equal(image[:, ~covered], original[:, ~covered])
+            touches_border += height * width < 16
+    assert 0.2 < touches_border / (20 * COUNT) < 0.8  # its middle may be anywhere
+
+
+def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> None:
+    one, other = (AugmentedImages(images(), 2, reflect=True, flip=True, cutout=3) for _ in range(2))
+    one.draw(1, 0)
+    other.draw(1, 0)
+    everything = one.take(torch.arange(COUNT))
+    assert torch.equal(other.take(torch.arange(30, 60)), everything[30:])
+    assert other.take(torch.empty(0, dtype=torch.int64)).shape == (0, 3, HEIGHT, WIDTH)
+    for seed, epoch in ((1, 1), (2, 0)):
+        other.draw(seed, epoch)
+        assert not torch.equal(other.take(torch.arange(COUNT)), everything)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("count", [0, 7])
+def test_normalised_images_are_those_of_the_plain_formula(channels_last: bool, count: int) -> None:
+    whole = images()[:count]
+    mean, std = torch.tensor([10.0, 120.0, 200.0]), torch.tensor([50.0, 60.0, 70.0])
+    given_ = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole
+    found = in_memory.normalise(given_, mean, std)
+    assert torch.equal(found, (whole.float() - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))
+def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_size: int) -> None:
+    batches = GlobalBatches(samples, batch_size, 0, 0, 1)
+    sizes = [shard.global_size for shard in batches.epoch(0)]
+    assert len(sizes) == batches.per_epoch
+    assert sum(sizes) == samples
+    assert all(size == batch_size for size in sizes[:-2])
+    assert max(sizes) <= batch_size
+    if len(sizes) > 1:
+        assert min(sizes) >= batch_size // 2
+        assert 0 <= sizes[-2] - sizes[-1] <= 1
+
+
+@given(length=st.integers(0, 20), count=st.integers(1, 30))
+def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -> None:
+    shard = Shard(1, 2, torch.arange(length), 77)
+    pieces = shard.pieces(count)
+    assert [i for piece in pieces for i in piece.indices.tolist()] == list(range(length))
+    assert len(pieces) == max(1, min(count, length))
+    assert all((piece.epoch, piece.batch, piece.global_size) == (1, 2, 77) for piece in pieces)

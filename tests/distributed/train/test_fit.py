@@ -1,0 +1,574 @@
+"""The step loop and the start of a recipe, in this process: one rank, no launcher."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from recipes.conf.mnist import Config
+from recipes.core import errors
+from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.errors import Kind
+from recipes.core.launch import local
+from recipes.core.launch.local import Layout
+from recipes.core.place.ranks import RankInfo
+from recipes.core.run import entry, failures, rundir, signals, watchdog
+from recipes.core.train import checkpoint, distributed, failure, loop, metrics, optimisation, session
+from recipes.core.train.checkpoint import State
+from recipes.core.train.session import Run
+from tests import helpers
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "no-such-host-[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _signals_and_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """entry.begin holds USR2 back and sets variables: undone after each test."""
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "RECIPES_", "NCCL_", "GLOO_"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+
+
+class Trained:
+    """A linear model on 10 samples in batches of 5: two steps an epoch. Evaluations give 1, 2, 3, …"""
+
+    def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
+        self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
+        self.values: list[float | None] = []  # None: a stop comes meanwhile
+        self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
+        for name in ("logs", "checkpoints", "failures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
+        of_run = [
+            f"{name}={keys.pop(name)}" for name in list(keys) if name.startswith(("checkpoint_", "keep_", "resume"))
+        ]
+        start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
+        cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
+        with distributed.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
+            net = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            batches = GlobalBatches(10, 5, 0, 0, 1)
+            rows = metrics.Rows(self.folder / "metrics.jsonl")
+            run = Run(
+                start.settings, world, self.folder, 0, "", stop, None, rows, state=State(net, optimizer, scheduler)
+            )
+
+            def loss_sum(shard: Shard) -> Tensor:
+                step = run.state.step + 1
+                self.now += 2.0
+                if step == self.stop_at:
+                    os.kill(os.getpid(), signal.SIGUSR2)
+                return net(torch.ones(len(shard.indices), 1)).sum() * self.losses.get(step, 1.0)
+
+            def evaluate() -> dict[str, float]:
+                self.evaluations += 1
+                self.now += 100.0
+                value = self.values[self.evaluations - 1] if self.values else float(self.evaluations)
+                if value is None:
+                    os.kill(os.getpid(), signal.SIGUSR2)
+                return {} if value is None else {"val_top1": value}
+
+            (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
+            try:
+                if resumes:
+                    run.resume(run.state, loop.sampler_state(batches))
+                results = loop.fit(run, cfg, net, batches, loss_sum, evaluate)
+                if resumes:
+                    run.finish(results)
+            finally:
+                rows.close()
+                assert run.saver
+                run.saver.wait()
+        return dict(results), run
+
+
+def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> None:
+    results, run = Trained(tmp_path).run(epochs=3)
+    assert results == {"val_top1": 3.0}
+    assert run.state.step == 6
+    assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
+
+
+def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
+    first = Trained(tmp_path / "first")
+    first.values = [0.9, 0.5]
+    first.run(resumes=True, epochs=2)
+    for pointer, step in (("best", 2), ("latest", 4)):
+        again = Trained(tmp_path / pointer)
+        again.values = [0.1, 0.2]
+        _, run = again.run(resumes=True, epochs=3, resume=f"{tmp_path}/first/checkpoints/{pointer}")
+        assert (run.resumed_from_step, run.state.step) == (step, 6)
+        # The first run's best checkpoint is in another folder, so this run starts without a best result.
+        best = {"val_top1": again.values[again.evaluations - 1], "step": 6}
+        assert run.state.meta["best"] == best
+        for name in ("best", "latest"):
+            assert checkpoint.named(tmp_path / pointer / "checkpoints", name) == "step-00000006.pt"
+
+
+def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = Trained(tmp_path).run(resumes=True, epochs=1)
+    assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
+    assert failures.ranks(tmp_path, 0) == []
+    assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        # Each rank's number of words, steps and phase; this is rank 0, at the sum of step 7.
+        ([(5, 7, watchdog.SUM)] * 3, [(5, 7, watchdog.SUM), (6, 7, watchdog.SUM), (6, 7, watchdog.DATA)], None),
+        (
+            [(5, 7, watchdog.SUM), (5, 7, watchdog.SUM), (5, 6, watchdog.FORWARD)],
+            [(6, 7, watchdog.SUM), (6, 6, watchdog.BACKWARD), (6, 6, watchdog.FORWARD)],
+            {"rank": 2, "host": "c", "at": "step 7 (forward)"},
+        ),
+        (  # one that says nothing any more, before one that is slow
+            [(5, 7, watchdog.SUM), (5, 7, watchdog.SUM), (5, 6, watchdog.FORWARD)],
+            [(6, 7, watchdog.SUM), (5, 7, watchdog.SUM), (6, 6, watchdog.FORWARD)],
+            {"rank": 1, "host": "b", "at": "step 7 (loss over all ranks)"},
+        ),
+    ],
+)
+def test_the_rank_that_is_behind_is_named(
+    first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "PULSE_S", 0.1)
+    answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
+    store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
+    info = RankInfo(0, 0, 0, 3, 3, 1, "127.0.0.1", 1, "env", (), False, None, 0)
+    pulse = watchdog.Pulse()
+    pulse.beat(watchdog.SUM, 7)
+    world = distributed.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
+    assert world.behind() == named
+
+
+def test_rows_and_summary_have_the_learning_rate_and_the_training_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, begin = Trained(tmp_path), time.monotonic()
+    monkeypatch.setattr(watchdog.RunningClock, "now", lambda clock: trained.now)
+    _, run = trained.run(resumes=True, epochs=3, log_every_steps=1, checkpoint_every_steps=1)
+    took_s = time.monotonic() - begin
+    found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"]) for r in helpers.rows(tmp_path)]
+    assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.5) for step in range(1, 7)]
+    assert (run.samples, run.train_s) == (30, 12.0)
+    summary = helpers.read(tmp_path, "summary")
+    expected = {"steps": 6, "samples_per_second": 2.5, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
+    assert expected.items() <= summary.items()
+    assert 0 < summary["wall_seconds"] < took_s
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 6, "")
+
+
+def test_the_newest_checkpoints_and_those_of_keep_every_steps_are_kept(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=1, keep_best="false")
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", "step-00000003.pt", "step-00000006.pt",
+    ]  # fmt: skip
+    assert checkpoint.named(folder, "latest") == "step-00000006.pt"
+
+
+def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.9, 0.5]
+    trained.run(resumes=True, epochs=1)
+    _, run = trained.run(resumes=True, epochs=2)
+    assert run.resumed_from_step == 2
+    assert run.state.meta["best"] == {"val_top1": 0.9, "step": 2}
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
+
+
+@pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(3, 4, [1.0]), (4, 4, [1.0]), (6, 6, [1.0, 2.0, 3.0])])
+def test_a_stop_saves_at_its_step_without_an_older_evaluation(
+    tmp_path: Path, stop_at: int, step: int, evaluated: list[float]
+) -> None:
+    trained = Trained(tmp_path)
+    trained.stop_at = stop_at
+    results, run = trained.run(epochs=3)
+    assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
+    assert trained.evaluations == len(evaluated)
+    if stop_at == 6:  # the run is over all the same
+        assert results == {"val_top1": 3.0}
+    else:
+        assert "val_top1" not in helpers.rows(tmp_path)[-1]
+
+
+@pytest.mark.parametrize(
+    ("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])], ids=["before it", "in the last one"]
+)
+def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
+    tmp_path: Path, step: int, values: list[float | None]
+) -> None:
+    """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = values, 4 if step == 4 else 0
+    _, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, bool(run.stopping)) == (step, True)
+    trained.stop_at = 0
+    results, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before, late = [row for row in written if row["step"] == step]
+    assert late == before | {"val_top1": 0.9}
+    assert [row["step"] for row in written] == sorted(row["step"] for row in written)
+    found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
+    assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
+    assert run.state.meta["best"] == {"val_top1": 0.9, "step": step}
+    assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
+
+
+def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    assert run.saver
+    run.begun = True
+    run.saver._error = MemoryError()  # want of memory may well end both
+    assert failure.fail(run, RuntimeError("this")) == 1
+    status = helpers.read(tmp_path, "status")
+    assert status["state"] == "failed"
+    assert status["reason"].endswith("failed first: RuntimeError: this")
+
+
+def test_a_rank_that_fails_right_after_its_first_record_writes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing status.json flushes its folder last, which a file system may refuse."""
+    _, run = Trained(tmp_path).run(epochs=1)
+    written, error = rundir.write_status, OSError(errno.EIO, "Input/output error")
+
+    def torn(*given: Any, **of: Any) -> None:
+        written(*given, **of)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "write_status", torn)
+        with pytest.raises(OSError, match="Input/output error"):
+            run._begin()
+    assert helpers.read(tmp_path, "status")["state"] == "running"
+    assert failure.fail(run, error) == 1
+    assert helpers.read(tmp_path, "status")["state"] == "failed"
+
+
+def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
+    """A job that is too short for an evaluation still makes progress."""
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = [0.1, None, 0.3], 4
+    trained.run(resumes=True, epochs=3)
+    trained.stop_at = 0
+    _, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, run.stopping) == (5, "SIGUSR2")
+    assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
+    found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
+    assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
+
+
+def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
+    """Even if the resumed run has no step left to train."""
+    trained = Trained(tmp_path)
+    trained.values = [0.1, 0.2, None, 0.9]
+    trained.run(resumes=True, epochs=1)
+    assert helpers.read(tmp_path, "summary")["steps"] == 2
+    trained.run(resumes=True, epochs=3)
+    assert helpers.read(tmp_path, "status")["state"] == "preempted"
+    trained.run(resumes=True, epochs=3)
+    summary = helpers.read(tmp_path, "summary")
+    assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
+
+
+def test_best_is_updated_before_the_best_checkpoint_is_rewritten(tmp_path: Path) -> None:
+    """A kill between the two leaves a checkpoint that is evaluated again, or the best one with its name."""
+    checkpoint.write(tmp_path, {"meta": {"step": 2}}, best=True)
+    checkpoint.write(tmp_path, {"meta": {"step": 4}})
+
+    def killed() -> None:
+        if seen.append((tmp_path / "best").read_text()) or len(seen) == 2:
+            raise KeyboardInterrupt
+
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write(tmp_path, {"meta": {"step": 4, "best": 1}}, best=True, before_rename=killed)
+    assert seen == ["step-00000002.pt\n", "step-00000004.pt\n"]
+    assert torch.load(tmp_path / "step-00000004.pt")["meta"] == {"step": 4}
+
+
+def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
+    Trained(tmp_path).run(epochs=600, checkpoint_every_s=0.1, keep_checkpoints=0, keep_best="false")
+    steps = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").glob("step-*.pt"))
+    assert 2 < len(steps) < 300
+    # A slow machine has a slow step now and then, and saves behind the next one too.
+    assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
+
+
+def test_a_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
+        Trained(tmp_path, {4: float("nan")}).run(epochs=3, keep_best="false")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    (tmp_path / "attempt.json").write_text('{"attempt": 1, "launch": "other", "hosts": ["x"]}')
+    with pytest.raises(RuntimeError, match="a later attempt writes here"):
+        run.check_mine()
+    with pytest.raises(RuntimeError, match="a later attempt writes here"):
+        run._saved(tmp_path / "checkpoints" / "step-00000001.pt", 1)
+    before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
+    assert failure.fail(run, RuntimeError("late")) == 1
+    assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
+
+
+def test_an_unresponsive_file_system_does_not_count_as_another_attempt(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    (tmp_path / "attempt.json").unlink()
+    run.check_mine()
+
+
+def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.5, 0.75, 0.25, 0.75, 0.125]
+    _, run = trained.run(epochs=5, keep_checkpoints=1)
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000004.pt"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-00000004.pt",
+        "step-00000010.pt",
+    ]
+    assert run.state.meta["best"] == {"val_top1": 0.75, "step": 4}
+
+
+def test_a_signal_before_the_handlers_are_installed_is_not_lost() -> None:
+    code = """
+import os, signal
+from recipes.core.run import entry; from recipes.core.run import signals
+entry.begin("mnist", ["device=cpu"])
+os.kill(os.getpid(), signal.SIGUSR2)  # would end the process
+with signals.stop_flag() as stop:
+    print(stop.reason)
+"""
+    ended = helpers.run([sys.executable, "-c", code])
+    assert (ended.status, ended.lines) == (0, ["SIGUSR2"])
+
+
+def test_interfaces_set_by_the_user_require_no_route(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**STEP, "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("mnist", ["device=cpu", "run_dir=/proc/none"])
+    assert ended.value.code == 3
+    assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in capsys.readouterr().err
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn0")
+    assert entry.begin("mnist", ["device=cpu"]).interface is None
+
+
+def test_stage_dir_with_an_unset_tmpdir_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    for name, value in {**STEP, "NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("imagenet", ["device=cpu", "run_dir=/proc/none", "stage_dir=$TMPDIR/x"])
+    assert ended.value.code == 2
+    assert "stage_dir=$TMPDIR/x: TMPDIR is not set in this job: give a folder" in capsys.readouterr().err
+    assert "TMPDIR" not in os.environ
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_restart_without_an_earlier_attempt_warns(tmp_path: Path, restarts: str) -> None:
+    step = {
+        name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name == "SLURM_STEP_ID"
+    }
+    step |= {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "a",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "TMPDIR": str(tmp_path),
+    }
+    environ = helpers.clean_environment(**step, SLURM_RESTART_COUNT=restarts)
+    words = ("device=cpu", "max_steps=1", f"run_dir={tmp_path}/run")
+    said = [helpers.run_fork([sys.executable, "-m", "recipes.toy", *words], environ=environ) for _ in range(2)]
+    assert [ended.status for ended in said] == [0, 0], said[0].out
+    line = "warning: this is restart 1 of the job, and no earlier start has left anything in the run directory"
+    assert [line in ended.out for ended in said] == [restarts == "1", False], said[0].out
+
+
+def test_a_single_machine_listens_on_the_given_master_port() -> None:
+    port = helpers.free_port()
+    with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
+        assert listener.getsockname()[:2] in (("::", port), ("0.0.0.0", port))
+    with local.listen(Layout((2,))) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_averaged_weights_equal_torchs_average() -> None:
+    """For floating-point values. Integers, whose average torch would truncate, are those of the network."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    run: Any = SimpleNamespace(say=print)
+    batches: Any = SimpleNamespace(global_batch_size=8, num_samples=8)
+    ours = optimisation.averaged(run, net, 0.9, 0, batches)
+    theirs = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+    assert ours
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(8, 3)).sum().backward()
+        optimizer.step()
+        ours.update_parameters(net)
+        theirs.update_parameters(net)
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        if name.endswith("num_batches_tracked"):
+            assert one == 4
+        else:
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("rank", "in_slurm", "asks"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_rank_0_watches_the_time_limit_of_its_job(
+    rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, over, stop = [], threading.Event(), signals.StopFlag()
+    monkeypatch.setattr(signals, "seconds_left", lambda environ: 600.0)
+    monkeypatch.setattr(
+        signals, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
+    )
+    start: Any = SimpleNamespace(
+        ranks=SimpleNamespace(rank=rank, in_slurm=in_slurm),
+        settings=SimpleNamespace(run=SimpleNamespace(stop_before_s=120)),
+    )
+    with session._end_of_job(start, stop, lambda name: None):
+        assert seen == ([(stop, 120, 600.0)] if asks else [])
+        assert not over.is_set()
+    assert over.is_set() == asks
+
+
+def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    names: list[str] = []
+
+    class Store:
+        def __init__(self, *where: Any, timeout: timedelta, **of: Any) -> None:
+            given.append(timeout.total_seconds())
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            given.append(timeout.total_seconds())
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
+    for rank in (0, 1):
+        info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
+        distributed._meet(info, 40.0, watchdog.RunningClock())
+    never = distributed.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
+    assert given == [40, never, 30, never]  # rank 1 gives up first, and reports why
+
+    assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
+
+    made, real = [], torch.distributed.init_process_group
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
+    start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
+    with distributed.process_group(start, torch.device("cpu")) as world:
+        assert world.timeout_s == 40
+    assert [by["timeout"] for by in made] == [distributed.TORCH_TIMEOUT]
+
+
+def test_a_rank_that_cannot_reach_rank_0_fails_first() -> None:
+    assert [distributed.sooner(seconds) for seconds in (600, 20)] == [590, 15]
+
+
+def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
+    suspensions = iter([0.0, 60.4, 60.4, 60.4, 0.0, 31.0, 31.0])
+    monkeypatch.setattr(distributed, "POLL_S", 0.01)
+
+    def suspension_s() -> float:
+        clock.stopped_s += 3.0  # by a busy machine
+        found = next(suspensions, -1.0)
+        if found < 0:
+            over.set()
+        return max(found, 0.0)
+
+    monkeypatch.setattr(clock, "suspension_s", suspension_s)
+    world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
+    run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
+    start: Any = SimpleNamespace()
+    failure.end_a_wait(run, start, over)
+    assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "behind", "ends"),
+    [
+        (watchdog.SUM, None, True),
+        (watchdog.COUNT, None, True),
+        (watchdog.MEETING, None, True),
+        (watchdog.LEAVING, None, True),
+        (watchdog.FORWARD, None, False),
+        (watchdog.FORWARD, {"rank": 1}, True),
+        (watchdog.END, {"rank": 1}, False),
+    ],
+)
+def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
+    monkeypatch: pytest.MonkeyPatch, phase: int, behind: Any, ends: bool
+) -> None:
+    """If no rank is behind, the network is the cause."""
+    said: list[Any] = []
+    over = threading.Event()
+    monkeypatch.setattr(failure, "fail", lambda run, error, behind: said.append((error, behind)) or 1)
+    monkeypatch.setattr(failure, "leave", lambda code: (said.append(code), over.set()))
+    pulse = watchdog.Pulse()
+    pulse.beat(phase, 7)
+    start: Any = SimpleNamespace(own_folder=None)
+    monkeypatch.setattr(entry, "remove_own_folder", lambda start: None)
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(
+            pulse=pulse,
+            clock=pulse.clock,
+            size=2,
+            backend="gloo",
+            ranks=SimpleNamespace(local_rank=0),
+            behind=lambda: behind,
+        ),
+        keys=SimpleNamespace(timeout_s=1.0),
+        failing=threading.Lock(),
+    )
+    ended = threading.Timer(2.0, over.set)
+    ended.start()
+    failure.end_a_wait(run, start, over)
+    ended.cancel()
+    assert bool(said) == ends
+    if ends:
+        (error, named), code = said
+        assert (named, code, distributed.peer_kind(error)) == (behind, 1, Kind.timeout)

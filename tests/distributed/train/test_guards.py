@@ -1,0 +1,147 @@
+"""The guards of a run while it trains: the watchdog, the fence of the run directory, the umask, and signals to any rank."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recipes.core import files
+from recipes.core.run import watchdog
+from recipes.core.train import failure
+from tests import forked, helpers
+
+HELD = """
+from recipes.core.run import entry; from recipes.core.train import failure, session
+failure.FENCE_S = 0.1
+START = entry.begin("broken")
+from recipes import broken
+session.run(broken.main, START)
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[list[forked.Process]]:
+    """Two ranks: rank 1 has stopped inside step 8, and rank 0 waits for it below Python."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    words = [
+        "device=cpu",
+        "cpu_threads=1",
+        "pace_s=0",
+        "checkpoint_every_steps=5",
+        "umask=027",
+        f"run_dir={tmp_path}/run",
+    ]
+    fault = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
+    ranks = helpers.fork_ranks([sys.executable, "-c", HELD, *words], 2, **fault)
+    try:
+        helpers.wait_until((marks / "reached.1").exists, helpers.START_S, "step 8")
+        # The checkpoint of step 5 is written, and the status tells it.
+        helpers.wait_until(lambda: helpers.read(tmp_path / "run", "status")["step"] == 5, 30, "a checkpoint")
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_each_rank_has_a_watchdog_and_umask_makes_files_group_readable(
+    held: list[forked.Process], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    for rank in held:
+        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in helpers.children(rank.pid)]
+        [watcher] = [command for command in commands if "recipes.core.run.watchdog" in command]
+        at = watcher.index("recipes.core.run.watchdog")
+        assert (watcher[at + 1], watcher[at + 3]) == (str(rank.pid), str(600.0 + watchdog.MARGIN_S))
+    found = {
+        path.relative_to(run_dir): stat.S_IMODE(path.stat().st_mode) for path in run_dir.rglob("*") if path.is_file()
+    }
+    assert {Path("checkpoints/step-00000005.pt"), Path("logs/rank1.log"), Path("metrics.jsonl")} <= found.keys()
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o137} == {}
+    assert stat.S_IMODE((run_dir / "checkpoints").stat().st_mode) == 0o750
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["step"]) == ("running", 0, 5)
+
+
+def test_an_attempt_ends_during_a_wait_if_its_run_directory_is_taken_over(
+    held: list[forked.Process], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    before = (run_dir / "status.json").read_bytes()
+    files.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
+    ended = helpers.finish(held[0], timeout_s=30)
+    assert ended.status == 3, ended.out
+    assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
+    assert (run_dir / "status.json").read_bytes() == before
+
+
+OTHER_KEYS = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.argv += ["lr=0.5", "checkpoint_every_steps=7", "keep_every_steps=7", "keep_best=false"]
+"""
+
+
+def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
+    ended = helpers.run_ranks(
+        OTHER_KEYS + HELD, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2
+    )
+    assert ended.status == 2, ended.out
+    host = socket.gethostname()
+    every = [f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")]
+    saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
+    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; {saves}): give the same on each"
+    assert f"broken: {words}" in ended.lines
+
+
+def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog is suspended with the job. The time of the suspension does not count, the time after it does."""
+    now, polls, ends = 0.0, 0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, polls
+        now, polls = now + (1000.0 if polls == 3 else seconds), polls + 1
+
+    memory = mmap.mmap(-1, watchdog.BYTES)
+    watchdog.PULSE.pack_into(memory, 0, 1, 5, watchdog.FORWARD)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
+    watchdog.watch(os.getppid(), memory, 10.0)
+    assert ends == [21]  # polls of 0.5 s, and the suspended one counts as that too
+
+
+def test_the_fence_is_checked_every_few_seconds() -> None:
+    assert failure.FENCE_S <= 10
+
+
+AGREE = """
+import os, signal
+from recipes.core.run import entry
+START = entry.begin("toy")
+from recipes import toy
+from recipes.core.train import session
+sum_step = session.Run.sum_step
+def signalled(run, loss):
+    if run.step == 3 and run.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return sum_step(run, loss)
+session.Run.sum_step = signalled
+session.run(toy.main, START)
+"""
+
+
+def test_a_recipe_with_its_own_loop_stops_on_a_signal_to_any_rank(tmp_path: Path) -> None:
+    ended = helpers.run_ranks(AGREE, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}"], 2)
+    assert ended.status == 75, ended.out
+    assert f"stopped by SIGTERM at step 3, saved in {tmp_path}" in ended.lines
+    status = helpers.read(tmp_path, "status")
+    assert (status["state"], status["step"], status["reason"]) == ("preempted", 3, "SIGTERM")
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000003.pt\n"

@@ -1,0 +1,202 @@
+"""Which checkpoints a run keeps, and which one it resumes from if a checkpoint is named, the job is requeued, or an older one is chosen."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint
+from tests import helpers
+
+
+def test_checkpoints_are_saved_at_the_interval_and_resume_accepts_best_and_latest(tmp_path: Path) -> None:
+    first = [*helpers.LOCAL, "ranks_per_node=1", "epochs=1", "max_steps=10", f"run_dir={tmp_path}/first"]
+    ended = helpers.run_fork([*first, "keep_every_steps=3", "keep_checkpoints=1"])
+    assert ended.status == 0, ended.out
+    found = sorted(path.name for path in (tmp_path / "first/checkpoints").glob("step-*"))
+    assert found == [f"step-{step:08d}.pt" for step in (3, 6, 9, 10)]
+    for pointer in ("latest", "best"):
+        again = [
+            *first[:-1],
+            "max_steps=12",
+            f"run_dir={tmp_path}/{pointer}",
+            f"resume={tmp_path}/first/checkpoints/{pointer}",
+        ]
+        ended = helpers.run_fork(again)
+        assert ended.status == 0, ended.out
+        assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10
+
+
+def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: Path) -> None:
+    """Also where it ends before its next checkpoint; and a checkpoint that was asked for stays the one, except for a job that was
+    queued again and has trained this run already."""
+    argv = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", "cpu_threads=1", "run_dir=run"]
+    argv += ["global_batch_size=64", "checkpoint_every_steps=2", "keep_checkpoints=0", "network=ethernet", "force=true"]
+    folder, again = tmp_path / "run/checkpoints", {"TORCHELASTIC_RESTART_COUNT": "1"}
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "PYTHONPATH": str(helpers.ROOT),
+    }
+
+    def resumed(*words: str, **environ: str) -> int:
+        ended = helpers.run_fork([*argv, *words], cwd=tmp_path, environ=helpers.clean_environment(**place, **environ))
+        assert ended.status == 0, ended.out
+        [line] = [line for line in ended.lines if line.startswith("resumed from ")]
+        assert line.startswith(f"resumed from {folder}/step-"), line
+        return int(line.rpartition(" ")[2])
+
+    first = helpers.run_fork([*argv, "max_steps=6"], cwd=tmp_path, environ=helpers.clean_environment(**place))
+    assert first.status == 0, first.out
+    best = checkpoint.read(folder / "step-00000006.pt")["meta"]["best"]
+    assert best["step"] == 6
+    back = [f"resume=run/checkpoints/step-{step:08d}.pt" for step in (2, 4)]
+    assert resumed(back[0], "evaluate=true", **again) == 2
+    assert checkpoint.named(folder, "latest") == "step-00000006.pt"
+    assert resumed(back[1], "max_steps=4") == 4
+    assert checkpoint.named(folder, "latest") == "step-00000004.pt"
+    assert resumed(back[0], "max_steps=5", **again) == 4  # the same job, which has begun at 4
+    noted = helpers.read(tmp_path / "run", "attempt")
+    files.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
+    assert resumed(back[0], "max_steps=2", **again) == 2  # another one's
+    assert helpers.read(tmp_path / "run", "status")["step"] == 2
+    files.write_json(tmp_path / "run/attempt.json", {**helpers.read(tmp_path / "run", "attempt"), "own": False})
+    assert resumed(back[1], "max_steps=4", **again) == 4  # it had begun, and saved nothing
+
+
+RUN = ("dataset=digits", "global_batch_size=512", "lr=0.002", "device=cpu", "cpu_threads=1", "log_every_steps=1")
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(helpers.ROOT)}
+
+
+def mnist(run_dir: Path, *words: str, recipe: str = "mnist") -> helpers.Ended:
+    argv = [sys.executable, "-m", f"recipes.{recipe}", f"run_dir={run_dir}", *words]
+    return helpers.run_fork(argv, cwd=run_dir.parent, environ=helpers.clean_environment(**ONE_RANK))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 epochs of 3 steps, all of whose checkpoints of every 5 steps stay."""
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
+    ended = mnist(run_dir, *RUN, "epochs=4", "checkpoint_every_steps=5", "keep_checkpoints=0")
+    assert ended.status == 0, ended.out
+    return run_dir
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """The same run, stopped at step 5."""
+    run_dir = shutil.copytree(finished, tmp_path / "stopped")
+    for step in (10, 12):
+        (run_dir / f"checkpoints/step-{step:08d}.pt").unlink()
+    (run_dir / "checkpoints/latest").write_text("step-00000005.pt\n")
+    (run_dir / "checkpoints/best").unlink()
+    rundir.write_status(run_dir, "preempted", attempt=0, step=5, reason="SIGTERM")
+    kept = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]
+    (run_dir / "metrics.jsonl").write_text("".join(kept))
+    return run_dir
+
+
+def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
+    ended = mnist(stopped)
+    assert ended.status == 0, ended.out
+    [line] = [line for line in ended.lines if line.startswith("from the run: ")]
+    told = set(line.removeprefix("from the run: ").split(", "))
+    assert {"dataset=digits", "lr=0.002", "device=cpu", "cpu_threads=1", "keep_checkpoints=0"} <= told, line
+    whole, again = (helpers.rows(folder) for folder in (finished, stopped))
+    assert [row["step"] for row in again] == list(range(1, 13))
+    assert [(row["loss"], row["lr"]) for row in again] == [(row["loss"], row["lr"]) for row in whole]
+    assert (stopped / "config.yaml").read_text() == (finished / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["epochs=3"], "mnist: epochs=3: the run has epochs=4, and would become shorter: leave it out, or give force=true"),
+        (["epochs=6"], "mnist: epochs=6: the run has epochs=4, and the learning-rate schedule of its remaining steps would"),
+        (["max_steps=9"], "mnist: max_steps=9: the run has max_steps=0, and would become shorter: leave it out, or give"),
+        (["lr=0.1", "global_batch_size=64"], "differ from these keys (global_batch_size=512 becomes 64; lr=0.002 becomes 0.1)"),
+        (["variant=sgd"], "optimizer=adamw becomes sgd"),
+    ],
+)  # fmt: skip
+def test_given_keys_that_change_the_experiment_are_refused(stopped: Path, words: list[str], expected: str) -> None:
+    before = {name: (stopped / name).read_bytes() for name in ("status.json", "config.yaml", "attempt.json")}
+    ended = mnist(stopped, *words)
+    assert ended.status == 2, ended.out
+    [line] = ended.lines
+    assert expected in line
+    assert all((stopped / name).read_bytes() == text for name, text in before.items())
+
+
+def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
+    finished: Path, stopped: Path, tmp_path: Path
+) -> None:
+    ended = mnist(stopped, "epochs=6", "force=true")
+    assert ended.status == 0, ended.out
+    [line] = [line for line in ended.lines if line.startswith("the run's length changes: ")]
+    assert line.startswith("the run's length changes: epochs=4 becomes 6; the learning rate of the next step ")
+    then, now = map(float, line.partition("changes from ")[2].split(" to "))
+    assert then < now
+    assert helpers.read(stopped, "summary")["steps"] == 18
+    assert "epochs: 6" in (stopped / "config.yaml").read_text()
+    longer = shutil.copytree(finished, tmp_path / "longer")
+    ended = mnist(longer, "epochs=5")
+    assert ended.status == 0, ended.out
+    assert (
+        "the run's length changes: epochs=4 becomes 5; the learning rate of the next step changes from 0 to "
+        in ended.out
+    )
+    assert helpers.read(longer, "summary")["steps"] == 15
+    ended = mnist(longer)
+    assert ended.status == 0, ended.out
+    assert "already finished: step 15 of 15" in ended.out
+    assert mnist(longer, "epochs=4").status == 2
+
+
+def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(stopped: Path, tmp_path: Path) -> None:
+    alone = shutil.copy(stopped / "checkpoints/step-00000005.pt", tmp_path / "alone.pt")
+    ended = mnist(tmp_path / "new", *RUN, f"resume={alone}")  # the default happens to be the same
+    assert ended.status == 0, ended.out
+    ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9")
+    assert ended.status == 2, ended.out
+    assert "epochs=4 becomes 9, and there is no config.yaml of its run: give the same, or force=true" in ended.out
+    ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
+    assert ended.status == 0, ended.out
+    assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
+
+
+def test_another_recipes_run_directory_is_refused(stopped: Path) -> None:
+    ended = mnist(stopped, recipe="toy")
+    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
+    assert f"toy: run_dir={stopped}"[:30] in ended.out
+    assert "is a run of recipe mnist, not toy: give another run_dir=" in ended.out
+
+
+def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:
+    ended = mnist(stopped, "resume=best")
+    assert ended.status == 2, ended.out
+    words = (
+        f"resume=best: {stopped}/checkpoints/best does not exist (no evaluation has named one yet): leave resume= out"
+    )
+    assert words in ended.out
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    (run_dir / "checkpoints/best").write_text("step-00000010.pt\n")
+    ended = mnist(run_dir, "resume=best")
+    assert ended.status == 0, ended.out
+    assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in ended.lines
+    assert ended.lines[-1] == f"finished at step 12; val_top1 {helpers.read(run_dir, 'summary')['val_top1']:.4f}"
+    ended = mnist(run_dir, "resume=latest", "evaluate=true")
+    assert f"resumed from {run_dir}/checkpoints/step-00000012.pt, step 12" in ended.lines
+    assert ended.lines[-1].startswith("evaluated step 12; val_top1 ")
+    for place in (stopped, stopped / "checkpoints"):
+        ended = mnist(tmp_path / "new", f"resume={place}", "evaluate=true")
+        assert f"resumed from {stopped}/checkpoints/step-00000005.pt, step 5" in ended.lines
+    ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}")
+    assert ended.status == 2, ended.out
+    assert f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one" in ended.out

@@ -1,0 +1,257 @@
+"""Checkpoints written in the background: their content, which are kept, and the errors if they cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recipes.core.errors import MachineError
+from recipes.core.run import rundir
+from recipes.core.train import checkpoint, metrics
+from recipes.core.train.checkpoint import HostCopy, Keep, Saver
+
+CPU = torch.device("cpu")
+
+
+def content(step: int = 1, value: float = 0.0) -> dict[str, Any]:
+    parts: dict[str, Any] = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}
+    return {"model": {"weight": torch.full((1000,), value)}, **parts, "meta": {"step": step, "config": {}}}
+
+
+def make_saver(folder: Path, keep: Keep = Keep(), still_mine: Callable[[], None] = lambda: None) -> Saver:  # noqa: B008
+    return Saver(folder, keep, still_mine, lambda path, step: None)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, entered, archive = threading.Event(), threading.Event(), checkpoint._write_archive
+
+    def hold(file: IO[bytes], content: Mapping[str, Any]) -> None:
+        entered.set()
+        assert held.wait(20)
+        archive(file, content)
+
+    monkeypatch.setattr(checkpoint, "_write_archive", hold)
+    saver, now = make_saver(tmp_path), content(step=4, value=1.0)
+    saver.save(now)
+    assert entered.wait(20)
+    now["model"]["weight"].fill_(2.0)  # the next step
+    now["meta"]["step"] = 5
+    assert names(tmp_path)[0].startswith(".step-00000004.pt.")  # it is being written, and has no name yet
+    held.set()
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step-00000004.pt"]
+    found = checkpoint.read(tmp_path / "step-00000004.pt")
+    assert torch.equal(found["model"]["weight"], torch.full((1000,), 1.0))
+
+
+def test_checkpoints_are_written_one_at_a_time_and_the_last_is_awaited(tmp_path: Path) -> None:
+    saved: list[int] = []
+    saver = Saver(tmp_path, Keep(newest=0), lambda: None, lambda path, step: saved.append(step))
+    for step in range(1, 6):
+        saver.save(content(step))
+        assert list(saved) in (list(range(1, step)), list(range(1, step + 1)))  # this one too, if it is written by now
+    saver.wait()
+    assert saved == [1, 2, 3, 4, 5]
+    assert [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 3, 2, 1]
+
+
+def test_a_failed_write_is_raised_in_the_training(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver = make_saver(folder, still_mine=full)
+    saver.save(content())
+    words = rf"^run_dir={tmp_path}/run: a checkpoint cannot be written \(No space left on device, .* free\): make room there"
+    with pytest.raises(MachineError, match=words):
+        saver.wait()
+    saver.check()  # told once
+    assert names(folder) == []
+
+
+def test_free_space_is_checked_before_the_state_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=3999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(
+        MachineError, match=r"a checkpoint of 4\.0 kB cannot be written \(No space left on device, 4\.0 kB"
+    ):
+        make_saver(tmp_path).save(content())
+    assert names(tmp_path) == []
+    # As some network file systems say.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0))
+    saver = make_saver(tmp_path)
+    saver.save(content())
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step-00000001.pt"]
+
+
+def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    """Rows are written far more often than checkpoints, so they detect a full disk first."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    rows = metrics.Rows(tmp_path / "metrics.jsonl")
+    words = rf"^run_dir={tmp_path}: metrics.jsonl cannot be written \(No space left on device\): make room there"
+    with pytest.raises(MachineError, match=words):
+        rows.add({"step": 1})
+    rows.close()
+
+
+def test_a_truncated_row_does_not_damage_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    for step in (2, 3):  # two more attempts
+        rows = metrics.Rows(path)
+        rows.add({"step": step})
+        rows.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}', '{"step": 3}']
+
+
+def test_a_saver_writes_nothing_after_a_takeover(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise MachineError("a later attempt writes here")
+
+    saver = make_saver(tmp_path, still_mine=lost)
+    saver.save(content())
+    with pytest.raises(MachineError, match="a later attempt"):
+        saver.wait()
+    assert names(tmp_path) == []
+
+
+def steps_left(folder: Path) -> list[int]:
+    return sorted(checkpoint.step_of(path) for path in folder.glob("step-*.pt"))
+
+
+def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=2, every_steps=10))
+    for step in range(1, 26):
+        saver.save(content(step), best=step == 7)
+    saver.wait()
+    assert steps_left(tmp_path) == [7, 10, 20, 24, 25]
+    assert (checkpoint.named(tmp_path, "best"), checkpoint.named(tmp_path, "latest")) == (
+        "step-00000007.pt",
+        "step-00000025.pt",
+    )
+
+
+def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=2))
+    for step in (1, 2, 30, 3, 4):
+        saver.save(content(step))
+    saver.wait()
+    assert steps_left(tmp_path) == [3, 4, 30]
+    assert [checkpoint.step_of(path) for path in checkpoint.candidates(tmp_path)] == [4, 3, 30]
+
+
+def test_all_checkpoints_can_be_kept(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, Keep(newest=0))
+    for step in range(1, 6):
+        saver.save(content(step))
+    saver.wait()
+    assert steps_left(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 3)).to(memory_format=torch.channels_last)
+    net[1].bias = net[1].weight  # type: ignore[assignment]  # tied, under two names
+    state = {"model": net.state_dict(), "list": [torch.ones(2), (1, "text")], "none": None}
+    copy = HostCopy()
+    first = copy.take(state)
+    assert first["model"]["0.weight"].stride() == net[0].weight.stride()
+    assert first["model"]._metadata == state["model"]._metadata
+    assert first["model"]["1.bias"] is first["model"]["1.weight"]
+    assert (first["list"][1], first["none"]) == ((1, "text"), None)
+    assert checkpoint.size_of(state) == checkpoint.size_of(first)
+    place = first["model"]["0.weight"].data_ptr()
+    with torch.no_grad():
+        net[0].weight.fill_(7)
+    assert not torch.equal(first["model"]["0.weight"], net[0].weight)
+    second = copy.take(state)
+    assert second["model"]["0.weight"].data_ptr() == place
+    assert torch.equal(second["model"]["0.weight"], net[0].weight)
+
+
+def test_every_random_state_is_restored() -> None:
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+
+    random.gauss(0, 1)  # the second of a pair is kept
+    np.random.randn()
+    states = checkpoint.rng_state(CPU)
+    drawn = draw()
+    draw()
+    checkpoint.set_rng_state(states, CPU)
+    assert draw() == drawn
+
+
+def test_random_states_survive_a_file(tmp_path: Path) -> None:
+    now = {**content(), "rng": [checkpoint.rng_state(CPU)]}
+    drawn = (random.random(), np.random.rand())
+    found = checkpoint.read(checkpoint.write(tmp_path, now))
+    checkpoint.set_rng_state(found["rng"][0], CPU)
+    assert (random.random(), np.random.rand()) == drawn
+    assert checkpoint.digest(found) == checkpoint.digest(now)
+
+
+def test_the_digest_covers_only_the_training_state() -> None:
+    one = content(step=3, value=1.0)
+    assert checkpoint.digest(one) == checkpoint.digest({**one, "meta": {**one["meta"], "torch": "another"}})
+    assert checkpoint.digest(one) != checkpoint.digest(content(step=4, value=1.0))
+    other = content(step=3, value=1.0)
+    other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
+    assert checkpoint.digest(one) != checkpoint.digest(other)
+    for part in ("optimizer", "scheduler", "ema", "sampler", "rng"):
+        assert checkpoint.digest(one) != checkpoint.digest({**one, part: {"a": 1}}), part
+
+
+def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, content(value=3.0))
+    assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
+    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "begun_at", "step", "gained"), [(0, 0, 0, True), (1, 5, 5, False), (1, 5, 6, True), (2, 7, 5, False)]
+)
+def test_an_attempt_without_progress_is_recognised(
+    tmp_path: Path, attempt: int, begun_at: int, step: int, gained: bool
+) -> None:
+    for _ in range(attempt + 1):
+        assert rundir.gained_nothing(tmp_path, "") is False  # nothing is said of it before it has ended
+        rundir.open_attempt(tmp_path, ["a"])
+    rundir.begin_attempt_at(tmp_path, begun_at)
+    rundir.write_status(tmp_path, "preempted", attempt=attempt, step=step)
+    assert rundir.gained_nothing(tmp_path, "") is not gained
+
+
+def test_an_attempt_stopped_before_its_start_has_no_progress(tmp_path: Path) -> None:
+    rundir.open_attempt(tmp_path, ["a"], "7.0")
+    rundir.begin_attempt_at(tmp_path, 0)
+    rundir.write_status(tmp_path, "preempted", attempt=0, step=5)
+    assert rundir.gained_nothing(tmp_path, "7.0") is False
+    rundir.open_attempt(tmp_path, ["a"], "7.1")
+    rundir.write_status(tmp_path, "preempted", attempt=1, step=5)
+    assert rundir.gained_nothing(tmp_path, "7.1") is True
+
+
+def test_the_step_that_a_restart_reports_is_correct(tmp_path: Path) -> None:
+    assert checkpoint.after_a_restart(tmp_path) == (
+        "there is no checkpoint yet: started again, the run begins at step 0"
+    )
+    (tmp_path / "step-00000012.pt").touch()
+    assert checkpoint.after_a_restart(tmp_path) == "started again, the run continues from step-00000012.pt"

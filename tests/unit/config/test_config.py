@@ -1,0 +1,696 @@
+"""Keys: which value wins, what each type takes, and what is saved."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from recipes.conf import mnist
+from recipes.core.config import declare, help, job_keys, parser, profiles, recipe_conf
+from recipes.core.config.job_keys import JobKeys, Launcher
+from recipes.core.config.run_keys import Device, Dtype, RunKeys, TrainKeys
+from recipes.core.errors import ConfigError
+from recipes.core.run import command_line, entry, resumed, rundir
+from tests import helpers
+from tests.helpers import ROOT
+
+RECIPES = recipe_conf.names()
+
+
+def parse(*words: str, recipe: str = "", **environ: str) -> parser.Settings:
+    return command_line.parse(words if recipe else ["recipe=mnist", *words], recipe=recipe, environ=environ)
+
+
+def refusal(*words: str, recipe: str = "", **environ: str) -> str:
+    """The message of the ConfigError that these words give; it has to be one line that can be printed."""
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, recipe=recipe, **environ)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert 0 < len(message) < 600
+    return message
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose site profile, env/clusters/here.yaml, the test writes; gives that path."""
+    root = tmp_path / "repository"
+    (root / "env" / "clusters").mkdir(parents=True)
+    (root / "recipes").symlink_to(ROOT / "recipes")
+    for file in (ROOT / "env").glob("*.env"):
+        (root / "env" / file.name).symlink_to(file)
+    helpers.use_root(monkeypatch, root)
+    return root / "env" / "clusters" / "here.yaml"
+
+
+# --- which one wins
+
+
+def test_the_precedence_of_a_run_key(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"network": "efa"}})
+    site.write_text("network: roce\n")
+    (tmp_path / "keys.yaml").write_text("network: ethernet\n")
+    words: list[str] = []
+    assert parse(*words).run.network == ""
+    for word, expected in (
+        ("cluster=here", "roce"),
+        ("variant=v", "efa"),
+        (f"config={tmp_path}/keys.yaml", "ethernet"),
+        ("network=slingshot", "slingshot"),
+    ):
+        words.insert(0, word)  # where a word stands does not matter
+        assert parse(*words).run.network == expected, words
+
+
+def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "DATASETS", {"digits": {"epochs": 11}})
+    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"epochs": 12}, "d": {"dataset": "digits"}})
+    (tmp_path / "keys.yaml").write_text("epochs: 13\nlr: 1e-3\n")
+    default = mnist.Config().epochs
+    assert default not in (11, 12, 13, 14)
+    assert parse().config.epochs == default
+    assert parse("dataset=digits").config.epochs == 11
+    assert parse("variant=d").config.epochs == 11
+    assert parse("variant=v", "dataset=digits").config.epochs == 12
+    assert parse("variant=v", f"config={tmp_path}/keys.yaml").config.epochs == 13
+    assert parse("variant=v", f"config={tmp_path}/keys.yaml", "epochs=14").config.epochs == 14
+    assert parse("epochs=14", f"config={tmp_path}/keys.yaml").config.lr == 1e-3
+    assert parse("epochs=1", "epochs=2").config.epochs == 2
+
+
+def test_the_precedence_of_a_job_key(site: Path) -> None:
+    site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
+    given = parse("cluster=here").job
+    assert (given.gpus_per_node, given.time, given.partition, given.qos) == (4, "2:00:00", "gpu", "")
+    assert (given.recipe, given.cluster) == ("mnist", "here")
+    assert parse("cluster=here", "gpus_per_node=2").job.gpus_per_node == 2
+    assert parse(RECIPES_CLUSTER="here").job.gpus_per_node == 4
+    assert parse().job.gpus_per_node is None
+
+
+def test_every_key_of_a_profile_is_used(site: Path) -> None:
+    profile = {
+        "partition": "p", "account": "a", "qos": "q", "constraint": "c", "reservation": "r", "extra": "--mem=0", "container": "docker://x",
+        "container_runtime": "pyxis", "container_mounts": "/m", "gpus_per_node": "4", "gpu_type": "a100", "cpus_per_rank": "6", "time": "2:00:00",
+        "network": "roce",
+    }  # fmt: skip
+    site.write_text("".join(f"{name}: {value}\n" for name, value in profile.items()))
+    found = parse("cluster=here")
+    keys = {**vars(found.job), **vars(found.run)}
+    assert {name: str(getattr(keys[name], "name", keys[name])) for name in profile} == profile
+
+
+def test_data_dir_of_a_profile_is_the_default_of_the_recipe(site: Path, tmp_path: Path) -> None:
+    site.write_text("data_dir: /site/data\n")
+    assert parse("cluster=here").config.data_dir == "/site/data"
+    assert parse("cluster=here", "data_dir=/mine").config.data_dir == "/mine"
+    assert parse("cluster=here", RECIPES_DATA="/mine").config.data_dir == ""  # which stands for that variable
+    for data_dir, expected in (("''", "/site/data"), ("/old", "/old")):
+        run = a_run(tmp_path / expected[1:], 5, data_dir=data_dir)
+        assert parse("cluster=here", f"run_dir={run}").config.data_dir == expected
+    assert command_line.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
+
+
+def test_cluster_overrides_recipes_cluster(site: Path) -> None:
+    site.write_text("gpus_per_node: 4\n")
+    site.with_name("other.yaml").write_text("gpus_per_node: 6\n")
+    assert parse("cluster=other", RECIPES_CLUSTER="here").job.gpus_per_node == 6
+
+
+def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> None:
+    """YAML 1.1 takes 12:00:00 for a number to the base of 60, and 010 for eight."""
+    (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
+    settings = parse(f"config={tmp_path}/keys.yaml")
+    assert job_keys.minutes(settings.job.time) == 720
+    assert (settings.config.epochs, settings.config.compile) == (10, True)
+    site.write_text("time: 1:30:00\n")
+    assert job_keys.minutes(parse("cluster=here").job.time) == 90
+
+
+# --- types
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("nodes=2", 2),
+        ("epochs=+3", 3),
+        ("lr=1e-3", 1e-3),
+        ("lr=1", 1.0),
+        ("checkpoint_every_s=0", 0.0),
+        ("compile=true", True),
+        ("compile=False", False),
+        ("compile=yes", True),
+        ("compile=0", False),
+        ("launcher=print", Launcher.print),
+        ("device=cpu", Device.cpu),
+        ("dtype=bfloat16", Dtype.bfloat16),
+        ("gpus_per_node=null", None),
+        ("gpus_per_node=0", 0),
+        ("cpus_per_rank=4", 4),
+        ("ranks_per_node=2", 2),
+        ("data_dir=a=b", "a=b"),
+        ("data_dir=true", "true"),
+        ("data_dir=010", "010"),
+        ("data_dir=[1,2]", "[1,2]"),
+        ("account=12", "12"),
+        ("run_dir=", ""),
+        ("exclude=node[1-3],x", "node[1-3],x"),
+    ],
+)
+def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: object) -> None:
+    settings, name = parse(word), word.partition("=")[0]
+    holder = next(h for h in (settings.job, settings.run, settings.config) if hasattr(h, name))
+    value = getattr(holder, name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("nodes=two", "a whole number"),
+        ("nodes=1.5", "a whole number"),
+        ("parallel=null", "a whole number"),
+        ("gpus_per_node=x", "a whole number"),
+        ("lr=fast", "a number"),
+        ("compile=maybe", "true or false"),
+        ("compile=2", "true or false"),
+        ("compile=", "true or false"),
+        ("launcher=Slurm", "one of slurm, local, print"),
+        ("device=gpu", "one of auto, cuda, cpu"),
+        ("dtype=float16", "one of auto, float32, bfloat16"),
+        ("nodes=0", "must be at least 1"),
+        ("epochs=-1", "must be at least 0"),
+        ("warmup=1.5", "must be at most 1"),
+        ("lr=nan", "a finite number"),
+        ("lr=inf", "a finite number"),
+        ("nodes=99999999999999999999", "must be at most 65536"),
+    ],
+)
+def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: str) -> None:
+    message = refusal(word)
+    assert message.startswith(f"{word}: ")
+    assert wanted in message
+    assert "config.yaml" not in message
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
+    assert "did you mean 'epochs'" in refusal("epoch=1")
+    assert "did you mean 'nodes'" in refusal("node=1")
+    assert "did you mean 'mnist'" in refusal("recipe=minst")
+    assert "did you mean 'digits'" in refusal("dataset=digit")
+    assert "did you mean" not in refusal("zzzzzz=1")
+    assert "write epochs=VALUE" in refusal("--epochs")
+    assert "write global_batch_size=3" in refusal("--global-batch-size=3")
+    assert "mnist" in refusal("recipe=")
+
+
+def test_one_possible_value_is_named_alone() -> None:
+    assert refusal("dataset=x", recipe="toy") == "dataset=x: must be fake"
+
+
+def test_the_value_of_one_swept_key_is_named_once() -> None:
+    assert refusal("sweep.epoch=1") == "sweep.epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
+    assert refusal("sweep.lr=x,0.1").startswith("sweep.lr=x: must be a number")
+    assert refusal("sweep.lr=x", "sweep.seed=1").startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
+
+
+def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
+    options = {f.name: f.metadata["sbatch"] for f in dataclasses.fields(JobKeys)}
+    assert sum(bool(o) for o in options.values()) > 10
+    for name, option in options.items():
+        message = refusal(f"{name}=1", recipe="mnist")
+        assert message.startswith(f"{name}=1: ")
+        if option:
+            assert option in message
+        else:
+            assert "launch.py" in message or "RECIPES_CLUSTER" in message
+    assert "--nodes=4" in refusal("nodes=4", recipe="mnist")
+
+
+@pytest.mark.parametrize("mask", ["177", "0100", "777", "abc", "77", "8"])
+def test_a_umask_that_denies_the_owner_access_is_refused(mask: str) -> None:
+    """A folder that its owner may not enter is of no use, so 1 is none of the digits that come first."""
+    assert refusal(f"umask={mask}", recipe="mnist").startswith(f"umask={mask}: must be three octal digits")
+    assert parse("umask=0027", recipe="mnist").run.umask == "0027"
+
+
+# --- texts with ${…}
+
+
+def test_interpolations_of_omegaconf_are_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T_PLACE", "hunter2")
+    for text in ("/d/${oc.env:T_PLACE}", "/d/${epochs}", "/d\\${a}", "/d/\\\\${", "${"):
+        settings = parse(f"data_dir={text}")
+        assert settings.config.data_dir == settings.typed["data_dir"] == text
+    assert "must be a whole number" in refusal("epochs=${oc.env:T_EPOCHS}")
+    assert refusal("dataset=???").startswith("dataset=???: ")
+
+
+# --- paths
+
+
+def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    typed = {
+        "run_dir": "runs/a", "data_dir": "~/d", "config": "/x/../y.yaml", "resume": "a/b.pt", "network": "my.env",
+        "epochs": "3", "dataset": "digits",
+    }  # fmt: skip
+    assert parser.absolute(typed, (RunKeys, mnist.Config), Path("/base")) == {
+        "run_dir": "/base/runs/a", "data_dir": "/home/me/d", "config": "/y.yaml", "resume": "/base/a/b.pt",
+        "network": "/base/my.env", "epochs": "3", "dataset": "digits",
+    }  # fmt: skip
+    same = {"run_dir": "", "data_dir": "$SCRATCH/d", "resume": "auto", "network": "efa"}
+    assert parser.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
+    assert parser.absolute({"resume": "never"}, (RunKeys,), Path("/base")) == {"resume": "never"}
+
+
+def test_every_folder_or_file_key_is_declared_as_a_path() -> None:
+    for cls in (RunKeys, *(recipe_conf.load(recipe)[0] for recipe in RECIPES)):
+        for field in dataclasses.fields(cls):
+            if field.name.endswith(("_dir", "_file", "_path")):
+                assert field.metadata["path"], field.name
+
+
+def test_a_path_with_a_circular_link_is_made_absolute(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    assert parser.absolute({"data_dir": "round/x"}, (mnist.Config,), tmp_path) == {"data_dir": f"{tmp_path}/round/x"}
+
+
+def test_a_path_that_begins_with_a_variable_is_not_changed() -> None:
+    typed = {"stage_dir": "$TMPDIR/x", "data_dir": "x"}
+    classes = [RunKeys, recipe_conf.load("imagenet")[0]]
+    assert parser.absolute(typed, classes, Path("/base")) == {**typed, "data_dir": "/base/x"}
+
+
+def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -> None:
+    (tmp_path / "mine.env").write_text("T_A=mine\nT_B=mine\n")
+    (site.parent / "here.env").write_text("T_B=site\n")
+    site.write_text("env_files:\n  - clusters/here.env\n")
+    variables = profiles.env_variables(str(tmp_path / "mine.env"), "here")
+    assert (variables["T_A"], variables["T_B"]) == ("mine", "site")
+    (site.parent / "here.env").write_text("PATH=/evil\n")
+    assert "here.env:1" in refusal("cluster=here")
+
+
+# --- times
+
+
+@pytest.mark.parametrize(("time", "minutes"), [("90", 90), ("1:01", 2), ("0:01", 1), ("2-12", 3600)])
+def test_a_time_limit_is_rounded_up_to_minutes(time: str, minutes: int) -> None:
+    assert job_keys.minutes(parse(f"time={time}").job.time) == minutes
+
+
+@pytest.mark.parametrize("time", ["", "0", "00:00", "0-0", "1h", "٣", "UNLIMITED"])
+def test_an_invalid_time_limit_is_refused(time: str) -> None:
+    assert refusal(f"time={time}").startswith(f"time={time}: must be ")
+
+
+# --- the site's profile
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("partiton: gpu\n", ["here.yaml", "partiton", "did you mean 'partition'"]),
+        ("nodes: 4\n", ["here.yaml", "nodes"]),
+        ("modules: gcc\n", ["here.yaml", "modules", "list"]),
+        ("modules:\n  - a: b\n", ["here.yaml", "modules"]),
+        ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules"]),
+        ("modules: [gcc/12]\n", ["here.yaml", "- gcc/12"]),
+        ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
+        ("env_files: x.env\n", ["here.yaml", "env_files"]),
+        ("env_files:\n  - clusters/no.env\n", ["no.env"]),
+        ("- a\n- b\n", ["here.yaml"]),
+        ("just words\n", ["here.yaml"]),
+        ("a: [\n", ["here.yaml", "not YAML"]),
+        ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
+        ("partition: a;b\n", ["partition=a;b"]),
+        ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
+        ("data_dir: here\n", ["here.yaml", "'data_dir: here' must be an absolute path"]),
+        ("gpus: 8\n", ["here.yaml", "'gpus: 8' must be --gres, --gpus-per-node or --gpus-per-task"]),
+        ("exclusive: 1\n", ["here.yaml", "'exclusive: 1' must be true, false"]),
+        ("mem: lots\n", ["here.yaml", "'mem: lots'"]),
+        ("segment: 1 --wrap=x\n", ["here.yaml", "'segment: 1 --wrap=x'"]),
+        ("switches: 1@soon\n", ["here.yaml", "'switches: 1@soon'"]),
+        ("time: never\n", ["time=never"]),
+        ("network: nosuch\n", ["network=nosuch"]),
+    ],
+)
+def test_an_invalid_profile_is_refused_with_its_file_and_key(site: Path, text: str, words: list[str]) -> None:
+    site.write_text(text)
+    message = refusal("cluster=here")
+    assert all(word in message for word in words), message
+
+
+def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
+    site.write_text("partition:\naccount: null\nmodules:\n#  - gcc\ngpus_per_node: 2 # a comment\n")
+    job = parse("cluster=here").job
+    assert (job.partition, job.account, job.gpus_per_node) == ("", "", 2)
+    site.write_text("")
+    assert parse("cluster=here").job.gpus_per_node is None
+    site.write_text("# nothing yet\n")
+    assert parse("cluster=here").job.gpus_per_node is None
+
+
+def test_a_profile_with_nested_aliases_is_refused_fast(site: Path) -> None:
+    nested = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True))
+    site.write_text(f"partition: [&a [x], {nested}]\n")
+    assert "'partition' must be one plain value" in refusal("cluster=here")
+
+
+def test_a_named_pipe_as_config_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "not an ordinary file" in refusal(f"config={tmp_path}/pipe.yaml")
+
+
+@pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd", "exampl", "a b", "$(x)"])
+def test_an_unknown_cluster_is_refused_with_the_known_ones(name: str) -> None:
+    assert "example" in refusal(f"cluster={name}")
+    assert "example" in refusal(RECIPES_CLUSTER=name)
+
+
+def test_the_committed_profiles_are_valid() -> None:
+    names = sorted(p.stem for p in (ROOT / "env" / "clusters").glob("*.yaml"))
+    assert "example" in names
+    for name in names:
+        parse(f"cluster={name}")
+    example = profiles.cluster_profile("example")
+    assert example["modules"] == ["gcc/12", "cuda/12.4"]
+
+
+# --- what is declared
+
+
+def test_the_recipes_are_found_by_their_files() -> None:
+    assert "mnist" in RECIPES
+    assert not {"__init__", "prepare", "core", "conf"} & set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_name_is_a_job_key_a_run_key_or_a_recipe_key(recipe: str) -> None:
+    job, run = ({f.name for f in dataclasses.fields(cls)} for cls in (JobKeys, RunKeys))
+    own = {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}
+    assert len(job) > 15
+    assert len(run) > 8
+    assert own
+    assert not job & run
+    assert not (job | run) & own
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_has_a_help_text_and_a_valid_default(recipe: str) -> None:
+    cls, variants = recipe_conf.load(recipe)
+    for keys in (JobKeys, RunKeys, cls):
+        assert all(f.metadata.get("help") for f in dataclasses.fields(keys))
+        keys()
+    for name in variants:
+        assert parse(f"variant={name}", recipe=recipe).run.variant == name
+
+
+@pytest.mark.parametrize(
+    ("attribute", "kind"),
+    [("VARIANTS", "variant"), ("DATASETS", "dataset")],
+)
+def test_an_invalid_key_of_a_variant_or_a_data_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str
+) -> None:
+    monkeypatch.setattr(mnist, attribute, {"digits": {"epoch": 3}})
+    message = refusal()  # even if it is not selected
+    assert message.startswith(f"recipes/conf/mnist.py: {kind}=digits: sets 'epoch', ")
+    assert message.endswith("; did you mean 'epochs'?")
+    monkeypatch.setattr(mnist, attribute, {"digits": {"warmup": 9.5}})
+    assert refusal(f"{kind}=digits") == f"warmup=9.5: must be at most 1 (from {kind}=digits in recipes/conf/mnist.py)"
+    assert refusal(f"{kind}=digits", "warmup=8.5") == "warmup=8.5: must be at most 1"
+    assert refusal(f"{kind}=digits", "warmup=0", "lr=x") == "lr=x: must be a number"
+
+
+def test_a_run_key_of_a_variant_is_refused_with_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"timeout_s": 0}})
+    assert refusal("variant=v").endswith("must be at least 1 (from variant=v in recipes/conf/mnist.py)")
+
+
+def test_a_key_without_a_help_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.make_dataclass("Config", [("noise", float, 0.05)], bases=(mnist.Config,), frozen=True)
+    monkeypatch.setattr(mnist, "Config", config)
+    expected = "recipes/conf/mnist.py: noise: has no help text; write key(0.05, 'help text')"
+    assert refusal() == expected
+    assert launch.main(["recipe=mnist", "--help"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("mnist", ["--help"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [f"launch.py: {expected}", f"mnist: {expected}"]
+
+
+def test_another_default_of_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"TrainKeys has no key 'epoch'; did you mean 'epochs'\?"):
+        declare.default(TrainKeys, "epoch", 20)
+
+
+def test_a_recipe_without_its_file_of_keys_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal("recipe=prepare").startswith("recipe=prepare: recipes/conf/prepare.py is missing")
+    with pytest.raises(SystemExit) as ended:
+        entry.begin("minst", [])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith('minst: entry.begin("minst") in ')
+    assert "must be one of " in line
+    assert line.endswith("; did you mean 'mnist'?")
+
+
+def test_every_training_recipe_has_the_common_keys() -> None:
+    common = {
+        "epochs", "max_steps", "global_batch_size", "lr", "seed", "dataset", "data_dir", "num_workers", "dtype", "compile",
+        "evaluate", "log_every_steps", "accumulate",
+    }  # fmt: skip
+    assert {f.name for f in dataclasses.fields(TrainKeys)} == common
+    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}]  # fmt: skip
+    assert "mnist" in training
+    for recipe in training:
+        assert common <= {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}, recipe
+
+
+def as_typed(default: object) -> str:
+    """A default as one would type it."""
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(getattr(default, "name", default))
+
+
+@pytest.mark.parametrize("recipe", ["", *RECIPES])
+def test_help_has_every_key_with_its_default(recipe: str) -> None:
+    text = help.help_text(recipe)
+    assert max(map(len, text.splitlines())) <= help.COLUMNS
+    plain = " ".join(text.split())
+    for cls in (RunKeys, recipe_conf.load(recipe)[0] if recipe else JobKeys):
+        for field in dataclasses.fields(cls):
+            assert (
+                f" {field.name}={as_typed(field.default)} {' '.join(field.metadata['help'].split())}".replace(
+                    "= ", "= "
+                )
+                in plain
+            )
+
+
+def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["recipe=mnist", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "\nvariant=sgd sets optimizer=sgd lr=0.1 weight_decay=0.0005\n" in said
+    assert "\ndataset=digits sets global_batch_size=64 lr=0.003\n" in said
+    assert "  nodes= " in said
+    assert "  warmup=" in said
+
+
+def test_checking_keys_is_fast() -> None:
+    """A login node answers at once: no torch, no submitit, nothing heavy."""
+    code = "import resource, sys\nfrom recipes.core.run import command_line\ncommand_line.parse(['recipe=mnist'])\n" \
+           "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(ran.stdout) < 1.5, os.getloadavg()
+
+
+def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
+    from recipes.conf import imagenet, mnist
+
+    of_all = {"epochs", "max_steps", "num_workers", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
+    assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
+    assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
+
+
+def test_typed_keys_are_only_the_given_run_and_recipe_keys(tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").write_text("lr: 0.5\npartition: gpu\n")
+    found: Mapping[str, Any] = parse(f"config={tmp_path}/k.yaml", "epochs=2", "nodes=3").typed
+    assert found == {"lr": "0.5", "epochs": "2"}
+
+
+# --- the keys of the run that is resumed
+
+
+def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object) -> Path:
+    """What a run leaves: its keys, its status at its last step, and empty checkpoints."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in keys.items()))
+    (folder / "attempt.json").write_text(json.dumps({"attempt": 0, "launch": "", "from_step": 0, "recipe": recipe}))
+    rundir.write_status(folder, state, attempt=0, step=max(steps, default=0))
+    for step in steps:
+        (folder / f"checkpoints/step-{step:08d}.pt").touch()
+    return folder
+
+
+def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, num_workers=2)
+    (tmp_path / "keys.yaml").write_text("num_workers: 3\n")
+    words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
+    for settings in (parse(*words), parse(*words, recipe="mnist")):
+        config = settings.config
+        assert (config.dataset, config.lr, config.epochs, config.num_workers) == ("digits", 0.02, 40, 3)
+        assert config.global_batch_size == 64  # digits' own
+        assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
+        assert settings.resumes == run
+        assert settings.words_from_run() == "dataset=digits, lr=0.02, epochs=40, device=cpu"
+        assert not {"dataset", "lr", "epochs", "device"} & settings.typed.keys()
+        saved = settings.saved
+        assert isinstance(saved, dict)
+        assert (saved["epochs"], saved["device"], saved["timeout_s"]) == (40, "cpu", 70)
+        assert not {"run_dir", "config", "resume", "force", "backend"} & saved.keys()
+
+
+@pytest.mark.parametrize("words", [["resume=never"], ["run_dir=other"], []])
+def test_a_launch_without_a_resume_inherits_no_keys(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(tmp_path / "run", 5, epochs=40)
+    settings = parse(*(["run_dir=run", *words] if words == ["resume=never"] else words))
+    assert (settings.config.epochs, settings.from_run, settings.resumes) == (4, {}, None)
+
+
+@pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/step-00000005.pt", "/checkpoints/best"])
+def test_a_checkpoint_of_another_run_gives_its_keys(tmp_path: Path, place: str) -> None:
+    run = a_run(tmp_path / "run", 5, epochs=40)
+    (run / "checkpoints/best").write_text("step-00000005.pt\n")
+    assert parse(f"resume={run}{place}", f"run_dir={tmp_path}/new").config.epochs == 40
+    with pytest.raises(ConfigError, match=r"^resume=.* is a run of recipe mnist, not cifar: give another resume=$"):
+        parse("recipe=cifar", f"resume={run}{place}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "state", "words", "refused"),
+    [
+        ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "num_workers=3"], ""),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["epochs=50"],
+            "epochs=50: the run has epochs=40, and the learning-rate schedule",
+        ),
+        ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
+        ({"epochs": 40}, "done", ["epochs=50"], ""),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], "learning-rate schedule"),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=best"], "learning-rate schedule"),
+        ({"epochs": 40}, "done", ["epochs=39"], "would become shorter"),
+        (
+            {"epochs": 40},
+            "preempted",
+            ["max_steps=9"],
+            "max_steps=9: the run has max_steps=0, and would become shorter",
+        ),
+        ({"max_steps": 9}, "done", ["max_steps=0"], ""),
+        ({"max_steps": 9}, "done", ["max_steps=8"], "would become shorter"),
+        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=50"], ""),
+        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=3"], "would become shorter"),
+        ({"lr": 0.01}, "preempted", ["variant=sgd", "force=true"], "lr=0.01 becomes 0.1"),
+        ({"lr": 0.01}, "preempted", ["lr=0.1", "evaluate=true"], ""),
+    ],
+)
+def test_keys_that_would_change_the_result_are_refused_on_a_resume(
+    tmp_path: Path, keys: dict[str, object], state: str, words: list[str], refused: str
+) -> None:
+    run = a_run(tmp_path / "run", 3, 5, state=state, **keys)
+    (run / "checkpoints/best").write_text("step-00000003.pt\n")
+    words = [f"run_dir={run}", *(word.replace("RUN", str(run)) for word in words)]
+    if refused:
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            parse(*words)
+    else:
+        parse(*words)
+    command_line.parse(words, recipe="mnist", to_start=False)
+
+
+def test_a_run_without_a_checkpoint_accepts_any_typed_key(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", epochs=40, lr=0.01)
+    found = parse(f"run_dir={run}", "lr=0.1").config
+    assert (found.epochs, found.lr) == (40, 0.1)
+
+
+def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
+    for number, seed in enumerate((1, 2)):
+        a_run(tmp_path / f"runs/{number}", 5, epochs=40, seed=seed)
+    settings = parse("sweep.seed=1,2", f"run_dir={tmp_path}/runs")
+    assert (settings.config.epochs, settings.run.run_dir) == (40, f"{tmp_path}/runs")
+    assert settings.typed == {"run_dir": f"{tmp_path}/runs"}
+    with pytest.raises(ConfigError, match="seed=2 becomes 3"):
+        parse("sweep.seed=1,3", f"run_dir={tmp_path}/runs")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: [", r"^/.*/run/config.yaml: is not YAML .*, or remove the file to resume with typed keys alone$"),
+        ("- lr\n", r"/run/config.yaml: is not a mapping; write 'key: value' lines, or remove the file"),
+        ("lr: x\n", r"^lr=x: must be a number \(from /.*/run/config.yaml\)$"),
+        ("timeout_s: x\n", r"^timeout_s=x: must be a number \(from /.*/run/config.yaml\)$"),
+        ("colour: red\n", "^/.*/run/config.yaml: has colour=, which recipe mnist does not have"),
+    ],
+)
+def test_a_damaged_config_yaml_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    run = a_run(tmp_path / "run", 5)
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse(f"run_dir={run}")
+
+
+def test_the_message_for_an_invalid_typed_key_does_not_name_the_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 5, lr=0.1)
+    for words in (["epochs=-1"], ["epochs=-1", f"run_dir={run}"], ["lr=x", f"run_dir={run}"]):
+        with pytest.raises(ConfigError) as raised:
+            parse(*words)
+        assert "config.yaml" not in str(raised.value)
+
+
+def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("colour: red\n")
+    (tmp_path / "model.pt").touch()
+    found = parse(f"resume={tmp_path}/model.pt")
+    assert (found.resumes, found.from_run) == (None, {})
+
+
+def test_the_recipe_of_a_run_is_found_from_its_keys(tmp_path: Path) -> None:
+    keys = parse("recipe=toy").saved
+    run = a_run(tmp_path / "run", 5, recipe="", **dict(keys))
+    assert resumed.recipe_of(run) == "toy"
+    with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
+        parse(f"run_dir={run}")
+
+
+def test_paths_are_saved_as_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse("data_dir=here").saved["data_dir"] == str(tmp_path / "here")
+
+
+def test_saved_keys_have_the_order_of_their_declaration() -> None:
+    names = ["device", "cpu_threads", "checkpoint_every_s", "keep_checkpoints", "timeout_s"]
+    saved = parse("timeout_s=9", "keep_checkpoints=1", "checkpoint_every_s=2", "cpu_threads=1", "device=cpu").saved
+    assert list(saved)[-5:] == names

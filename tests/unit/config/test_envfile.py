@@ -1,0 +1,515 @@
+"""Env files: read as dash and bash read them, refused where the two could differ; and the files that are shipped."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from recipes.core.config import envfile
+from recipes.core.config.envfile import EnvFileError
+from tests.helpers import ROOT
+
+ENV_DIR = ROOT / "env"
+SHIPPED = {"common", "infiniband", "roce", "ethernet", "efa", "gcp-a3", "slingshot", "debug"}
+SHELLS = ["dash", "bash", "bash --posix"]
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def profile_of(text: str) -> dict[str, object]:
+    profile = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(profile, dict)
+    return {str(key): value for key, value in profile.items()}
+
+
+def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, str]]:
+    """What `set -a; . file` adds to an empty environment, for each file, in one shell; it fails on any message."""
+    argv = shell.split()
+    if shutil.which(argv[0]) is None:
+        pytest.skip(f"{argv[0]} is not installed")
+    cwd.mkdir(parents=True, exist_ok=True)
+    script = 'for f do ( set -a; . "$f" && exec env -0 ) || exit 1; printf "=\\0"; done'
+    done = subprocess.run(
+        [*argv, "-c", script, "sh", "/dev/null", *map(str, files)],
+        env={"PATH": "/usr/bin:/bin"},
+        cwd=cwd,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    bare, *read = [
+        dict(item.split("=", 1) for item in chunk.split("\0") if item and not item.startswith("_="))
+        for chunk in ("\0" + done.stdout.decode("ascii")).split("\0=\0")[:-1]
+    ]
+    assert not list(cwd.iterdir()), "something in an env file was run"
+    for found in read:
+        assert all(found.get(name) == value for name, value in bare.items()), "an env file changed the shell's own"
+    return [{name: value for name, value in found.items() if name not in bare} for found in read]
+
+
+# --- what is accepted ------------------------------------------------------------------------------------------------
+
+
+def test_settings_comments_and_blank_lines_are_accepted() -> None:
+    text = '# one\n\n \t\n  # another: $(x) `y`\nA=1\nB_2=\n_c="two words"\nD==mlx5_0:1,^x\nE=""\nF="# \'~*!&;|<>"'
+    assert envfile.parse(text, "x.env") == {
+        "A": "1",
+        "B_2": "",
+        "_c": "two words",
+        "D": "=mlx5_0:1,^x",
+        "E": "",
+        "F": "# '~*!&;|<>",
+    }
+
+
+def test_the_order_is_kept_and_a_final_newline_is_optional() -> None:
+    assert list(envfile.parse("Z=1\nA=2\n", "x")) == list(envfile.parse("Z=1\nA=2", "x")) == ["Z", "A"]
+
+
+def test_names_similar_to_refused_ones_are_accepted() -> None:
+    text = (
+        "NCCL_IB_PKEY TOKENIZERS_PARALLELISM OMP_NUM_THREADS NCCL_NET_PLUGIN CUDA_DEVICE_ORDER PASSAGE BYPASS RANKS"
+        " MY_RANK FI_EFA_FORK_SAFE MALLOC_ARENA_MAX path TORCH_NCCL_RANKS_PER_ROOT"
+    )
+    for name in words(text):
+        assert envfile.parse(f"{name}=1", "x") == {name: "1"}
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+BAD_LINES = [
+    # (the line, a word of its message)
+    ("A=$(touch x)", "expanded"),
+    ('A="$(touch x)"', "expanded"),
+    ("A=`touch x`", "expanded"),
+    ('A="`touch x`"', "expanded"),
+    ("A=$HOME", "expanded"),
+    ('A="${HOME:-`touch x`}"', "expanded"),
+    ("A=$((1+1))", "expanded"),
+    ("A=\\n", "expanded"),
+    ('A="a\\"; touch x; \\""', "expanded"),
+    ("A=b\\", "expanded"),
+    ("A=b;touch x", "quotes"),
+    ("A=b; touch x", "quotes"),
+    ("A=b touch x", "quotes"),
+    ("A=b c", "quotes"),
+    ("A=b ", "quotes"),
+    ("A=b # a comment", "quotes"),
+    ("A=b#c", "quotes"),
+    ("A=b&touch x", "quotes"),
+    ("A=b|touch x", "quotes"),
+    ("A=<(touch x)", "quotes"),
+    ("A=>x", "quotes"),
+    ("A=b>x", "quotes"),
+    ("A=(touch x)", "quotes"),
+    ("A=~", "quotes"),
+    ("A=x:~root", "quotes"),
+    ("A=*", "quotes"),
+    ("A=?", "quotes"),
+    ("A=[a-z]", "quotes"),
+    ("A={a,b}", "quotes"),
+    ("A=!!", "quotes"),
+    ('A=a"b"', "quotes"),
+    ('A="b', "closing"),
+    ('A="b\nc"', "closing"),
+    ('A="', "closing"),
+    ('A="b"c', "after"),
+    ('A="b" ', "after"),
+    ('A="b" # a comment', "after"),
+    ('A="b"; touch x', "after"),
+    ('A="b""c"', "after"),
+    ("A='b'", "single"),
+    ("A='b", "single"),
+    ("A=$'b'", "expanded"),
+    ("export A=b", "export"),
+    (" export\tA=b", "export"),
+    ("A =b", "blanks"),
+    ("A= b", "blanks"),
+    (" A=b", "blanks"),
+    ("\tA=b", "blanks"),
+    ("A=\tb", "blanks"),
+    ("A=b\tc", "quotes"),
+    ('A="b\tc"', "tab"),
+    ("A=b\r", "carriage return"),
+    ("# a comment\rtouch x", "carriage return"),
+    ("\r", "carriage return"),
+    ("A=b\0", "NUL"),
+    ("# \0", "NUL"),
+    ("\ufeffA=b", "byte order mark"),
+    ("A=\ufeffb", "byte order mark"),
+    ("\u00a0", "U+00A0"),
+    ("A=\u00a0b", "U+00A0"),
+    ('A="b\u2003c"', "U+2003"),
+    ("A=b\u2028B=c", "U+2028"),
+    ("A=b\x0bc", "U+000B"),
+    ("# \x1b[2J", "U+001B"),
+    ("A=b\x85c", "U+0085"),
+    ("# \u202e", "U+202E"),
+    ("A=\ud800", "U+D800"),
+    ("A=é", "ASCII"),
+    ('A="é"', "ASCII"),
+    ("É=b", "name"),
+    ("1A=b", "name"),
+    ("A-B=c", "name"),
+    ("A.B=c", "name"),
+    ("A+=c", "name"),
+    ("A[0]=c", "name"),
+    ("A$(touch x)=c", "name"),
+    ("=b", "name"),
+    ("A B=c", "name"),
+    ("touch x", "NAME=value"),
+    (". ./other.env", "NAME=value"),
+    ("A", "NAME=value"),
+    ("A: b", "NAME=value"),
+    ("alias A=b", "name"),
+    ("A=1\nA=2", "line 3"),
+]
+
+
+def test_an_invalid_line_is_refused_in_one_line_with_the_fix() -> None:
+    for line, word in BAD_LINES:
+        with pytest.raises(EnvFileError) as caught:
+            envfile.parse(f"# first\n\n{line}\n", "site.env")
+        message = str(caught.value)
+        assert re.match(r"site\.env:[34]: ", message), ascii(line)
+        assert word in message, ascii(line)
+        assert ";" in message, "no fix"
+        assert message.isprintable(), ascii(line)
+
+
+def test_lines_are_counted_from_one() -> None:
+    with pytest.raises(EnvFileError, match=r"^f:4: "):
+        envfile.parse("# one\n\nA=1\nB=$A\n", "f")
+
+
+def test_a_name_that_is_set_twice_is_refused_with_both_lines() -> None:
+    with pytest.raises(EnvFileError, match=r"^f:3: A is already set on line 1"):
+        envfile.parse("A=1\nB=2\nA=1\n", "f")
+
+
+REFUSED_NAMES = words(
+    "PATH HOME SHELL PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT VIRTUAL_ENV CONDA_PREFIX LD_PRELOAD LD_AUDIT"
+    " LD_LIBRARY_PATH DYLD_INSERT_LIBRARIES GCONV_PATH GIT_SSH_COMMAND GIT_DIR"
+    " BASH_ENV ENV IFS SHELLOPTS BASHOPTS BASH_VERSINFO BASH_FUNC_ls PS1 PS4 PROMPT_COMMAND CDPATH UID EUID PPID PWD"
+    " OLDPWD RANDOM SECONDS LINENO OPTIND POSIXLY_CORRECT _"
+    " CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"
+    " SLURM_NTASKS SLURM_CONF SBATCH_PARTITION SRUN_CPUS_PER_TASK"
+    " RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
+    " OMPI_COMM_WORLD_RANK PMI_RANK RECIPES_LAUNCH RECIPES_LISTEN_FD RECIPES_BATCH RECIPES_SCRIPT"
+    " CC CXX CUDA_HOME TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR TRITON_PTXAS_PATH"
+    " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD CUDA_INJECTION64_PATH NVTX_INJECTION64_PATH OPENSSL_CONF OPENSSL_MODULES"
+    " RDMAV_DRIVERS IBV_DRIVERS UCX_MODULE_DIR OMP_TOOL_LIBRARIES COMPILER_PATH GCC_EXEC_PREFIX"
+    " RECIPES_SPAWNED RECIPES_BY_CLOCK"
+)
+SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN WANDB_API_KEY api_key DB_PASS DB_PASSWORD KEY TOKEN_2 My_Secret")
+
+
+def test_reserved_and_secret_names_are_refused_without_their_value() -> None:
+    for name in (*REFUSED_NAMES, *SECRET_NAMES):
+        reason = "looks like a secret; .*your own shell" if name in SECRET_NAMES else ".*; "
+        with pytest.raises(EnvFileError, match=rf"^f:1: {name} {reason}") as caught:
+            envfile.parse(f"{name}=s3cret", "f")
+        assert "s3cret" not in str(caught.value), name
+
+
+def test_messages_do_not_show_a_value() -> None:
+    for value in ("s3cret$", "'s3cret'", '"s3cret', '"s3cret"x', "s3cret x"):
+        with pytest.raises(EnvFileError) as caught:
+            envfile.parse(f"A={value}", "f")
+        assert "s3cret" not in str(caught.value), value
+
+
+def test_every_special_variable_of_bash_is_refused() -> None:
+    """Asks the bash that is here, so that a newer one's new variable shows up."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    listed = subprocess.run(
+        [bash, "-c", "readonly -p; compgen -v"], env={}, capture_output=True, text=True, check=True
+    ).stdout
+    names = set(re.findall(r"^(?:declare -\S+ )?([A-Za-z_]\w*)(?:=.*)?$", listed, flags=re.MULTILINE))
+    assert {"UID", "RANDOM", "BASH_VERSION"} <= names
+    harmless = {"HOSTNAME", "HOSTTYPE", "MACHTYPE", "OSTYPE", "TERM", "COLUMNS", "LINES"}  # only defaults
+    taken = set()
+    for name in names - harmless:
+        try:
+            envfile.parse(f"{name}=1", "f")
+            taken.add(name)
+        except EnvFileError:
+            pass
+    assert not taken
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_env_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a file.env"
+    path.write_text("# größer\nA=1\n", encoding="utf-8")
+    assert envfile.read(path) == envfile.read(str(path)) == {"A": "1"}
+
+
+def test_a_line_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "x.env"
+    path.write_bytes(b"A=1\n# \xe9\n")
+    with pytest.raises(EnvFileError, match=r"x\.env:2: not UTF-8; "):
+        envfile.read(path)
+
+
+def test_a_large_env_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.env"
+    path.write_bytes(b"#" * envfile.MAX_BYTES)
+    assert envfile.read(path) == {}
+    path.write_bytes(b"#" * (envfile.MAX_BYTES + 1))
+    with pytest.raises(EnvFileError, match="larger than 65536 bytes"):
+        envfile.read(path)
+
+
+@pytest.mark.timeout(10)
+def test_a_path_that_is_not_an_ordinary_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.env")
+    (tmp_path / "loop.env").symlink_to("loop.env")
+    for path, word in [
+        (tmp_path / "missing.env", "no such file"),
+        (tmp_path, "not an ordinary file"),
+        (tmp_path / "pipe.env", "not an ordinary file"),
+        (Path("/dev/zero"), "not an ordinary file"),
+        (tmp_path / "loop.env", "cannot be read"),
+        (tmp_path / ("x" * 300), "cannot be read"),
+        (tmp_path / "a\nb.env", "no such file"),
+        (Path("a\0b"), "cannot be read"),
+    ]:
+        with pytest.raises(EnvFileError, match=word) as caught:
+            envfile.read(path)
+        assert str(caught.value).isprintable()
+
+
+def test_an_unreadable_env_file_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.env"
+    path.write_text("A=1")
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")  # root may read everything: chmod would not do
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(EnvFileError, match=r"x\.env: cannot be read \(Permission denied\); "):
+        envfile.read(path)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_variables_that_the_user_has_set_are_not_changed() -> None:
+    environ = {"A": "mine", "B": ""}
+    assert envfile.apply({"A": "1", "B": "2", "C": "3", "D": ""}, environ) == {"C": "3", "D": ""}
+    assert environ == {"A": "mine", "B": "", "C": "3", "D": ""}
+
+
+def test_the_fabrics_file_is_between_common_and_site() -> None:
+    site_files = ["clusters/a.env", "/etc/b.env"]
+    assert envfile.files_for("ethernet", ENV_DIR, site_files) == [
+        ENV_DIR / "common.env",
+        ENV_DIR / "ethernet.env",
+        ENV_DIR / "clusters/a.env",
+        Path("/etc/b.env"),
+    ]
+    assert envfile.files_for("", ENV_DIR) == [ENV_DIR / "common.env"]
+
+
+@pytest.mark.parametrize("network", ["./mine", "/etc/mine", "mine.env", "sub/mine.env"])
+def test_network_accepts_the_path_of_an_env_file(network: str) -> None:
+    assert envfile.files_for(network, ENV_DIR) == [ENV_DIR / "common.env", Path(network)]
+
+
+@pytest.mark.parametrize(
+    ("network", "nearest"), [("infinband", "infiniband"), ("Ethernet", "ethernet"), ("gcp", "gcp-a3"), ("EFA", "efa")]
+)
+def test_an_unknown_network_is_refused_with_the_nearest_known_one(network: str, nearest: str) -> None:
+    with pytest.raises(EnvFileError, match=rf"^network={network}: .*did you mean {nearest}\?") as caught:
+        envfile.files_for(network, ENV_DIR)
+    assert all(name in str(caught.value) for name in SHIPPED - {"common"})
+
+
+@pytest.mark.parametrize("network", ["~nosuchuser/x.env", "~nosuchuser/x", "x" * 5000 + ".env", "/" + "x/" * 3000])
+def test_an_impossible_path_for_the_network_is_refused_in_one_line(network: str) -> None:
+    with pytest.raises(EnvFileError) as caught:
+        envfile.read(envfile.files_for(network, ENV_DIR)[1])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("network", ["zzz", "common", "..", "*", "a\nb"])
+def test_an_unknown_network_without_a_near_name_is_refused_in_one_line(network: str, tmp_path: Path) -> None:
+    with pytest.raises(EnvFileError, match="no such fabric") as caught:
+        envfile.files_for(network, ENV_DIR)
+    assert str(caught.value).isprintable()
+    with pytest.raises(EnvFileError, match="give one of: none"):
+        envfile.files_for(network, tmp_path)
+
+
+# --- the shell's reading and Python's --------------------------------------------------------------------------------
+
+PLAIN = string.ascii_letters + string.digits + "_.,:/@%+=^-"
+QUOTABLE = "".join(set(map(chr, range(0x20, 0x7F))) - set('$`\\"'))
+COMMENT = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), max_size=12).map("#".__add__)
+NAMES = st.one_of(
+    st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True),
+    st.sampled_from(words("NCCL_NET LANGUAGE TZ TERM HOSTNAME COLUMNS if do a f EDITOR")),
+)
+VALUES = st.text(PLAIN, max_size=10) | st.text(QUOTABLE, max_size=10).map('"{}"'.format)
+LINES = st.one_of(
+    st.tuples(NAMES, VALUES).map("=".join),
+    st.sampled_from(["", " ", "\t", " \t# x"]),
+    COMMENT,
+    # Mostly refused: here for the few that are not.
+    st.text(st.sampled_from("AB=_ \t#\"'$`\\;&|~*!{}[]()<>?-1a"), max_size=8),
+)
+
+
+def accepted(text: str) -> dict[str, str] | None:
+    """What parse makes of `text`; None where it refuses it, in one line."""
+    try:
+        return envfile.parse(text, "f")
+    except EnvFileError as error:
+        message = str(error)
+    assert message.isprintable()
+    return None
+
+
+def assert_shells_agree(texts: list[str], tmp_path: Path) -> None:
+    """Every shell reads each text that parse accepts as parse does."""
+    pairs = [(text, found) for text in texts if (found := accepted(text)) is not None]
+    files = []
+    for number, (text, _) in enumerate(pairs):
+        files.append(tmp_path / f"{number}.env")
+        files[-1].write_bytes(text.encode("ascii"))
+    for shell in SHELLS:
+        for (text, found), by_shell in zip(pairs, read_by_shell(shell, files, tmp_path / "cwd"), strict=True):
+            assert by_shell == found, f"{shell} reads {text!r} otherwise"
+
+
+@settings(
+    derandomize=True,
+    database=None,
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.generate],  # shrinking would start the shells a thousand times
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(st.lists(LINES, min_size=1, max_size=6).map("\n".join), min_size=30, max_size=30))
+def test_shells_read_each_accepted_file_as_python_does(tmp_path: Path, texts: list[str]) -> None:
+    assert_shells_agree(texts, tmp_path)
+
+
+@settings(derandomize=True, database=None, max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_is_accepted_or_refused_in_one_line(text: str) -> None:
+    accepted(text)
+
+
+def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
+    """Each printable character alone, first, last and doubled, bare and quoted: all that parse takes, in one file."""
+    bodies = [form.format(c) for c in map(chr, range(0x20, 0x7F)) for form in ("{0}", "{0}b", "b{0}", "b{0}{0}:{0}/b")]
+    values = [f"{quote}{body}{quote}" for body in bodies for quote in ("", '"')]
+    lines = [f"A{number}={value}" for number, value in enumerate(values) if accepted(f"A={value}") is not None]
+    assert len(lines) == 4 * (len(PLAIN) + len(QUOTABLE))
+    assert_shells_agree(["\n".join(lines)], tmp_path)
+
+
+# --- the files that are shipped --------------------------------------------------------------------------------------
+
+
+def shipped_files() -> list[Path]:
+    return sorted(ENV_DIR.glob("*.env"))
+
+
+def test_the_shipped_env_files_exist() -> None:
+    assert {path.stem for path in shipped_files()} == SHIPPED
+
+
+def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
+    files = shipped_files()
+    assert len(files) >= len(SHIPPED)
+    for shell in SHELLS:
+        assert read_by_shell(shell, files, tmp_path / "cwd") == [envfile.read(path) for path in files]
+
+
+# Names that NCCL or PyTorch once had, and the interface, which is found by the route. In comments as well: they are
+# there to be copied.
+GONE = words(
+    "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING NCCL_IB_GDR_LEVEL"
+    " NCCL_IB_CUDA_SUPPORT NCCL_TREE_THRESHOLD NCCL_LL_THRESHOLD NCCL_MIN_NRINGS NCCL_MAX_NRINGS"
+    " NCCL_CHECKS_DISABLE TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+)
+
+
+def test_each_shipped_file_names_its_source_and_versions() -> None:
+    for path in shipped_files():
+        text = path.read_text(encoding="utf-8")
+        header = text.split("\n\n")[0]
+        assert all(line.startswith("#") for line in header.splitlines()), path
+        assert re.search(r"^# Sources?: +\S", header, flags=re.MULTILINE), path
+        assert re.search(r"^# Versions: .*\d", header, flags=re.MULTILINE), path
+        assert set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)).isdisjoint(GONE), path
+        for line in re.findall(r"^# {7}([A-Z0-9_]+=.*)$", text, flags=re.MULTILINE):
+            if not re.search(r"[$ ]", line):  # a command, which a file cannot carry
+                envfile.parse(line, path.name)
+
+
+def test_ethernet_sets_no_interface_and_suggests_at_most_64_sockets() -> None:
+    text = (ENV_DIR / "ethernet.env").read_text(encoding="utf-8")
+    assert envfile.parse(text, "ethernet.env") == {"NCCL_IB_DISABLE": "1"}
+    offered = dict(re.findall(r"(NCCL_SOCKET_NTHREADS|NCCL_NSOCKS_PERTHREAD)=(\d+)", text))
+    assert int(offered["NCCL_SOCKET_NTHREADS"]) * int(offered["NCCL_NSOCKS_PERTHREAD"]) <= 64
+
+
+def test_the_readme_of_env_lists_every_fabric() -> None:
+    readme = (ENV_DIR / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([\w-]+)` \|", readme, flags=re.MULTILINE))
+    assert listed == SHIPPED - {"common", "debug"}
+
+
+# --- the example of a site's profile ---------------------------------------------------------------------------------
+
+PROFILE_KEYS = set(
+    words(
+        "partition account qos constraint gpus_per_node gpu_type cpus_per_rank network env_files modules environment container container_mounts"
+        " gpus exclusive mem segment switches extra data_dir"
+    )
+)
+
+
+def test_the_example_profile_shows_every_key_and_names_a_fabric() -> None:
+    text = (ENV_DIR / "clusters" / "example.yaml").read_text(encoding="utf-8")
+    profile = profile_of(text)
+    assert set(profile) <= PROFILE_KEYS
+    shown = set(re.findall(r"^(?:# )?([a-z_]+):(?: |$)", text, flags=re.MULTILINE))
+    assert shown == PROFILE_KEYS
+    assert profile["network"] in SHIPPED
+    uncommented = profile_of(re.sub(r"^# ((?:[a-z_]+:|  - ).*)$", r"\1", text, flags=re.MULTILINE))
+    assert set(uncommented) == PROFILE_KEYS
+
+
+def test_the_modules_of_the_example_profile_can_be_read_by_sed() -> None:
+    path = ENV_DIR / "clusters" / "example.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = lines.index("modules:") + 1
+    modules = []
+    for line in lines[start:]:
+        if not line.startswith("  - "):
+            break
+        modules.append(line.removeprefix("  - "))
+    assert modules
+    assert modules == profile_of(path.read_text(encoding="utf-8"))["modules"]

@@ -1,0 +1,3 @@
+from tests.unit.data.common import reachable
+
+__all__ = ["reachable"]

@@ -1,0 +1,118 @@
+"""A web server for tests: it serves files by name, and misbehaves on request (`Server.answers`)."""
+
+import contextlib
+import http.server
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Answer = Callable[["Handler"], None]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: "Server"
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        name = self.path.rsplit("/", 1)[-1]
+        with contextlib.suppress(OSError, ssl.SSLError):
+            self.server.answers.get(name, whole)(self)
+
+    @property
+    def body(self) -> bytes:
+        return self.server.contents[self.path.rsplit("/", 1)[-1]]
+
+    def head(self, status: int, **headers: object) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    scheme = "http"
+
+    def __init__(self, contents: Mapping[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.contents = contents
+        self.answers: dict[str, Answer] = {}
+        self.requests: list[str] = []
+        self.sent = 0  # bytes of endless bodies
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server_port}/data/"
+
+    def handle_error(self, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(contents: Mapping[str, bytes], context: ssl.SSLContext | None = None) -> Iterator[Server]:
+    with Server(contents) as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            server.scheme = "https"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def whole(handler: Handler) -> None:
+    handler.head(200, Content_Length=len(handler.body))
+    handler.wfile.write(handler.body)
+
+
+def dropping(parts: int) -> Answer:
+    """Closes the connection after 1/parts of the body, at each further request after one part more."""
+
+    def answer(handler: Handler) -> None:
+        size = len(handler.body)
+        handler.head(200, Content_Length=size)
+        requests = len([path for path in handler.server.requests if path == handler.path])
+        handler.wfile.write(handler.body[: size * requests // parts])
+
+    return answer
+
+
+def content(data: bytes) -> Answer:
+    def answer(handler: Handler) -> None:
+        handler.head(200, Content_Length=len(data))
+        handler.wfile.write(data)
+
+    return answer
+
+
+def status(code: int, **headers: object) -> Answer:
+    return lambda handler: handler.head(code, Content_Length=0, **headers)
+
+
+def endless(start: bytes) -> Answer:
+    def answer(handler: Handler) -> None:
+        handler.head(200)
+        handler.wfile.write(start)
+        while True:
+            handler.server.sent += handler.wfile.write(b"a" * 65536)
+
+    return answer
+
+
+def half_then_wait(half_sent: threading.Event, go_on: threading.Event) -> Answer:
+    def answer(handler: Handler) -> None:
+        middle = len(handler.body) // 2
+        handler.head(200, Content_Length=len(handler.body))
+        handler.wfile.write(handler.body[:middle])
+        half_sent.set()
+        go_on.wait(20)
+        handler.wfile.write(handler.body[middle:])
+
+    return answer

@@ -1,0 +1,724 @@
+"""Reading images: the same pixels on any number of ranks and threads, and what becomes of a file that is odd or damaged."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
+from torchvision.transforms import functional as TF
+
+from recipes.core.data import crops, datasets, image_sets, loader
+from recipes.core.data.decode import Pixels, make_decoder
+from recipes.core.data.image_sets import Fake, Images, open_images
+from recipes.core.data.loader import IGNORE, LoadedShard, Loader
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import PackOptions
+from recipes.core.data.pillow import Unreadable
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.errors import InputError, MachineError, Stopped
+from recipes.core.run.signals import StopFlag
+from tests.helpers import ROOT
+from tests.unit.data.common import not_root
+
+CPU = torch.device("cpu")
+CLASSES = ("ant", "bee", "cat")
+PER_CLASS = 8
+
+
+@pytest.fixture(params=["torchvision", "opencv"])
+def decoder(request: pytest.FixtureRequest) -> str:
+    if request.param == "opencv":
+        pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
+        pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
+    return str(request.param)
+
+
+def picture(seed: int, width: int = 120, height: int = 90) -> Image.Image:
+    """Smooth noise: what decoders and scalers make of it differs little by little, not by chance."""
+    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(image: Image.Image, format: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **({"quality": 95} if format == "JPEG" else {}), **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ of three classes; the pictures are of several sizes, some smaller than what is cut out of them."""
+    root = tmp_path_factory.mktemp("images")
+    for split, (label, name), i in itertools.product(("train", "val"), enumerate(CLASSES), range(PER_CLASS)):
+        path = root / split / name / f"{i}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(picture(100 * label + i, 60 + 17 * i, 150 - 11 * i)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("packed")
+    for encoding in ("jpeg", "raw"):
+        options = PackOptions(encoding=encoding, size=64, workers=1, samples_per_shard=10)
+        write.pack(folder, root / encoding, options, say=lambda text: None)
+    return {encoding: root / encoding for encoding in ("jpeg", "raw")}
+
+
+def make_loader(
+    source: Images,
+    *,
+    decoder: str = "torchvision",
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    batch: int = 10,
+    size: Callable[[int], int] = lambda epoch: 32,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Loader:
+    batches = GlobalBatches(len(source), batch, 3, rank, world_size)
+    return Loader(source, batches, size=size, decoder=decoder, workers=workers, device=CPU, warn=warn)
+
+
+def content(shards: Iterator[LoadedShard]) -> list[tuple[int, int, int, bytes, int, bool]]:
+    """Of each sample: epoch, batch, index, pixels, label, flip."""
+    return [
+        (shard.epoch, shard.batch, int(index), image.contiguous().numpy().tobytes(), int(label), bool(flip))
+        for shard in shards
+        for index, image, label, flip in zip(shard.indices, shard.images, shard.labels, shard.flip, strict=True)
+    ]
+
+
+def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
+    """The largest difference between pixels (3, H, W) and an image's."""
+    wanted = torch.from_numpy(np.array(reference)).permute(2, 0, 1).int()
+    assert pixels.shape == wanted.shape
+    return int((pixels.int() - wanted).abs().max())
+
+
+# ---------------------------------------------------------------- pixels
+
+
+@pytest.mark.parametrize("kind", ["files", "raw"])
+def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
+    folder: Path, packed: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_box, boxes = crops.random_box, []
+    monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
+    source = open_images(packed.get(kind, folder), "train")
+    (shard,) = make_loader(source, batch=100).epoch(2)
+    for i, (index, (y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
+        if source.raw:
+            whole = Image.fromarray(source.rows(index, 0, source.shape(index)[0]).copy())
+        else:
+            whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
+        wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
+        assert worst(shard.images[i], wanted) <= (2 if source.raw else 1)  # of pixels that are enlarged
+    assert shard.images.is_contiguous(memory_format=torch.channels_last)
+    assert (shard.images.dtype, shard.labels.dtype, shard.flip.dtype) == (torch.uint8, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize(("size", "resize"), [(32, 36), (48, 64), (31, 36), (64, 64)])
+def test_a_centre_has_the_pixels_of_pillow_and_torchvisions_transforms(folder: Path, size: int, resize: int) -> None:
+    source = open_images(folder, "val")
+    reference = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
+    found = list(make_loader(source).centres(source, slice(0, len(source)), size, resize, 5))
+    batch, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+    assert labels.tolist() == [label for label in range(3) for _ in range(PER_CLASS)]
+    for i in range(len(source)):
+        whole = Image.open(folder / "val" / source.name(i)).convert("RGB")
+        assert worst(batch[i], reference(whole)) <= 1
+
+
+def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
+    pytest.importorskip("cv2")
+    pytest.importorskip("simplejpeg")
+    source = open_images(folder, "train")
+    (ours,), (fast,) = (make_loader(source, batch=100, decoder=name).epoch(0) for name in ("torchvision", "opencv"))
+    difference = (ours.images.int() - fast.images.int()).abs().float()
+    assert 0 < difference.mean() < 6
+
+
+def test_packed_images_are_read_as_stored(packed: dict[str, Path]) -> None:
+    """Raw ones to the bit, whose shorter side is `resize`; JPEGs as their decoder gives them."""
+    for encoding, path in packed.items():
+        source = open_images(path, "val")
+        ((batch, _),) = make_loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
+        for i in range(len(source)):
+            offset, length, shard, _, height, width = format.record((path / "val.index").read_bytes(), i)
+            payload = (path / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
+            if encoding == "raw":
+                whole = Image.frombytes("RGB", (width, height), payload)
+            else:
+                whole = Image.open(io.BytesIO(payload))
+            assert min(whole.size) == 64 or min(whole.size) < 64
+            reference = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(48)])(whole)
+            assert worst(batch[i], reference) <= (0 if encoding == "raw" and min(whole.size) == 64 else 1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_exif_orientation_is_applied_as_by_pillow(decoder: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(picture(1), exif=exif, subsampling=0)
+    wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    found = torch.from_numpy(make_decoder(decoder).decode(data).copy()).permute(2, 0, 1)
+    assert worst(found, wanted) <= (0 if decoder == "torchvision" else 24)
+
+
+def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
+    """Inside the image, of the areas and ratios that are allowed, spread over both; where none fits, the same middle."""
+    uniform = torch.rand(3000, 2 * crops.TRIES + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    boxes = [crops.random_box(row, 300, 400, 0.08) for row in uniform.tolist()]
+    torch.manual_seed(0)
+    theirs = [
+        transforms.RandomResizedCrop.get_params(torch.empty(3, 300, 400), [0.08, 1], [3 / 4, 4 / 3])
+        for _ in range(3000)
+    ]
+    assert all(0 <= y <= 300 - h and 0 <= x <= 400 - w and h > 0 and w > 0 for y, x, h, w in boxes)
+    for ours, others in zip(zip(*boxes, strict=True), zip(*theirs, strict=True), strict=True):
+        assert abs(np.mean(ours) - np.mean(others)) < 0.05 * np.mean(others)
+        assert abs(np.std(ours) - np.std(others)) < 0.05 * np.std(others)
+    ratios = [np.mean([np.log(w / h) for _, _, h, w in some]) for some in (boxes, theirs)]
+    assert abs(ratios[0] - ratios[1]) < 0.013  # as many high ones as wide ones
+    for height, width in ((10, 1000), (1000, 10)):
+        none = [0.999] * (2 * crops.TRIES + 2)
+        assert crops.random_box(none, height, width, 0.08) == transforms.RandomResizedCrop.get_params(
+            torch.empty(3, height, width), [1, 1], [3 / 4, 4 / 3]
+        )
+
+
+# ---------------------------------------------------------------- the same everywhere
+
+
+@pytest.mark.parametrize("kind", ["files", "jpeg", "raw"])
+def test_samples_do_not_depend_on_ranks_and_threads(
+    folder: Path, packed: dict[str, Path], kind: str, decoder: str
+) -> None:
+    source = open_images(packed.get(kind, folder), "train")
+    alone = sorted(content(make_loader(source, decoder=decoder).epoch(1)))
+    assert len(alone) == len(source) == len({sample[2] for sample in alone})
+    assert content(make_loader(source, decoder=decoder).epoch(2)) != alone
+    for world_size, workers in ((2, 0), (3, 3), (1, 1), (1, 3)):
+        ranks = (
+            make_loader(source, decoder=decoder, workers=workers, rank=rank, world_size=world_size).epoch(1)
+            for rank in range(world_size)
+        )
+        assert sorted(itertools.chain.from_iterable(map(content, ranks))) == alone
+
+
+def test_a_resumed_epoch_has_the_remaining_samples(folder: Path) -> None:
+    source = open_images(folder, "train")
+    whole = content(make_loader(source, batch=5).epoch(4))
+    assert content(make_loader(source, batch=5, workers=2).epoch(4, first_batch=2)) == [s for s in whole if s[1] >= 2]
+
+
+def test_crops_differ_between_batches_and_epochs(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i in range(6):
+        (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(jpeg(picture(0)))
+    one = make_loader(open_images(tmp_path, "train"), batch=2)
+    crops = [sample[3] for epoch in (0, 1) for sample in content(one.epoch(epoch))]
+    assert len(set(crops)) == 12
+
+
+def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Path) -> None:
+    source = open_images(folder, "train")
+    sized = make_loader(source, size=lambda epoch: 16 + 8 * epoch, workers=1)
+    assert [next(sized.epoch(epoch)).images.shape[2:] for epoch in (0, 1)] == [(16, 16), (24, 24)]
+    shards = list(make_loader(source, batch=2, rank=2, world_size=3, workers=2).epoch(0))
+    assert len(shards) == len(source) // 2
+    assert all(shard.images.shape == (0, 3, 32, 32) and len(shard.labels) == 0 for shard in shards)
+
+
+def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: dict[str, Path]) -> None:
+    for path in (folder, *packed.values()):
+        source = open_images(path, "train")
+        assert source.classes == CLASSES
+        (shard,) = make_loader(source, batch=100).epoch(0)
+        assert shard.labels.tolist() == [index // PER_CLASS for index in shard.indices.tolist()]
+        cut = shard.pieces(3)
+        assert torch.equal(torch.cat([piece.images for piece in cut]), shard.images)  # type: ignore[attr-defined]
+
+
+def test_random_pixels_need_no_folder() -> None:
+    source = Fake(100, classes=7)
+    (shard,) = make_loader(source, batch=100, workers=1).epoch(0)
+    assert shard.images.float().std() > 10
+    assert set(shard.labels.tolist()) == set(range(7))
+
+
+# ---------------------------------------------------------------- threads
+
+
+def image_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("images")]
+
+
+def test_a_closed_generator_leaves_no_thread(folder: Path) -> None:
+    source = open_images(folder, "train")
+    shards = make_loader(source, batch=2, workers=3).epoch(0)
+    next(shards)
+    assert image_threads()
+    for _ in shards:
+        break
+    del shards
+    assert image_threads() == []
+    centres = make_loader(source, workers=3).centres(source, slice(0, 9), 32, 36, 2)
+    next(centres)
+    centres.close()
+    assert image_threads() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_programming_error_reaches_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    source = open_images(folder, "train")
+
+    def broken(i: int) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    shards = make_loader(source, workers=workers).epoch(0)
+    monkeypatch.setattr(source, "read", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        next(shards)
+    assert image_threads() == []
+
+
+def test_a_read_that_hangs_is_reported_with_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_images(folder, "train")
+    read, hang, hung = source.read, threading.Event(), 13
+    monkeypatch.setattr(loader, "STALL_S", 0.5)
+    monkeypatch.setattr(loader, "CHUNK", 3)
+    monkeypatch.setattr(source, "read", lambda i: hang.wait(20) and b"" if i == hung else read(i))
+    try:  # by three threads in all 24, whose chunks that come later are done meanwhile
+        with pytest.raises(MachineError, match=rf"did not return for 0\.5 s, near '{source.name(hung)}'"):
+            next(make_loader(source, workers=3, batch=24).epoch(0))
+    finally:
+        hang.set()
+
+
+def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Fake(4000)
+    seen: list[int] = []
+    rows = source.rows
+    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or rows(i, *part))
+    shards = make_loader(source, batch=20, workers=1).epoch(0)
+    next(shards)
+    deadline = time.monotonic() + 10
+    while len(seen) < 20 * (loader.AHEAD + 1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(seen) == 20 * (loader.AHEAD + 1)
+    shards.close()  # type: ignore[attr-defined]
+
+    seen.clear()
+    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.02) or rows(i, *part))
+    shards = make_loader(source, batch=20, workers=1).epoch(0)
+    next(shards)
+    shards.close()  # type: ignore[attr-defined]
+    assert len(seen) < 60  # what was still to come is given up
+
+
+def test_decoders_release_the_interpreters_lock(decoder: str) -> None:
+    data, decode = jpeg(picture(0, 5000, 4000)), make_decoder(decoder).decode
+
+    def lets_others_run() -> bool:
+        """Whether another thread went on meanwhile. Other processes may keep it from that, but not each time."""
+        gaps, stop = [0.0], threading.Event()
+
+        def tick() -> None:
+            last = time.perf_counter()
+            while not stop.wait(0.0005):
+                last, before = time.perf_counter(), last
+                gaps.append(last - before)
+
+        other = threading.Thread(target=tick)
+        other.start()
+        start = time.perf_counter()
+        decode(data)
+        took = time.perf_counter() - start
+        stop.set()
+        other.join()
+        return max(gaps) < 0.7 * took
+
+    assert any(lets_others_run() for _ in range(10))
+
+
+def test_resizing_starts_no_further_threads(folder: Path) -> None:
+    code = (
+        "import os, sys, threading, numpy as np, torch\n"
+        "from recipes.core.data.decode import make_decoder\n"
+        "torch.set_num_threads(8)\n"
+        "resize, before = make_decoder('torchvision').resize, len(os.listdir('/proc/self/task'))\n"
+        "whole, counts = np.zeros((900, 900, 3), np.uint8), []\n"
+        "def work():\n"
+        "    resize(whole[5:800, 5:800], np.empty((224, 224, 3), np.uint8))\n"
+        "    counts.append(len(os.listdir('/proc/self/task')))\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+        "assert counts[0] <= before + 1, (before, counts)\n"
+    )
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("torch scales bytes in threads of its own on this CPU")
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
+    code = (
+        "import sys, torch\n"
+        "from recipes.core.data import image_sets\n"
+        "from recipes.core.data.loader import Loader\n"
+        "from recipes.core.data.sampling import GlobalBatches\n"
+        "source = image_sets.open_images(sys.argv[1], 'train')\n"
+        "batches = GlobalBatches(len(source), 8, 0, 0, 1)\n"
+        "loader = Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"
+        "                device=torch.device('cpu'), warn=print)\n"
+        "def kilobytes():\n"
+        "    return int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])\n"
+        "for epoch in range(80):\n"
+        "    for shard in loader.epoch(epoch): pass\n"
+        "    if epoch == 15: before = kilobytes()\n"
+        "print(kilobytes() - before)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, packed["jpeg"]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 8000  # 64 epochs' pixels are 230 MB
+
+
+# ---------------------------------------------------------------- odd and damaged files
+
+ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, and whether Pillow has to read it
+    "cmyk": (lambda image: jpeg(image.convert("CMYK")), False),
+    "grey": (lambda image: jpeg(image.convert("L")), False),
+    "progressive": (lambda image: jpeg(image, progressive=True), False),
+    "png": (lambda image: jpeg(image, "PNG"), True),
+    "png with alpha": (lambda image: jpeg(image.convert("RGBA"), "PNG"), True),
+    "palette": (lambda image: jpeg(image.convert("P"), "GIF"), True),
+    "webp": (lambda image: jpeg(image, "WEBP"), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_images_of_other_formats_are_read_and_counted(tmp_path: Path, kind: str, decoder: str) -> None:
+    make, by_pillow = ODD[kind]
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i in range(3):
+        (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(make(picture(i)))
+    told: list[str] = []
+    source = open_images(tmp_path, "train")
+    one = make_loader(source, decoder=decoder, warn=told.append)
+    ((batch, labels),) = one.centres(source, slice(0, 3), 64, 90, 10)
+    assert labels.tolist() == [0, 0, 0]
+    for i in range(3):
+        whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
+        assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder == "torchvision" or by_pillow else 48)
+    assert len(told) == by_pillow
+    assert one.by_pillow == 3 * by_pillow
+    assert not told or ("'a/0.JPEG' is read by Pillow" in told[0] and decoder in told[0])
+
+
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "cut in its last bytes": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+    "a web page": lambda path: path.write_bytes(b"<html>404</html>" * 50),
+    "its start alone": lambda path: path.write_bytes(b"\xff\xd8\xff"),
+    "zeros": lambda path: path.write_bytes(bytes(5000)),
+    "gone": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a dead link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_an_unreadable_image_is_skipped_named_and_counted(
+    folder: Path, tmp_path: Path, kind: str, decoder: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    bad = 11
+    DAMAGED[kind](tmp_path / "copy" / "train" / source.name(bad))
+    told: list[str] = []
+    one = make_loader(source, decoder=decoder, workers=2, warn=told.append)
+    good = {s[2]: s for s in content(make_loader(open_images(folder, "train"), decoder=decoder).epoch(0))}
+    for _ in range(2):
+        found = {s[2]: s for s in content(one.epoch(0))}
+        assert found[bad][4] == IGNORE
+        assert not any(found[bad][3])
+        assert {i: s for i, s in found.items() if i != bad} == {i: s for i, s in good.items() if i != bad}
+    assert one.skipped == 1
+    assert len(told) == 1
+    assert source.name(bad) in told[0]
+    assert "\n" not in told[0]
+    ((_, labels),) = one.centres(source, slice(bad - 1, bad + 1), 32, 36, 10)
+    assert labels.tolist() == [1, IGNORE]
+
+
+def test_a_deleted_set_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    shards = make_loader(source, batch=1, workers=1).epoch(0)
+    next(shards)
+    shutil.rmtree(tmp_path / "copy")
+    with pytest.raises(InputError, match=r"data_dir: 10 images in a row .*copy/train'.*No such file") as caught:
+        list(shards)
+    assert "\n" not in str(caught.value)
+    assert image_threads() == []
+
+
+def test_unreadable_images_in_a_row_do_not_end_an_evaluation(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "val")
+    for i in range(2, 2 + loader.IN_A_ROW):
+        (tmp_path / "copy" / "val" / source.name(i)).write_bytes(b"")
+    one = make_loader(source)
+    labels = torch.cat([labels for _, labels in one.centres(source, slice(0, len(source)), 32, 36, 5)])
+    assert (labels == IGNORE).sum() == one.skipped == loader.IN_A_ROW
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_lack_of_memory_or_descriptors_is_a_machine_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, number: int
+) -> None:
+    source = open_images(folder, "train")
+
+    def lacking(i: int) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(source, "read", lacking)
+    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): check this machine's"):
+        next(make_loader(source, workers=workers).epoch(0))
+
+
+def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, ends in ((50, True), (200, False)):
+        source = Fake(3000)
+        rows = source.rows
+
+        def read(i: int, *part: int, every: int = every, rows: Callable[..., Pixels] = rows) -> Pixels:
+            if i % every == 0:
+                raise Unreadable("is damaged")
+            return rows(i, *part)
+
+        monkeypatch.setattr(source, "rows", read)
+        told: list[str] = []
+        one = make_loader(source, batch=100, warn=told.append)
+        if not ends:
+            list(one.epoch(0))
+            assert one.skipped == 15
+            assert len(told) == loader.NAMED
+            assert "only counted" in told[-1]
+            continue
+        with pytest.raises(InputError, match=r"\d+ of 10\d\d images of 'dataset=fake' cannot be read"):
+            list(one.epoch(0))
+
+
+# ---------------------------------------------------------------- folders
+
+
+def damage(folder: Path, kind: str) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    shard, records = folder / "train-00001.bin", folder / "train.index"
+    if kind == "shard short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif kind == "shard gone":
+        shard.unlink()
+    elif kind == "index short":
+        records.write_bytes(records.read_bytes()[:-24])
+    elif kind == "index flipped":
+        content = bytearray(records.read_bytes())
+        content[24 + 16] ^= 1  # a label, to another that there is
+        records.write_bytes(content)
+    elif kind == "fewer classes":
+        index["classes"] = index["classes"][:2]
+        (folder / "index.json").write_text(json.dumps(index))
+    elif kind == "no such split":
+        del index["splits"]["train"]
+        (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("shard short", r"train-00001.bin' has \d+ bytes instead of \d+"),
+        ("shard gone", r"train-00001.bin' is missing"),
+        ("index short", r"train.index' has \d+ bytes instead of \d+"),
+        ("index flipped", r"train.index' is damaged"),
+        ("fewer classes", r"train.index' is damaged"),
+        ("no such split", r"has no train/"),
+    ],
+)
+def test_a_damaged_packed_copy_is_found_when_it_is_opened(
+    packed: dict[str, Path], tmp_path: Path, kind: str, says: str
+) -> None:
+    shutil.copytree(packed["raw"], tmp_path / "copy")
+    damage(tmp_path / "copy", kind)
+    with pytest.raises(InputError, match=says) as caught:
+        open_images(tmp_path / "copy", "train")
+    assert "prepare imagenet" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_shard_costs_only_its_own_samples(packed: dict[str, Path], tmp_path: Path) -> None:
+    """Bytes that are gone would be a SIGBUS where the file is mapped."""
+    shutil.copytree(packed["raw"], tmp_path / "copy")
+    source = open_images(tmp_path / "copy", "train")
+    with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
+        file.truncate(file.seek(0, 2) - 20_000)
+    one = make_loader(source, batch=100)
+    (shard,) = one.epoch(0)
+    bad = shard.indices[shard.labels == IGNORE].tolist()
+    assert 1 <= len(bad) < 10
+    assert one.skipped == len(bad)
+
+
+def test_more_shards_than_open_files_are_allowed(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sets are open at once, and leave half of what the process may open to others."""
+    source = open_images(packed["raw"], "train")
+    alone = content(make_loader(source).epoch(0))
+    assert len(source._open) == 3  # type: ignore[attr-defined]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 4096))
+    again = open_images(packed["raw"], "train")
+    assert content(make_loader(again, workers=2).epoch(0)) == alone
+    assert len(again._open) == 2  # type: ignore[attr-defined]
+
+
+def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"data_dir='/no/such' has no train/<class>/\*\.JPEG or a packed copy"):
+        open_images("/no/such", "train")
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "val" / "cat").rename(tmp_path / "copy" / "val" / "dog")
+    with pytest.raises(InputError, match=r"dog"):
+        open_images(tmp_path / "copy", "val")
+    shutil.rmtree(tmp_path / "copy" / "val" / "dog")
+    shutil.rmtree(tmp_path / "copy" / "val" / "ant")
+    val = open_images(tmp_path / "copy", "val")
+    assert val.classes == CLASSES
+    assert {val.label(i) for i in range(len(val))} == {1}
+    assert datasets.find_imagenet(tmp_path / "copy") == tmp_path / "copy"
+    (tmp_path / "set").mkdir()
+    (tmp_path / "copy").rename(tmp_path / "set" / "imagenet")
+    assert datasets.find_imagenet(tmp_path / "set") == tmp_path / "set" / "imagenet"
+
+
+def test_unreadable_data_is_reported_in_one_line(packed: dict[str, Path], folder: Path, reachable: Path) -> None:
+    copy = shutil.copytree(packed["raw"], reachable / "copy")
+    (copy / "train.index").chmod(0)
+    with not_root(), pytest.raises(InputError, match=r"train\.index' cannot be read \(Permission denied\)"):
+        open_images(copy, "train")
+    copy.chmod(0)
+    files = shutil.copytree(folder, reachable / "files")
+    files.chmod(0)
+    for place, find in itertools.product(
+        (copy, files), (lambda place: open_images(place, "val"), datasets.find_imagenet)
+    ):
+        with not_root(), pytest.raises(InputError, match=r"^data_dir: '.*' cannot be read \(Permission denied\)"):
+            find(str(place))
+
+
+def fake_run(told: list[str], first: str | None = None) -> Any:
+    """What `open_sets` asks of a run; first: rank 0's digests, where they are others."""
+
+    def together(name: str, work: Callable[[Callable[[object], None]], Any]) -> Any:
+        try:
+            return work(lambda progress: None)
+        except (InputError, MachineError) as error:
+            raise type(error)(f"node1: {error}") from None
+
+    world = SimpleNamespace(
+        host="node1",
+        hosts=("node0", "node1"),
+        together=together,
+        broadcast_text=lambda name, text: text if first is None else first,
+    )
+    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
+
+
+def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> Any:
+    return SimpleNamespace(dataset=dataset, data_dir=str(data_dir), stage_dir=stage_dir)
+
+
+def test_stage_dir_may_contain_an_environment_variable(
+    packed: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    train, val = image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
+    assert train.place == val.place
+    assert Path(train.place).parent == tmp_path / "disk"
+    assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
+    assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
+    with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
+        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
+    with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
+        image_sets.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
+    monkeypatch.setenv("RECIPES_DATA", str(folder))
+    assert image_sets.open_sets(keys(), fake_run(told))[1].kind == "files"
+    assert {len(source.classes) for source in image_sets.open_sets(keys("fake"), fake_run(told))} == {1000}
+
+
+@pytest.mark.parametrize("kind", ["files", "raw"])
+def test_a_rank_with_other_samples_is_reported(folder: Path, packed: dict[str, Path], kind: str) -> None:
+    with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
+        image_sets.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
+
+
+def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path) -> None:
+    run = fake_run([])
+    run.stop.reason = signal.SIGTERM.name
+    with pytest.raises(Stopped, match=r"^SIGTERM$"):
+        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    run.stop.reason = ""
+    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
+    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+
+
+def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(InputError, match=r"^decoder=opencv: needs opencv-python-headless and simplejpeg: pip install"):
+        make_decoder("opencv")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
+def test_batches_reach_the_gpu_unchanged(folder: Path) -> None:
+    source = open_images(folder, "train")
+    here = content(make_loader(source).epoch(0))
+    batches = GlobalBatches(len(source), 10, 3, 0, 1)
+    gpu = torch.device("cuda", 0)
+    there = Loader(
+        source, batches, size=lambda epoch: 32, decoder="torchvision", workers=3, device=gpu, warn=print
+    ).epoch(0)
+    found = []
+    for shard in there:
+        assert shard.images.device == gpu == shard.labels.device == shard.flip.device
+        assert shard.images.is_contiguous(memory_format=torch.channels_last)
+        found.append(
+            LoadedShard(
+                shard.epoch, shard.batch, shard.indices, shard.global_size,
+                shard.images.cpu(), shard.labels.cpu(), shard.flip.cpu(),
+            )
+        )  # fmt: skip
+    assert content(iter(found)) == here

@@ -1,0 +1,790 @@
+import dataclasses
+import errno
+import fcntl
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageOps
+
+from recipes import prepare
+from recipes.core.data import classfolder, pillow
+from recipes.core.data.packed import format, write
+from recipes.core.data.packed.format import RECORD, PackOptions
+from recipes.core.data.progress import Progress
+from recipes.core.errors import InputError, MachineError
+from tests import helpers
+from tests.helpers import ROOT
+
+OPTIONS = PackOptions(size=24, samples_per_shard=4, workers=2)
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Any:
+    """A smooth image, so that a JPEG of it is close to it."""
+    return Image.frombytes("RGB", (3, 3), random.Random(seed).randbytes(27)).resize((width, height), Image.BICUBIC)
+
+
+def encoded(image: Any, form: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def put(root: Path, name: str, content: bytes) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """17 training images of three classes, 5 validation images of two."""
+    root = tmp_path_factory.mktemp("source")
+    for i in range(17):
+        put(root, f"train/n0{i % 3}/{i:02d}.JPEG", encoded(picture(i, 30 + i, 45 - i), quality=95))
+    for i in range(5):
+        put(root, f"val/n0{1 + i % 2}/{i}.JPEG", encoded(picture(100 + i), quality=95))
+    return root
+
+
+@pytest.fixture(scope="module")
+def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("unbroken") / "packed"
+    write.pack(source, target, OPTIONS, say=quiet)
+    return target
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def packed_index(source: Path, target: Path, options: PackOptions, say: Callable[[str], None]) -> dict[str, Any]:
+    """Packs, and gives index.json."""
+    write.pack(source, target, options, say)
+    index: dict[str, Any] = json.loads((target / "index.json").read_bytes())
+    return index
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def samples(folder: Path, split: str) -> list[tuple[bytes, int, int, int]]:
+    """Payload, label, height and width of each sample, by the format's description alone."""
+    index = (folder / f"{split}.index").read_bytes()
+    found = []
+    for offset, length, shard, label, height, width in struct.iter_unpack("<QIIIHH", index):
+        payload = (folder / f"{split}-{shard:05d}.bin").read_bytes()[offset : offset + length]
+        assert len(payload) == length
+        found.append((payload, label, height, width))
+    return found
+
+
+def pack_one(
+    tmp_path: Path, content: bytes, **options: Any
+) -> tuple[dict[str, Any], list[tuple[bytes, int, int, int]]]:
+    """Packs one file beside a good one; gives the split's part of index.json and the samples but the good one."""
+    put(tmp_path, "in/train/a/good.jpg", encoded(picture(0, 20, 20)))
+    put(tmp_path, "in/train/b/odd.JPEG", content)
+    index = packed_index(
+        tmp_path / "in", tmp_path / "out", PackOptions(**{"size": 24, "workers": 1, **options}), say=quiet
+    )
+    return index["splits"]["train"], samples(tmp_path / "out", "train")[1:]
+
+
+def far_apart(one: Any, other: Any) -> int:
+    """The largest difference of any value."""
+    assert (one.size, one.mode) == (other.size, other.mode)
+    return max(abs(a - b) for a, b in zip(one.tobytes(), other.tobytes(), strict=True))
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
+    index = json.loads((unbroken / "index.json").read_bytes())
+    assert {name: index[name] for name in ("format", "version", "encoding", "size", "quality", "classes")} == {
+        "format": "packed images",
+        "version": 1,
+        "encoding": "jpeg",
+        "size": 24,
+        "quality": 90,
+        "classes": ["n00", "n01", "n02"],
+    }
+    shards = [shard["file"] for split in index["splits"].values() for shard in split["shards"]]
+    assert shards == [*(f"train-{i:05d}.bin" for i in range(5)), "val-00000.bin", "val-00001.bin"]
+    others = {"index.json", "packing.json", "packing.lock", "train.index", "val.index"}
+    assert {path.name for path in unbroken.iterdir()} == {*shards, *others}
+    for split, count in (("train", 17), ("val", 5)):
+        files = sorted((source / split).rglob("*.JPEG"))
+        found = samples(unbroken, split)
+        assert index["splits"][split]["samples"] == len(found) == len(files) == count
+        for path, (payload, label, height, width) in zip(files, found, strict=True):
+            assert label == int(path.parent.name[-1])
+            image = Image.open(io.BytesIO(payload))
+            original = Image.open(path).convert("RGB")
+            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (width, height))
+            assert min(width, height) == 24
+            assert far_apart(image, original.resize((width, height), Image.LANCZOS)) < 30
+            assert abs(width / height - original.width / original.height) < 0.06
+
+
+def test_raw_is_the_pixels_themselves(source: Path, tmp_path: Path) -> None:
+    index = packed_index(source, tmp_path, PackOptions(encoding="raw", size=24, workers=1), say=quiet)
+    assert (index["encoding"], index["quality"]) == ("raw", None)
+    files = sorted((source / "train").rglob("*.JPEG"))
+    for path, (payload, _, height, width) in zip(files, samples(tmp_path, "train"), strict=True):
+        original = Image.open(path).convert("RGB")
+        assert payload == original.resize((width, height), Image.LANCZOS).tobytes()
+
+
+def test_quality_sets_the_quality_of_the_jpegs(tmp_path: Path) -> None:
+    image = picture(1, 90, 60)
+    [(payload, *_)] = pack_one(tmp_path, encoded(image, quality=100), quality=30)[1]
+    assert (
+        Image.open(io.BytesIO(payload)).quantization == Image.open(io.BytesIO(encoded(image, quality=30))).quantization
+    )  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("width", "height"), [(24, 60), (20, 20), (60, 24)])
+def test_a_small_jpeg_is_stored_unchanged(tmp_path: Path, width: int, height: int) -> None:
+    content = encoded(picture(1, width, height), quality=50, comment=b"kept", progressive=width == 60)
+    assert pack_one(tmp_path, content)[1] == [(content, 1, height, width)]
+
+
+def test_comments_and_profiles_are_not_stored_in_resized_images(tmp_path: Path) -> None:
+    content = encoded(picture(1, 90, 60), comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
+    [(payload, *_)] = pack_one(tmp_path, content)[1]
+    assert b"spam" not in payload
+
+
+def grey16(form: str) -> bytes:
+    pixels = b"".join(struct.pack("<H", 257 * value) for value in range(0, 250, 5))
+    return encoded(Image.frombytes("I;16", (10, 5), pixels), form)
+
+
+def upright(orientation: int, image: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, quality=95, exif=exif)
+
+
+def adobe_cmyk(image: Any) -> bytes:
+    content = encoded(image.convert("CMYK"), quality=95)
+    assert b"Adobe" in content  # such files have their inks inverted
+    return content
+
+
+def palette(image: Any, **options: Any) -> bytes:
+    return encoded(image.quantize(64), "PNG", **options)
+
+
+SMALL = picture(7, 20, 14)
+TURNED = SMALL.transpose(Image.ROTATE_270)
+GREY16 = Image.frombytes("L", (10, 5), bytes(range(0, 250, 5))).convert("RGB")
+ODD = {  # content, kinds, what it looks like
+    "cmyk": (adobe_cmyk(SMALL), {"cmyk": 1}, SMALL),
+    "grey": (encoded(SMALL.convert("L"), quality=95), {"grey": 1}, SMALL.convert("L").convert("RGB")),
+    "png named jpeg": (encoded(SMALL, "PNG"), {"png": 1}, SMALL),
+    "gif": (encoded(SMALL, "GIF"), {"gif": 1, "palette": 1}, SMALL),
+    "16-bit grey png": (grey16("PNG"), {"png": 1, "16-bit": 1, "grey": 1}, GREY16),
+    "16-bit grey tiff": (grey16("TIFF"), {"tiff": 1, "16-bit": 1, "grey": 1}, GREY16),
+    "palette": (palette(SMALL), {"png": 1, "palette": 1}, SMALL),
+    "palette and alpha": (palette(SMALL, transparency=0), {"png": 1, "palette": 1, "alpha": 1}, SMALL),
+    "alpha": (encoded(SMALL.convert("RGBA"), "PNG"), {"png": 1, "alpha": 1}, SMALL),
+    "rotated": (upright(6, SMALL), {"rotated": 1}, TURNED),
+    "upright": (upright(1, SMALL), {}, SMALL),
+    "unknown orientation": (upright(9, SMALL), {}, SMALL),
+}
+
+
+@pytest.mark.parametrize(("content", "kinds", "seen"), ODD.values(), ids=ODD.keys())
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+def test_images_of_other_formats_are_converted_and_counted(
+    tmp_path: Path, content: bytes, kinds: dict[str, int], seen: Any, encoding: str
+) -> None:
+    split, [(payload, _, height, width)] = pack_one(tmp_path, content, encoding=encoding, quality=95)
+    assert split["converted"] == kinds
+    assert split["skipped"] == []
+    if encoding == "raw":
+        image = Image.frombytes("RGB", (width, height), payload)
+    else:
+        image = Image.open(io.BytesIO(payload))
+        assert image.format == "JPEG"
+        assert not kinds or payload != content
+        assert image.getexif().get(0x0112, 1) in (1, 9)
+    assert far_apart(image, seen) < 40
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_stored_upright(tmp_path: Path, orientation: int) -> None:
+    content = upright(orientation, picture(3, 40, 30))
+    wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    _, [(payload, _, height, width)] = pack_one(tmp_path, content, encoding="raw", size=30)
+    assert (payload, width, height) == (wanted.tobytes(), *wanted.size)
+
+
+def test_16_bit_colour_is_counted(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">2I5B", 2, 1, 16, 2, 0, 0, 0)
+    pixels = zlib.compress(b"\0" + struct.pack(">6H", 0x1234, 0x8000, 0, 0xFF00, 0, 0x0100))
+    content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    split, [(payload, *_)] = pack_one(tmp_path, content, encoding="raw")
+    assert split["converted"] == {"16-bit": 1, "png": 1}
+    assert payload == bytes([0x12, 0x80, 0, 0xFF, 0, 1])
+
+
+def bomb() -> bytes:
+    header = b"IHDR" + struct.pack(">2I5B", 20000, 20000, 8, 2, 0, 0, 0)
+    content = encoded(SMALL, "PNG")
+    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
+
+
+GOOD = encoded(picture(2, 64, 64), quality=95)
+BAD = {
+    "empty": (b"", "is empty"),
+    "text": (b"<html>not found</html>", "is not an image"),
+    "truncated": (GOOD[: len(GOOD) // 2], "is damaged (OSError: image file is truncated"),
+    "truncated by little": (GOOD[:-40], "is damaged (OSError: image file is truncated"),
+    "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
+    "header alone": (GOOD[:20], "is not an image"),
+    "bomb": (bomb(), "has more than 178 million pixels"),
+    "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: too long"),
+}
+
+
+@pytest.mark.parametrize(("content", "why"), BAD.values(), ids=BAD.keys())
+def test_an_unreadable_image_is_skipped_and_named(tmp_path: Path, content: bytes, why: str) -> None:
+    split, found = pack_one(tmp_path, content)
+    assert found == []
+    assert split["samples"] == 1
+    [skip] = split["skipped"]
+    assert skip["file"] == "train/b/odd.JPEG"
+    assert why in skip["why"]
+    assert write.verify(tmp_path / "out", format.read_index(tmp_path / "out")) == []
+
+
+def test_a_link_that_cannot_be_read_is_skipped_and_a_missing_file_ends_packing(tmp_path: Path) -> None:
+    put(tmp_path, "in/train/a/1.jpg", GOOD)
+    (tmp_path / "in/train/a/2.jpg").symlink_to("nowhere")
+    (tmp_path / "in/train/a/3.jpg").symlink_to(tmp_path)
+    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    assert [skip["file"] for skip in index["splits"]["train"]["skipped"]] == ["train/a/2.jpg", "train/a/3.jpg"]
+    with pytest.raises(InputError, match=r"4\.jpg.*cannot be read"):
+        pillow.read_file(tmp_path / "in/train/a/4.jpg")
+
+
+def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
+    put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n1.jpg"), GOOD)
+    put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n2.jpg"), b"")
+    index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    assert os.fsencode(index["classes"][0]) == b"caf\xe9"
+    assert os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
+
+
+def test_val_alone_is_packed_and_a_class_that_train_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, "in/val/b/1.jpg", GOOD)
+    assert list(write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet).splits) == ["val"]
+    assert prepare.main(["imagenet", f"source={tmp_path}/in", f"data_dir={tmp_path}/val-alone"]) == 0
+    assert "next:" not in capsys.readouterr().out
+    put(tmp_path, "in/train/a/1.jpg", GOOD)
+    with pytest.raises(InputError, match="class 'b', which the training set lacks"):
+        write.pack(tmp_path / "in", tmp_path / "out2", OPTIONS, say=quiet)
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        target = tmp_path / str(workers)
+        write.pack(source, target, PackOptions(size=24, samples_per_shard=4, workers=workers), say=quiet)
+        assert contents(target) == contents(unbroken)
+
+
+# ---------------------------------------------------------------- too many that cannot be read
+
+
+def test_too_many_unreadable_images_end_packing_and_keep_the_shards(tmp_path: Path) -> None:
+    for i in range(14):
+        put(tmp_path, f"in/train/a/{i:02d}.jpg", b"" if i else GOOD)
+    with pytest.raises(InputError) as caught:
+        write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+    message = str(caught.value)
+    assert "13 of 14 images of train/ cannot be used ('train/a/01.jpg' is empty; " in message
+    assert "raise max_skipped= (now 10)" in message
+    assert "\n" not in message
+    assert not (tmp_path / "out/index.json").exists()
+    shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+    assert len(shards) == 4
+    more = PackOptions(size=24, samples_per_shard=4, max_skipped=13)
+    index = packed_index(tmp_path / "in", tmp_path / "out", more, say=quiet)
+    assert len(index["splits"]["train"]["skipped"]) == 13
+    few = PackOptions(size=24, samples_per_shard=4, max_skipped=12)
+    with pytest.raises(InputError, match=r"max_skipped=12: the finished copy .* lacks 13 images of train/"):
+        write.pack(tmp_path / "in", tmp_path / "out", few, say=quiet)
+    assert shards == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+
+
+def test_one_percent_and_at_least_ten_unreadable_images_are_allowed() -> None:
+    assert [classfolder.allowed(n) for n in (1, 1000, 1_281_167)] == [10, 10, 12811]
+    assert classfolder.allowed(1_281_167, max_skipped=0) == 0
+
+
+def test_a_split_without_a_readable_image_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "in/train/a/1.jpg", b"")
+    with pytest.raises(InputError, match=r"1 of 1 images of train/ cannot be used .*give another source="):
+        write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
+
+
+# ---------------------------------------------------------------- killed, and gone on with
+
+RUNNER = """
+import sys
+from pathlib import Path
+from recipes.core.data.packed import write
+from recipes.core.data.packed.format import PackOptions
+write.pack(Path(sys.argv[1]), Path(sys.argv[2]), PackOptions(size=24, samples_per_shard=4, workers=2), print)
+"""
+
+
+def start(source: Path, target: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", RUNNER, str(source), str(target)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], process: "subprocess.Popen[str] | None" = None) -> Any:
+    """What the condition gives as soon as it is true, or the process has ended."""
+    deadline = time.monotonic() + 20
+    while not (found := condition()) and (process is None or process.poll() is None):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+    return found
+
+
+def assert_no_half_file(target: Path, unbroken: Path) -> None:
+    """What lies under a final name is whole: a shard is as in the unbroken run."""
+    for path in target.glob("*.bin"):
+        assert path.read_bytes() == (unbroken / path.name).read_bytes()
+    for path in target.glob("*.json"):
+        json.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_that_was_killed_continues_to_the_same_bytes(
+    source: Path, unbroken: Path, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    for _ in range(2):
+        before = len(list(tmp_path.glob("*")))
+        child = start(source, tmp_path)
+        workers = until(lambda: len(children(child.pid)) == 2 and children(child.pid), child)  # noqa: B023
+        until(lambda: len(list(tmp_path.glob("*"))) >= before + draw.randrange(8), child)  # noqa: B023
+        time.sleep(draw.random() * 0.02)
+        child.kill()
+        child.communicate(timeout=20)
+        until(lambda: not any(map(lives, workers or [])))  # noqa: B023
+        assert_no_half_file(tmp_path, unbroken)
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
+    assert contents(tmp_path) == contents(unbroken)
+
+
+def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    put(tmp_path, "one.jpg", encoded(picture(0, 600, 600)))
+    (tmp_path / "in/train/a").mkdir(parents=True)
+    for i in range(3000):  # a shard that takes seconds
+        os.link(tmp_path / "one.jpg", tmp_path / f"in/train/a/{i}.jpg")
+    runner = RUNNER.replace("samples_per_shard=4", "samples_per_shard=3000")
+    command = [sys.executable, "-c", runner, str(tmp_path / "in"), str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as child:
+        until(lambda: list((tmp_path / "out").glob(".train-*")), child)
+        [worker] = children(child.pid)
+        child.kill()
+    until(lambda: not lives(worker))
+    assert list((tmp_path / "out").glob("*.bin")) == []
+
+
+def test_finished_shards_are_not_packed_again(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    for again in range(5):  # until it is killed in time, and not behind its end
+        folder = tmp_path / str(again)
+        child = start(source, folder)
+        until(lambda folder=folder: len(list(folder.glob("train-*.json"))) >= 2, child)
+        child.kill()
+        child.communicate(timeout=20)
+        done = {p.with_suffix(".bin"): p.with_suffix(".bin").stat().st_mtime_ns for p in folder.glob("train-*.json")}
+        if done:
+            break
+    assert done
+    notes = [json.loads(path.with_suffix(".json").read_text()) for path in done]
+    kept = sum(len(bytes.fromhex(note["records"])) // 24 + len(note["skipped"]) for note in notes)  # the last has fewer
+    assert kept >= 4
+    states: list[Progress] = []
+    (folder / ".train-00004.bin.host.123.0123abcd").write_bytes(b"of a dead run")
+    write.pack(source, folder, OPTIONS, quiet, states.append)
+    assert done == {path: path.stat().st_mtime_ns for path in done}
+    assert states[-1].kept == kept
+    assert states[-1].kept + states[-1].done == states[-1].total == 22
+    assert contents(folder) == contents(unbroken)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "gone", "note"])
+def test_a_damaged_shard_is_packed_again(
+    source: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    def end(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(write, "_finish", end)
+        with pytest.raises(KeyboardInterrupt):
+            write.pack(source, tmp_path, OPTIONS, say=quiet)
+    shard, note = tmp_path / "train-00001.bin", tmp_path / "train-00001.json"
+    content = shard.read_bytes()
+    if damage == "gone":
+        shard.unlink()
+    elif damage == "note":
+        note.write_text(note.read_text().replace('"records": "', '"records": "00'))
+    else:
+        shard.write_bytes(content[:-1] if damage == "short" else content[:-1] + bytes([content[-1] ^ 1]))
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
+    assert contents(tmp_path) == contents(unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_is_reported_in_one_line(
+    source: Path, unbroken: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    many = tmp_path / "many"
+    (many / "train/a").mkdir(parents=True)
+    for i in range(4000):
+        os.link(source / "train/n00/00.JPEG", many / f"train/a/{i}.png")
+    argv = ["imagenet", f"data_dir={tmp_path}/out", f"source={many}", "size=24", "samples_per_shard=4", "workers=2"]
+    command = [sys.executable, "-m", "recipes.prepare", *argv]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+        workers = until(lambda: len(children(child.pid)) == 2 and children(child.pid), child)
+        until(lambda: list((tmp_path / "out").glob("*.bin")), child)
+        os.kill(workers[0], number)
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 3
+    assert err.count("\n") == 1
+    assert "the same command" in err
+    if number == signal.SIGKILL:
+        assert "lack of memory: give a smaller workers=" in err
+    assert not any(map(lives, workers))
+    assert [path.name for path in (tmp_path / "out").glob(".*")] == []
+    assert prepare.main(argv) == 0
+
+
+def test_a_worker_that_cannot_start_says_why(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, "broken/ctypes.py", b"raise ImportError('no such library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    with pytest.raises(RuntimeError, match="a worker ended with status 1"):
+        write.pack(source, tmp_path / "out", dataclasses.replace(OPTIONS, workers=1), say=quiet)  # two write at once
+    assert "ImportError: no such library" in capfd.readouterr().err
+
+
+def test_ctrl_c_exits_with_status_130_and_leaves_no_partial_file(source: Path, tmp_path: Path) -> None:
+    for i in range(400):
+        put(tmp_path, f"in/train/a/{i}.jpg", b"")
+    argv = ["imagenet", f"data_dir={tmp_path}/out", f"source={tmp_path}/in", "samples_per_shard=1", "workers=2"]
+    command = [sys.executable, "-m", "recipes.prepare", *argv]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        workers = until(lambda: len(children(child.pid)) == 2 and children(child.pid), child)
+        until(lambda: list((tmp_path / "out").glob("*.bin")), child)
+        os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert err == "error: interrupted; no partial files are left, the same command continues\n"
+    assert not any(map(lives, workers))
+    assert [path.name for path in (tmp_path / "out").glob(".*")] == []
+
+
+def test_a_second_process_is_refused(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    with (tmp_path / "packing.lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MachineError) as caught:
+            write.pack(source, tmp_path, OPTIONS, say=quiet)
+        assert f"{tmp_path}/packing.lock' is locked" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["packing.lock"]
+    write.pack(source, tmp_path, OPTIONS, say=quiet)
+    assert contents(tmp_path) == contents(unbroken)
+
+
+def test_a_file_system_without_locks_is_reported(
+    source: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", none)
+    write.pack(source, tmp_path, OPTIONS, said.append)
+    assert contents(tmp_path) == contents(unbroken)
+    assert any("packing.lock: this file system has no locks" in line for line in said)
+
+
+# ---------------------------------------------------------------- other parameters, places, damage
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": 25}, "started with size=24, not size=25"),
+        ({"quality": 80}, "started with quality=90, not quality=80"),
+        ({"encoding": "raw"}, "started with encoding=jpeg quality=90, not encoding=raw"),
+        ({"samples_per_shard": 5}, "started with samples_per_shard=4, not samples_per_shard=5"),
+        (
+            {"size": 25, "quality": 80},
+            "started with size=24 quality=90, not size=25 quality=80; give size=24 quality=90, or",
+        ),
+    ],
+)
+def test_other_options_are_refused(source: Path, unbroken: Path, change: dict[str, Any], words: str) -> None:
+    before = contents(unbroken)
+    with pytest.raises(InputError) as caught:
+        write.pack(source, unbroken, PackOptions(**{"size": 24, "samples_per_shard": 4, **change}), say=quiet)
+    assert words in str(caught.value)
+    assert f"or remove {unbroken} to start again" in str(caught.value)
+    assert contents(unbroken) == before
+
+
+def test_another_source_is_refused(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "in")
+    put(tmp_path, "in/val/n01/new.jpg", GOOD)
+    with pytest.raises(InputError, match=r"5 of val/ before, .*6 of val/ now\); give the first source="):
+        write.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
+    shutil.rmtree(tmp_path / "in/val")
+    with pytest.raises(InputError, match=r"5 of val/ before, 17 of train/ now"):
+        write.pack(tmp_path / "in", unbroken, OPTIONS, say=quiet)
+
+
+@pytest.mark.parametrize("splits", [None, ["train"], {"train": 3}, {"train": {}}, {"train": {"samples": "x"}}])
+def test_a_damaged_packing_json_is_named(source: Path, tmp_path: Path, splits: Any) -> None:
+    plan = {"format": "packed images", "version": 1, "splits": splits}
+    (tmp_path / "packing.json").write_text(json.dumps(plan))
+    with pytest.raises(InputError) as caught:
+        write.pack(source, tmp_path, OPTIONS, say=quiet)
+    assert f"'{tmp_path}/packing.json': is damaged (splits: " in str(caught.value)
+    assert f"remove {tmp_path} to start again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_finished_copy_is_verified_and_damage_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    target = tmp_path / "packed"
+    shutil.copytree(unbroken, target)
+    assert write.pack(source, target, OPTIONS, say=quiet) == format.read_index(target)
+    (target / "train-00000.json").write_text("{}")  # killed between index.json and its notes' end
+    write.pack(source, target, OPTIONS, say=quiet)
+    assert contents(target) == contents(unbroken)
+    (target / "train-00003.bin").unlink()
+    with pytest.raises(InputError) as caught:
+        write.pack(source, target, OPTIONS, say=quiet)
+    assert f"damaged (train-00003.bin is missing): remove {target}/index.json and run" in str(caught.value)
+    (target / "index.json").unlink()
+    write.pack(source, target, OPTIONS, say=quiet)
+    assert contents(target) == contents(unbroken)
+
+
+def test_verifying_finds_every_damage(unbroken: Path, tmp_path: Path) -> None:
+    copy = format.read_index(unbroken)
+    assert write.verify(unbroken, copy) == []
+    for name in [path.name for path in unbroken.iterdir() if path.suffix in (".bin", ".index")]:
+        content = (unbroken / name).read_bytes()
+        for bad in (content[:-1], content + b"x", bytes([content[0] ^ 1]) + content[1:]):
+            shutil.copytree(unbroken, tmp_path / "copy")
+            (tmp_path / "copy" / name).write_bytes(bad)
+            [fault] = write.verify(tmp_path / "copy", copy)
+            assert fault.startswith(f"{name} has ")
+            shutil.rmtree(tmp_path / "copy")
+
+
+def test_a_damaged_index_or_another_version_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    shutil.copytree(unbroken, target)
+    for bad in ("", "[]", "{}", '{"format": "packed images", "version": 1, "splits": {"train": {}}}', '{"version": 2}'):
+        (target / "index.json").write_text(bad)
+        with pytest.raises(InputError, match=rf"{target}/index\.json' is (damaged|not 'packed images')"):
+            write.pack(source, target, OPTIONS, say=quiet)
+
+
+def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: Path) -> None:
+    def refused(source: Path, target: Path) -> str:
+        with pytest.raises(InputError) as caught:
+            write.pack(source, target, OPTIONS, say=quiet)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    inside = shutil.copytree(source, tmp_path / "in")
+    for target in (inside, inside / "train", inside / "train" / "packed", inside / "val" / "n01"):
+        assert "holds the images of source=" in refused(inside, target)
+    assert "has other files ('in') and no packed copy" in refused(inside, tmp_path)
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in refused(inside, tmp_path / "file")
+    assert "source=" in refused(tmp_path / "nope", tmp_path / "out")
+    assert "has neither train/ nor val/" in refused(inside / "train", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- room
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with helpers.small_disk(tmp_path / "small", "64k") as folder:
+        yield folder
+
+
+@pytest.fixture
+def large_source(tmp_path: Path) -> Path:
+    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
+    for i in range(30):
+        put(tmp_path, f"in/train/a/{i}.jpg", encoded(noise, quality=90))
+    return tmp_path / "in"
+
+
+def test_too_little_disk_space_is_reported_before_packing(small_disk: Path, large_source: Path) -> None:
+    with pytest.raises(MachineError) as caught:
+        write.pack(large_source, small_disk, PackOptions(size=64, samples_per_shard=2), say=quiet)
+    assert f"data_dir='{small_disk}': cannot be written (No space left on device; 0." in str(caught.value)
+    assert "MB needed, " in str(caught.value)
+    assert "kB free): make room" in str(caught.value)
+    assert list(small_disk.glob("*.bin")) == []
+
+
+def test_a_disk_that_fills_up_is_reported(
+    small_disk: Path, large_source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = shutil.disk_usage
+    options = PackOptions(size=64, samples_per_shard=4, workers=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(total=0))  # as some network disks say
+        with pytest.raises(MachineError) as caught:
+            write.pack(large_source, small_disk, options, say=quiet)
+    assert f"data_dir='{small_disk}': cannot be written (No space left on device" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(small_disk.glob(".*")) == []
+    kept = len(list(small_disk.glob("*.bin")))
+    assert 0 < kept < 8
+    subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
+    write.pack(large_source, small_disk, options, say=quiet)
+    write.pack(large_source, tmp_path / "roomy", options, say=quiet)
+    assert contents(small_disk) == contents(tmp_path / "roomy")
+
+
+def test_the_required_space_is_estimated_without_finished_shards(source: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    index = packed_index(source, tmp_path, OPTIONS, said.append)
+    size = sum(shard["bytes"] for split in index["splits"].values() for shard in split["shards"])
+    assert "22 images, about " in said[0]
+    need = float(said[0].split("about ")[1].split()[0]) * 1000
+    assert need == pytest.approx(size + 22 * RECORD.size, rel=0.2)
+    (tmp_path / "index.json").unlink()
+    write.pack(source, tmp_path, OPTIONS, said.append)
+    assert float(said[1].split("about ")[1].split()[0]) * 1000 < need / 4
+
+
+def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
+    noise = Image.frombytes("RGB", (140, 140), random.Random(0).randbytes(140 * 140 * 3))
+    put(tmp_path, "one.jpg", encoded(noise, quality=95))
+    assert (tmp_path / "one.jpg").stat().st_size > 20_000  # what is kept of each would show
+
+    def peaks(count: int) -> list[int]:
+        """Of the parent and of the largest worker, in KiB."""
+        folder = tmp_path / str(count) / "train" / "a"
+        folder.mkdir(parents=True)
+        for i in range(count):
+            os.link(tmp_path / "one.jpg", folder / f"{i}.jpg")
+        measure = (
+            f"{RUNNER.replace('size=24, samples_per_shard=4', 'size=140, samples_per_shard=100')}\nimport json, resource as r\n"
+            "print(json.dumps([r.getrusage(who).ru_maxrss for who in (r.RUSAGE_SELF, r.RUSAGE_CHILDREN)]))"
+        )
+        command = [sys.executable, "-c", measure, str(tmp_path / str(count)), str(tmp_path / f"{count}-out")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        found: list[int] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    few, many = peaks(300), peaks(3000)
+    assert all(more - less < 3000 for less, more in zip(few, many, strict=True)), (few, many)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
+    source: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("train/n00", "val/n00"):
+        put(tmp_path, f"in/{place}/good.jpg", GOOD)
+        for i in range(6):
+            put(tmp_path, f"in/{place}/bad\n{i}.jpg", b"")
+    keys = ["size=24", "quality=80", "samples_per_shard=5", "max_skipped=6", "workers=1"]
+    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", *keys]
+    assert prepare.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    index = json.loads((tmp_path / "a b/index.json").read_bytes())
+    assert (index["encoding"], index["size"], index["quality"]) == ("jpeg", 24, 80)
+    assert [len(index["splits"][split]["shards"]) for split in ("train", "val")] == [2, 2]  # of 7 images
+    lines = out.splitlines()
+    assert lines[0].startswith("14 images, about ")
+    assert [line for line in lines if line.startswith("skipped ")] == [
+        *(rf"skipped train/n00/bad\n{i}.jpg: is empty" for i in range(6)),
+        *(rf"skipped val/n00/bad\n{i}.jpg: is empty" for i in range(4)),
+    ]
+    assert "12 images skipped; the first 10 are named above; index.json names all" in lines
+    assert lines[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
+    assert prepare.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "imagenet: already there, verified" in out
+    assert out.splitlines()[-1] == lines[-1]
+
+
+def test_a_sample_of_imagenet_is_packed_close_to_its_images(tmp_path: Path) -> None:
+    data = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
+    archive = data / "imagenet-sample.tar"
+    if not archive.is_file():
+        pytest.skip(f"{archive} is not there")
+    (tmp_path / "in/train/a").mkdir(parents=True)
+    subprocess.run(["tar", "xf", str(archive), "-C", str(tmp_path / "in/train/a"), "--wildcards", "n021*"], check=True)
+    files = sorted((tmp_path / "in/train/a").rglob("*.JPEG"))
+    assert files
+    index = packed_index(tmp_path / "in", tmp_path / "out", PackOptions(), say=quiet)
+    assert (index["splits"]["train"]["samples"], index["splits"]["train"]["skipped"]) == (len(files), [])
+    for path, (payload, _, height, width) in zip(files, samples(tmp_path / "out", "train"), strict=True):
+        assert min(height, width) <= 256
+        wanted = Image.open(path).convert("RGB").resize((width, height), Image.LANCZOS).tobytes()
+        found = Image.open(io.BytesIO(payload)).convert("RGB").tobytes()
+        assert sum(abs(a - b) for a, b in zip(wanted[::97], found[::97], strict=True)) / len(wanted[::97]) < 12

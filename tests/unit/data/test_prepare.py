@@ -1,0 +1,631 @@
+import contextlib
+import dataclasses
+import errno
+import functools
+import gzip
+import hashlib
+import json
+import os
+import pty
+import random
+import resource
+import shutil
+import signal
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import prepare
+from recipes.core.data import datasets, download, idx
+from recipes.core.data.datasets import DataFile, DataFileError, Dataset
+from recipes.core.data.packed import format
+from recipes.core.errors import InputError
+from tests.helpers import ROOT
+from tests.unit.data.common import not_root
+from tests.unit.data.serving import (
+    Answer,
+    Handler,
+    Server,
+    content,
+    dropping,
+    endless,
+    half_then_wait,
+    serving,
+    status,
+    whole,
+)
+
+IMAGES, LABELS = "tiny-images-idx3-ubyte", "tiny-labels-idx1-ubyte"
+# random bytes do not pack, so that the middle of the .gz is the middle of the file
+PLAIN = {
+    IMAGES: bytes([0, 0, 8, 3]) + struct.pack(">3I", 400, 28, 28) + random.Random(0).randbytes(400 * 28 * 28),
+    LABELS: bytes([0, 0, 8, 1]) + struct.pack(">I", 400) + random.Random(1).randbytes(400),
+}
+PACKED = {name: gzip.compress(content) for name, content in PLAIN.items()}
+SERVED = {f"{name}.gz": content for name, content in PACKED.items()}
+
+
+def dataset(*mirrors: str) -> Dataset:
+    files = tuple(DataFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in PLAIN.items())
+    return Dataset(name="tiny", recipe="mnist", folder="TINY/raw", files=files, mirrors=mirrors, ending=".gz")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving(SERVED) as one:
+        yield one
+
+
+# ---------------------------------------------------------------- running it
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """run(*mirrors, source=…) prepares the tiny set in tmp_path/data; returns exit status, stdout, stderr."""
+    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
+
+    def go(*mirrors: str, source: str = "", data_dir: Path = tmp_path / "data") -> tuple[int, str, str]:
+        monkeypatch.setitem(
+            prepare.DATASETS, "tiny", functools.partial(prepare.prepare_mnist, dataset=dataset(*mirrors))
+        )
+        code = prepare.main(["tiny", f"data_dir={data_dir}", f"source={source}"])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (code != 0), "a user's error is one line"
+        return code, out, err
+
+    return go
+
+
+RUNNER = """
+import functools, json, sys
+from recipes import prepare
+from recipes.core.data.datasets import DataFile, Dataset
+spec = json.loads(sys.argv[1])
+spec["files"] = tuple(DataFile(**file) for file in spec["files"])
+prepare.DATASETS["tiny"] = functools.partial(prepare.prepare_mnist, dataset=Dataset(**spec))
+sys.exit(prepare.main(sys.argv[2:]))
+"""
+
+
+@contextlib.contextmanager
+def process(data_dir: Path, mirrors: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", RUNNER, json.dumps(dataclasses.asdict(dataset(*mirrors)))]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    with subprocess.Popen([*command, "tiny", f"data_dir={data_dir}"], cwd=ROOT, text=True, **options) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def raw(data_dir: Path) -> Path:
+    return data_dir / "TINY" / "raw"
+
+
+def there(data_dir: Path) -> dict[str, bytes]:
+    """What is in the data's folder beside the lock."""
+    return {path.name: path.read_bytes() for path in raw(data_dir).iterdir() if path.name != prepare.LOCK}
+
+
+def assert_complete(data_dir: Path) -> None:
+    assert there(data_dir) == PLAIN
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_files_are_fetched_once_and_then_verified(run: Run, server: Server, tmp_path: Path) -> None:
+    code, out, _ = run(server.url)
+    assert code == 0
+    assert_complete(tmp_path / "data")
+    assert f"is in {tmp_path}/data/TINY/raw" in out
+    assert f"next: python -m recipes.mnist data_dir={tmp_path}/data" in out
+    code, out, _ = run(server.url)
+    assert code == 0
+    assert out.count("already there, verified") == 2
+    assert server.requests == [f"/data/{IMAGES}.gz", f"/data/{LABELS}.gz"]
+
+
+@pytest.mark.parametrize("below", ["", "TINY/raw", "tiny"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_are_taken_from_a_folder(run: Run, tmp_path: Path, below: str, suffix: str) -> None:
+    folder = tmp_path / "source" / below
+    folder.mkdir(parents=True)
+    for name in PLAIN:
+        (folder / (name + suffix)).write_bytes((PACKED if suffix else PLAIN)[name])
+    assert run(source=str(tmp_path / "source"))[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_an_unpacked_file_with_a_gz_name_is_accepted(run: Run, tmp_path: Path) -> None:
+    for name in PLAIN:
+        (tmp_path / f"{name}.gz").write_bytes(PLAIN[name])
+    assert run(source=str(tmp_path))[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_a_copy_below_data_dir_needs_no_mirror(run: Run, server: Server, tmp_path: Path) -> None:
+    raw(tmp_path / "data").mkdir(parents=True)
+    for name in PLAIN:
+        (raw(tmp_path / "data") / f"{name}.gz").write_bytes(PACKED[name])
+    assert run(server.url)[0] == 0
+    assert (raw(tmp_path / "data") / IMAGES).read_bytes() == PLAIN[IMAGES]
+    assert server.requests == []
+
+
+def test_files_are_created_with_the_umask(run: Run, server: Server, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert run(server.url)[0] == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in raw(tmp_path / "data").iterdir()} == {0o640}
+
+
+def test_source_may_be_a_url(run: Run, server: Server, tmp_path: Path) -> None:
+    assert run("https://no-such.invalid/", source=server.url.rstrip("/"))[0] == 0
+    assert_complete(tmp_path / "data")
+    code, _, err = run(server.url, source="http://127.0.0.1:1/", data_dir=tmp_path / "other")
+    assert (code, "Connection refused" in err) == (3, True)  # no mistake in the keys
+    assert len(server.requests) == 2  # and the mirrors are not asked
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("ftp://127.0.0.1/", "not a plain base URL"),
+        ("file:///etc/", "not a plain base URL"),
+        ("https://127.0.0.1:port/", "not a plain base URL"),
+        ("https://example.org/a b/", "not a plain base URL"),
+        ("https://example.org/ü/", "not a plain base URL"),
+        ("/no/such/folder", "is not a folder"),
+    ],
+)
+def test_an_invalid_source_is_refused(run: Run, tmp_path: Path, source: str, words: str) -> None:
+    code, _, err = run(source=source)
+    assert code == 2
+    assert words in err
+    assert source in err
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("source", ["https://user:hunter2@example.org/", "https://example.org/?token=hunter2"])
+def test_a_secret_in_a_url_is_refused_and_not_repeated(run: Run, source: str) -> None:
+    code, out, err = run(source=source)
+    assert code == 2
+    assert "hunter2" not in out + err
+
+
+def test_a_source_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / f"{IMAGES}.gz").write_bytes(PACKED[IMAGES])
+    code, _, err = run(source=str(tmp_path))
+    assert code == 2
+    assert LABELS in err
+
+
+DAMAGED = {
+    "cut": (PACKED[IMAGES][:-20], "truncated"),
+    "crc": (PACKED[IMAGES][:-8] + b"\0\0\0\0" + PACKED[IMAGES][-4:], "incorrect data check"),
+    "other content": (gzip.compress(PLAIN[IMAGES][:-1] + b"\0"), "invalid content"),
+    "other size": (gzip.compress(PLAIN[IMAGES][:-1]), f"has {len(PLAIN[IMAGES]) - 1} bytes"),
+    "web page": (b"<html>please log in</html>", "has 26 bytes"),
+    "bomb": (gzip.compress(bytes(50_000_000)), "has more than"),
+}
+
+
+@pytest.mark.parametrize(("data", "words"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_source_is_refused(run: Run, tmp_path: Path, data: bytes, words: str) -> None:
+    for name in PLAIN:
+        (tmp_path / f"{name}.gz").write_bytes(data)
+    code, _, err = run(source=str(tmp_path))
+    assert code == 2
+    assert words in err
+    assert str(tmp_path / IMAGES) in err
+    assert there(tmp_path / "data") == {}
+
+
+def test_a_damaged_file_is_replaced_only_by_a_valid_one(run: Run, server: Server, tmp_path: Path) -> None:
+    final = raw(tmp_path / "data") / IMAGES
+    final.parent.mkdir(parents=True)
+    final.write_bytes(PLAIN[IMAGES][:-1] + b"\0")
+    server.answers[f"{IMAGES}.gz"] = status(404)
+    code, out, err = run(server.url)
+    assert code == 3
+    assert f"{final} has invalid content" in out
+    assert f"from {final}" not in out
+    assert "HTTP 404" in err
+    assert len(server.requests) == 1
+    assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
+    server.answers.clear()
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+# ---------------------------------------------------------------- mirrors that misbehave
+
+
+def test_a_dropped_connection_is_retried(run: Run, server: Server, tmp_path: Path) -> None:
+    server.answers[f"{IMAGES}.gz"] = dropping(parts=2)
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_a_file_is_flushed_before_it_is_renamed(
+    run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, ...]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("sync", "part" if path.name.startswith(".") else path.name))
+        assert path.is_dir() or path.stat().st_size == len(PLAIN[IMAGES if IMAGES in path.name else LABELS])
+        sync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        done.append(("rename", target.name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    assert run(server.url)[0] == 0
+    assert done == [
+        step for name in (IMAGES, LABELS) for step in (("sync", "part"), ("rename", name), ("sync", "raw"))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_busy_server_is_retried(run: Run, server: Server, tmp_path: Path, code: int) -> None:
+    def busy_once(handler: Handler) -> None:
+        (whole if len(handler.server.requests) > 1 else status(code))(handler)
+
+    server.answers[f"{IMAGES}.gz"] = busy_once
+    assert run(server.url)[0] == 0
+    assert_complete(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        status(404),
+        content(b"<html>"),
+        content(DAMAGED["other content"][0]),
+        status(302, Location="ftp://[x"),
+    ],
+    ids=["404", "web page", "wrong bytes", "redirect to no URL"],
+)
+def test_the_next_mirror_is_tried_and_then_stays_first(
+    run: Run, server: Server, tmp_path: Path, answer: Answer
+) -> None:
+    with serving(SERVED) as bad:
+        bad.answers = {f"{name}.gz": answer for name in PLAIN}
+        assert run(bad.url, server.url)[0] == 0
+        assert_complete(tmp_path / "data")
+        assert len(bad.requests) == 1
+
+
+def drip(handler: Handler) -> None:
+    handler.head(200, Content_Length=len(handler.body))
+    for byte in handler.body:
+        handler.wfile.write(bytes([byte]))
+        time.sleep(0.02)
+
+
+MISBEHAVING = {
+    "drops each connection": (dropping(parts=50), "bytes missing"),
+    "announces too much": (lambda handler: handler.head(200, Content_Length=10**12), "announces 1000000000000 bytes"),
+    "drips": (drip, "too slow"),
+    "is silent": (lambda handler: time.sleep(1), "timed out"),
+    "endless plain body": (endless(b""), "more than"),
+    "endless file name in the gzip header": (endless(b"\x1f\x8b\x08\x08\0\0\0\0\0\xff"), "more than"),
+    "garbage behind a gzip header": (endless(gzip.compress(b"x")[:10]), "is damaged"),
+}
+
+
+@pytest.mark.parametrize(("answer", "words"), MISBEHAVING.values(), ids=MISBEHAVING.keys())
+def test_a_server_that_misbehaves_is_given_up(
+    run: Run, server: Server, answer: Answer, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(download, "TOTAL_S", 0.3)
+    server.answers[f"{IMAGES}.gz"] = answer
+    begin = time.monotonic()
+    code, _, err = run(server.url)
+    assert time.monotonic() - begin < 5
+    assert code == 3
+    assert words in err
+    assert len(server.requests) <= download.ATTEMPTS
+    assert server.sent < 100 * len(PLAIN[IMAGES])
+
+
+def test_offline_each_mirror_is_named_with_reason_and_fix(run: Run, server: Server) -> None:
+    with Server({}) as closed:
+        port = closed.server_port
+    code, _, err = run(f"http://127.0.0.1:{port}/a/", f"http://127.0.0.1:{port}/b/")
+    assert code == 3
+    for words in (f":{port}/a/{IMAGES}", f":{port}/b/{IMAGES}", "Connection refused", "login node", "source=", "PROXY"):
+        assert words in err
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command.split() + names, check=True, capture_output=True)
+    return key, cert
+
+
+def test_tls_is_verified(
+    run: Run, certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, cert = certificate
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with serving(SERVED, context) as server:
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        code, _, err = run(server.url)
+        assert code == 3
+        assert "certificate not trusted" in err
+        assert "SSL_CERT_FILE" in err
+        assert server.requests == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert run(server.url)[0] == 0
+        assert_complete(tmp_path / "data")
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        other_name = server.url.replace("127.0.0.1", "localhost")
+        assert "certificate not trusted" in run(source=other_name, data_dir=tmp_path / "other")[2]
+
+
+def test_a_proxy_is_used(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "")
+    code, _, err = run("https://no-such.invalid/mnist/")
+    assert code == 3
+    assert "Tunnel connection failed: 501" in err  # this server knows no CONNECT: it was asked
+
+
+# ---------------------------------------------------------------- many at once, killed, interrupted
+
+
+def test_a_second_process_waits_and_uses_the_files_of_the_first(server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as first:
+        assert half_sent.wait(20)
+        with process(tmp_path, [server.url]) as second:
+            assert second.stdout
+            assert "waiting for another process" in second.stdout.readline()
+            go_on.set()
+            assert [child.wait(20) for child in (first, second)] == [0, 0]
+    assert_complete(tmp_path)
+    assert len(server.requests) == 2
+
+
+def test_a_killed_download_is_repeated_and_its_part_removed(run: Run, server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as child:
+        assert half_sent.wait(20)
+        child.kill()
+        child.wait(20)
+    go_on.set()
+    assert [name.startswith(f".{IMAGES}.") for name in there(tmp_path)] == [True]
+    server.answers.clear()
+    assert run(server.url, data_dir=tmp_path)[0] == 0
+    assert_complete(tmp_path)
+
+
+def test_ctrl_c_exits_with_status_130_and_leaves_no_partial_file(server: Server, tmp_path: Path) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+    server.answers[f"{IMAGES}.gz"] = half_then_wait(half_sent, go_on)
+    with process(tmp_path, [server.url]) as child:
+        assert half_sent.wait(20)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=20)
+        assert child.returncode == 130
+        assert err.count("\n") == 1
+    go_on.set()
+    assert there(tmp_path) == {}
+
+
+# ---------------------------------------------------------------- disks
+
+
+def test_too_little_disk_space_is_reported_before_fetching(
+    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = len(PLAIN[IMAGES])  # room for one of the two files
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, free))
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "(No space left on device; 0.3 MB needed, 0.3 MB free): make room" in err
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_is_reported(
+    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run(server.url)
+    assert code == 3
+    assert f"({os.strerror(number)}; 0.3 MB needed, " in err
+    assert "make room" in err
+    assert there(tmp_path / "data") == {}
+
+
+def test_a_file_size_limit_is_reported(server: Server, tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    with process(tmp_path, [server.url], preexec_fn=limit) as child:
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 3
+    assert "File too large" in err
+    assert err.count("\n") == 1
+    assert there(tmp_path) == {}
+
+
+def test_a_data_dir_that_is_a_file_is_refused(run: Run, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    code, _, err = run(server.url)
+    assert code == 3
+    assert "cannot be written (Not a directory)" in err
+
+
+def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: Path) -> None:
+    (reachable / "data").mkdir(mode=0o555)
+    with not_root():
+        code, _, err = run(server.url, data_dir=reachable / "data")
+    assert code == 3
+    assert "cannot be written (Permission denied)" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        ("mnist source={}/locked/in data_dir={}/out", "source"),
+        ("mnist source={}/locked data_dir={}/out", "source"),
+        ("cifar10 source={}/locked/in data_dir={}/out", "source"),
+        ("cifar10 data_dir={}/locked/out", "data_dir"),
+        ("imagenet source={}/locked/in data_dir={}/out", "source"),
+        ("imagenet source={} data_dir={}/locked/out", "data_dir"),
+    ],
+)
+def test_missing_permission_is_reported_with_its_key(
+    argv: str, key: str, reachable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (reachable / "locked").mkdir(mode=0)
+    (reachable / "out").mkdir(mode=0o777)
+    (reachable / "out").chmod(0o777)
+    with not_root():
+        assert prepare.main(argv.replace("{}", str(reachable)).split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {key}: '{reachable}/locked/")
+    assert "cannot be read (Permission denied): make it readable" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("find", [datasets.find_mnist, datasets.find_cifar10, datasets.is_packed, format.read_index])
+def test_missing_permission_to_search_is_one_line(find: Callable[[Path], Any], reachable: Path) -> None:
+    (reachable / "locked").mkdir(mode=0)
+    with not_root(), pytest.raises(InputError, match=r"'/.*/locked/.*' cannot be read \(Permission denied\)"):
+        find(reachable / "locked")
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["mnits"], ["'mnits'", "did you mean 'mnist'?"]),
+        (["mnist", "datadir=x"], ["datadir=x", "did you mean 'data_dir'?"]),
+        (["mnist", "xyz=1"], ["xyz=1", "data_dir, source"]),
+        (["data_dir=x"], ["give one dataset", "none"]),
+        (["mnist", "mnist2"], ["give one dataset", "'mnist2'"]),
+        (["mn\nist"], ["mn\\nist"]),
+        (["imagenet", "data_dir=x"], ["an account at image-net.org", "sort a flat val/ into class folders first"]),
+        (["imagenet", "source=x"], ["data_dir= is missing"]),
+        (["imagenet", "data_dir=x", "source=x"], ["data_dir="]),
+        (["imagenet", "data_dir=x", "source=y", "encoding=webp"], ["encoding"]),
+        (["imagenet", "data_dir=x", "source=y", "quality=101"], ["quality=101: must be at most 100"]),
+        (["imagenet", "data_dir=x", "source=y", "max_skipped=-1"], ["max_skipped=-1: must be at least 0"]),
+        (["imagenet", "data_dir=x", "source=y", "sizes=1"], ["did you mean 'size'?"]),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    argv: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["mnist", "--help"]])
+def test_the_help_names_every_key(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "usage: python -m recipes.prepare DATASET" in out
+    for keys in (prepare.PrepareKeys, prepare.ImagenetKeys, prepare.WeightsKeys):
+        assert all(f"    {field.name}=" in out for field in dataclasses.fields(keys))
+
+
+def test_data_dir_defaults_to_recipes_data(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(prepare.DATASETS, "tiny", functools.partial(prepare.prepare_mnist, dataset=dataset(server.url)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RECIPES_DATA", raising=False)
+    assert prepare.main(["tiny"]) == 0
+    assert_complete(tmp_path / "data")
+    monkeypatch.setenv("RECIPES_DATA", str(tmp_path / "elsewhere"))
+    assert prepare.main(["tiny"]) == 0
+    assert_complete(tmp_path / "elsewhere")
+    assert f"data_dir={tmp_path}/elsewhere" in capsys.readouterr().out
+
+
+def test_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere(server: Server, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with process(tmp_path, [server.url], stderr=theirs) as child:
+        out, _ = child.communicate(timeout=20)
+    os.close(theirs)
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert b"100 %" in shown
+    assert b"\n" not in shown
+    assert "\r" not in out
+    assert "%" not in out
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import recipes.prepare, sys; print({'PIL', 'torch', 'numpy', 'submitit'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_mnist_is_read_as_torchvision_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
+    try:
+        datasets.find_mnist(source)
+    except DataFileError as err:
+        pytest.skip(str(err))
+    assert prepare.main(["mnist", f"data_dir={tmp_path}", f"source={source}"]) == 0
+    found = datasets.find_mnist(tmp_path)
+    shape, pixels = idx.read_idx(found["test_images"])
+    assert shape == (10000, 28, 28)
+    assert idx.read_idx(found["train_images"])[0] == (60000, 28, 28)
+    assert prepare.main(["mnist", f"data_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("already there, verified") == 4
+
+    torch = pytest.importorskip("torch")
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.datasets.MNIST(str(tmp_path), train=False)
+    assert torch.equal(torch.frombuffer(pixels, dtype=torch.uint8).view(shape), theirs.data)
+    labels = idx.read_idx(found["test_labels"])[1]
+    assert list(labels[:5]) == theirs.targets[:5].tolist() == [7, 2, 1, 0, 4]

@@ -1,0 +1,483 @@
+import fcntl
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from recipes import prepare
+from recipes.core.data import cifar10, datasets, download
+from recipes.core.data.datasets import CIFAR10, CIFAR10_CLASSES, DataFile, DataFileError, find_cifar10
+from recipes.core.data.idx import read_idx
+from tests.unit.data.serving import Server, serving
+
+BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+N = 12  # images of a batch here
+
+
+def batch(number: int) -> list[tuple[int, bytes]]:
+    draw = random.Random(number)
+    return [(draw.randrange(10), draw.randbytes(3072)) for _ in range(N)]
+
+
+DATA = {name: batch(number) for number, name in enumerate(BATCHES)}
+TRAIN = [image for name in BATCHES[:5] for image in DATA[name]]
+TEST = DATA["test_batch"]
+
+
+def binary(images: list[tuple[int, bytes]]) -> bytes:
+    return b"".join(bytes([label]) + pixels for label, pixels in images)
+
+
+def pickled(images: list[tuple[int, bytes]]) -> bytes:
+    """As Python 2 and NumPy 1 wrote the batches: protocol 2, its byte strings as such."""
+
+    def text(value: str) -> bytes:
+        return b"U" + bytes([len(value)]) + value.encode()
+
+    pixels = b"".join(pixels for _, pixels in images)
+    labels = b"](" + b"".join(b"K" + bytes([label]) for label, _ in images) + b"e"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85" + text("b") + b"\x87R"
+    kind = (
+        b"cnumpy\ndtype\n"
+        + text("u1")
+        + b"K\0K\x01\x87R(K\x03"
+        + text("|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+    )
+    shape = b"K" + bytes([len(images)]) + b"M\0\x0c\x86"
+    data = array + b"(K\x01" + shape + kind + b"\x89T" + struct.pack("<I", len(pixels)) + pixels + b"tb"
+    name = text("batch_label") + text("training batch 1 of 5")
+    return b"\x80\x02}(" + name + text("labels") + labels + text("data") + data + b"u."
+
+
+def tarred(contents: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+ARCHIVE = tarred({f"cifar-10-batches-bin/{name}.bin": binary(DATA[name]) for name in reversed(BATCHES)})
+
+
+def put(root: Path, contents: dict[str, bytes]) -> Path:
+    for name, content in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CIFAR-10 of few images, whose hashes are known."""
+    know(monkeypatch, ARCHIVE)
+    monkeypatch.setattr(cifar10, "BATCH_IMAGES", N)
+    known = {name: hashlib.md5(pickled(DATA[name])).hexdigest() for name in BATCHES}
+    monkeypatch.setattr(cifar10, "PICKLE_MD5", known)
+    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
+
+
+def know(monkeypatch: pytest.MonkeyPatch, archive: bytes, *mirrors: str) -> None:
+    """Has this archive be the right one."""
+    file = DataFile("cifar-10-binary.tar.gz", len(archive), hashlib.sha256(archive).hexdigest())
+    monkeypatch.setattr(
+        datasets, "CIFAR10", replace(CIFAR10, files=(file,), mirrors=mirrors or ("http://127.0.0.1:9/",))
+    )
+
+
+def run(data_dir: Path, source: object = "") -> int:
+    return prepare.main(["cifar10", f"data_dir={data_dir}", f"source={source}"])
+
+
+def read(data_dir: Path) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+    """Training and test images with their labels, as they are found and read again."""
+    files = find_cifar10(data_dir)
+    splits = []
+    for split in ("train", "test"):
+        shape, pixels = read_idx(files[f"{split}_images"])
+        count, labels = read_idx(files[f"{split}_labels"])
+        assert shape == (*count, 3, 32, 32)
+        images = [bytes(pixels[i * 3072 : (i + 1) * 3072]) for i in range(shape[0])]
+        splits.append(list(zip(bytes(labels), images, strict=True)))
+    return splits[0], splits[1]
+
+
+def assert_complete(data_dir: Path) -> dict[str, Any]:
+    """The small set is there as it should be, with nothing beside it; gives index.json."""
+    assert read(data_dir) == (TRAIN, TEST)
+    folder = data_dir / "cifar10"
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*datasets.CIFAR10_IDX, "index.json", "prepare.lock"])
+    index: dict[str, Any] = json.loads((folder / "index.json").read_bytes())
+    assert index["classes"] == list(CIFAR10_CLASSES)
+    assert index["samples"] == {"train": 5 * N, "test": N}
+    assert index["sha256"] == {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in datasets.CIFAR10_IDX}
+    assert index["skipped"] == []
+    return index
+
+
+# ---------------------------------------------------------------- batches
+
+PICKLES = {f"cifar-10-batches-py/{name}": pickled(images) for name, images in DATA.items()}
+BINARIES = {f"cifar-10-batches-bin/{name}.bin": binary(images) for name, images in DATA.items()}
+SOURCES = {"py": PICKLES, "bin": BINARIES, "tar": {"cifar-10-binary.tar.gz": ARCHIVE}}
+
+
+@pytest.mark.parametrize("contents", SOURCES.values(), ids=SOURCES.keys())
+def test_all_kinds_of_sources_give_the_same_files(
+    contents: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = put(tmp_path / "source", contents)
+    assert run(tmp_path / "data", source) == 0
+    index = assert_complete(tmp_path / "data")
+    assert index["source"].startswith(str(source))
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[-1] == f"next: python -m recipes.cifar data_dir={tmp_path}/data"
+    [given] = {source / Path(name).parts[0] for name in contents}
+    assert run(tmp_path / "again", given) == 0  # the folder or file itself
+    assert_complete(tmp_path / "again")
+    carried = put(tmp_path / "carried", contents)  # already below data_dir: nothing is fetched
+    assert run(carried) == 0
+    assert_complete(carried)
+    assert all((carried / name).is_file() for name in contents)
+
+
+def test_numpy_reads_the_test_pickles() -> None:
+    numpy = pytest.importorskip("numpy")
+    found = pickle.loads(pickled(TEST).replace(b"numpy.core", b"numpy._core"), encoding="bytes")
+    assert found[b"labels"] == [label for label, _ in TEST]
+    assert numpy.array_equal(found[b"data"].reshape(-1), numpy.frombuffer(b"".join(p for _, p in TEST), "u1"))
+
+
+class Evil:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["evil", "other array", "text"])
+def test_a_pickle_that_is_not_the_published_one_is_never_unpickled(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {
+        "evil": pickle.dumps(Evil(tmp_path / "broken-in"), protocol=2),
+        "other array": pickled(TEST[:-1]),
+        "text": b"<html>",
+    }[kind]
+    source = put(tmp_path / "source", {**PICKLES, "cifar-10-batches-py/data_batch_3": content})
+    assert run(tmp_path / "data", source) == 2
+    err = capsys.readouterr().err
+    assert "data_batch_3 has invalid content (MD5" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "broken-in").exists()
+    with pytest.raises(DataFileError):
+        find_cifar10(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (binary(TEST)[:-1], "does not have the 36876 bytes of a batch"),
+        (binary(TEST) + b"\0", "does not have the 36876 bytes of a batch"),
+        (b"\x0a" + binary(TEST)[1:], "has a label 10, CIFAR-10 has ten classes"),
+    ],
+)
+def test_a_damaged_binary_batch_is_reported_and_the_next_source_used(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = put(tmp_path / "source", {**BINARIES, "cifar-10-batches-bin/test_batch.bin": content})
+    assert run(tmp_path / "data", source) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "give another source=" in err
+    assert err.count("\n") == 1
+    shutil.copytree(put(tmp_path / "py", PICKLES), source, dirs_exist_ok=True)
+    assert run(tmp_path / "data", source) == 0  # the next kind that is there
+    assert "trying the next" in capsys.readouterr().out
+    assert_complete(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["cifar-10-batches-bin/data_batch_1.bin", "../outside.bin"])
+def test_an_archive_that_is_not_the_published_one_is_never_opened(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = put(tmp_path / "source", {"cifar-10-binary.tar.gz": tarred({name: binary(TEST)})})
+    assert run(tmp_path / "data", source) == 2
+    assert "cifar-10-binary.tar.gz has " in capsys.readouterr().err
+    assert not any(path.suffix == ".bin" for path in tmp_path.rglob("*"))
+
+
+# ---------------------------------------------------------------- a folder of images
+
+
+def planes(image: Image.Image) -> bytes:
+    return b"".join(band.tobytes() for band in image.convert("RGB").split())
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def picture(seed: int, width: int = 32, height: int = 32) -> Image.Image:
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+def test_a_class_folder_is_decoded_as_pillow_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = {
+        "train/cat/b.png": encoded(picture(1)),
+        "train/cat/a.jpg": encoded(picture(2), "JPEG"),
+        "train/dog/grey.png": encoded(picture(3).convert("L")),
+        "train/dog/cmyk.jpg": encoded(picture(4).convert("CMYK"), "JPEG"),
+        "train/dog/turned.jpg": encoded(picture(5), "JPEG", exif=exif),
+        "test/dog/1.png": encoded(picture(6)),
+    }
+    source = put(tmp_path / "source", files)
+    assert run(tmp_path / "data", source) == 0
+    assert "5 training and 1 test images, 2 classes" in capsys.readouterr().out
+    train, test = read(tmp_path / "data")
+    order = ["cat/a.jpg", "cat/b.png", "dog/cmyk.jpg", "dog/grey.png", "dog/turned.jpg"]
+    assert train == [(int(n[0] == "d"), planes(Image.open(source / "train" / n))) for n in order]
+    assert test == [(1, planes(picture(6)))]
+    index = json.loads((tmp_path / "data/cifar10/index.json").read_bytes())
+    assert (index["classes"], index["skipped"], index["resized"]) == (["cat", "dog"], [], 0)
+    assert index["source"] == str(source)
+
+
+def test_too_many_damaged_images_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"train/a/0.png": encoded(picture(0)), "test/a/0.png": encoded(picture(0))}
+    source = put(tmp_path / "source", {**good, **{f"train/a/{i:02d}.jpg": b"" for i in range(10, 21)}})
+    assert run(tmp_path / "data", source) == 2
+    err = capsys.readouterr().err
+    assert "more than 10 of 12 images of train/ cannot be used (the last: train/a/20.jpg is empty)" in err
+    assert err.count("\n") == 1
+    (source / "train/a/20.jpg").unlink()
+    assert run(tmp_path / "data", source) == 0
+
+
+def test_other_sizes_are_resized_and_damaged_images_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = Image.new("RGB", (96, 64), "red")
+    wide.paste("blue", (16, 0, 80, 64))  # the middle square
+    files = {
+        "train/a/1.png": encoded(wide),
+        "train/a/2.png": encoded(picture(1, 20, 16)),
+        "train/a/3.jpg": encoded(picture(2, 64, 64), "JPEG")[:-100],
+        "train/a/4\n.jpg": b"",
+        "test/a/1.png": encoded(picture(3)),
+    }
+    assert run(tmp_path / "data", put(tmp_path / "source", files)) == 0
+    out = capsys.readouterr().out
+    assert "2 images were resized to 32 x 32 pixels" in out
+    assert "skipped train/a/3.jpg: is damaged (OSError: image file is truncated" in out
+    assert "skipped train/a/4\\n.jpg: is empty\n2 images skipped; index.json names all\n" in out
+    train, _ = read(tmp_path / "data")
+    rows = [train[0][1][start : start + 32] for start in range(0, 3072, 32)]
+    assert all(row[4:28] == (b"\xff" if i >= 64 else b"\0") * 24 for i, row in enumerate(rows)), "not the middle"
+    assert len(train) == 2
+    index = json.loads((tmp_path / "data/cifar10/index.json").read_bytes())
+    assert [skip["file"] for skip in index["skipped"]] == ["train/a/3.jpg", "train/a/4\n.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["x.txt"], "has no copy of CIFAR-10: give a folder that has cifar-10-batches-bin/"),
+        (["train/a/1.png"], "has no copy of CIFAR-10"),
+        (["train/a/1.png", "test/b/1.png"], "class 'b', which the training set lacks"),
+        (["train/a/1.png", "test/1.png"], "has 1 images and no class folders"),
+        ([f"{split}/{i:02d}/1.png" for split in ("train", "test") for i in range(11)], "11 classes in train/"),
+        (["train/a/bad.png", "test/a/1.png"], "no image can be read"),
+    ],
+)
+def test_an_invalid_source_of_cifar10_is_one_line(
+    names: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = put(tmp_path / "source", {name: b"" if "bad" in name else encoded(picture(0)) for name in names})
+    assert run(tmp_path / "data", source) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- there, damaged, fetched
+
+
+def test_a_valid_conversion_is_verified_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = put(tmp_path / "source", BINARIES)
+    assert run(tmp_path / "data", source) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data/cifar10").iterdir()}
+    shutil.rmtree(source)
+    assert run(tmp_path / "data") == 0
+    assert run(tmp_path / "data", source) == 0
+    holds = f"already there, verified: 60 training and 12 test images, 10 classes, from {source}/cifar-10-batches-bin"
+    assert capsys.readouterr().out.count(holds) == 2
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_conversion_from_another_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = {"train/cat/1.png": encoded(picture(1)), "test/cat/1.png": encoded(picture(2))}
+    source = put(tmp_path / "source", images)
+    assert run(tmp_path / "data", source) == 0
+    assert run(tmp_path / "data", source) == 0
+    capsys.readouterr()
+    for other in ("", put(tmp_path / "other", BINARIES), tmp_path / "sour", "https://user:secret@127.0.0.1/"):
+        assert run(tmp_path / "data", other) == 2
+        err = capsys.readouterr().err
+        assert f"was made from {source} (1 training and 1 test images, 1 classes), not from " in err
+        assert f"remove {tmp_path}/data/cifar10" in err
+        assert err.count("\n") == 1
+        assert "secret" not in err
+
+
+@pytest.mark.parametrize("name", [*datasets.CIFAR10_IDX, "index.json"])
+def test_a_damaged_conversion_is_repeated(name: str, tmp_path: Path) -> None:
+    source = put(tmp_path / "source", BINARIES)
+    assert run(tmp_path / "data", source) == 0
+    path = tmp_path / "data/cifar10" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"~")
+    (path.parent / f".{name}.host.1.0123abcd").write_bytes(b"of a dead run")
+    assert run(tmp_path / "data", source) == 0
+    assert_complete(tmp_path / "data")
+
+
+def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    source = put(tmp_path / "source", BINARIES)
+    assert run(tmp_path / "data", source) == 0
+    path = tmp_path / "data/cifar10/test-labels-idx1-ubyte"
+    path.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(cifar10, "_write_idx", end)
+        assert run(tmp_path / "data", source) == 130
+    path.write_bytes(b"half")
+    with pytest.raises(DataFileError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="):
+        find_cifar10(tmp_path / "data")
+
+
+def test_a_missing_conversion_names_all_files_and_the_command(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError) as caught:
+        find_cifar10(tmp_path)
+    message = str(caught.value)
+    assert all(name in message for name in datasets.CIFAR10_IDX)
+    assert f"python -m recipes.prepare cifar10 data_dir={tmp_path}" in message
+    assert "\n" not in message
+
+
+def test_a_damaged_file_is_reported_with_the_command(tmp_path: Path) -> None:
+    put(tmp_path, {"cifar10/train-labels-idx1-ubyte": b"~"})
+    with pytest.raises(DataFileError, match=f"recipes.prepare cifar10 data_dir={tmp_path}$"):
+        read_idx(tmp_path / "cifar10/train-labels-idx1-ubyte")
+
+
+def test_a_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = put(tmp_path / "source", BINARIES)
+    put(tmp_path, {"data/cifar10/prepare.lock": b""})
+    with (tmp_path / "data/cifar10/prepare.lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run(tmp_path / "data", source) == 3
+    assert "prepare.lock' is locked" in capsys.readouterr().err
+
+
+def test_too_little_disk_space_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = put(tmp_path / "source", BINARIES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert run(tmp_path / "data", source) == 3
+    assert "needed, 1.0 kB free" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 6 * N * 3073))
+    assert run(tmp_path / "data", "http://127.0.0.1:9/") == 3
+    assert "needed, " in capsys.readouterr().err
+    assert run(tmp_path / "data", source) == 0  # there is no archive to be fetched
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving({"cifar-10-binary.tar.gz": ARCHIVE}) as one:
+        yield one
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_archive_is_fetched_verified_and_removed(
+    given: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(monkeypatch, ARCHIVE, server.url)
+    assert run(tmp_path, server.url if given else "") == 0
+    assert server.requests == ["/data/cifar-10-binary.tar.gz"]
+    assert assert_complete(tmp_path)["source"] == f"{server.url}cifar-10-binary.tar.gz"
+
+
+def test_the_users_own_archive_is_kept(server: Server, tmp_path: Path) -> None:
+    put(tmp_path, {"cifar10/cifar-10-binary.tar.gz": ARCHIVE})
+    assert run(tmp_path, server.url) == 0
+    assert (tmp_path / "cifar10/cifar-10-binary.tar.gz").read_bytes() == ARCHIVE
+
+
+def test_a_damaged_download_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    know(monkeypatch, ARCHIVE, server.url)
+    server.contents = {"cifar-10-binary.tar.gz": ARCHIVE[:-1] + b"~"}
+    assert run(tmp_path, server.url) == 2
+    assert run(tmp_path) == 3
+    err = capsys.readouterr().err
+    assert err.count("has invalid content (SHA-256") == 2
+    assert err.count("\n") == 2
+    assert [path.name for path in (tmp_path / "cifar10").iterdir()] == ["prepare.lock"]
+
+
+def test_a_damaged_archive_below_data_dir_is_reported_and_another_fetched(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    know(monkeypatch, ARCHIVE, server.url)
+    put(tmp_path, {"cifar-10-binary.tar.gz": b"half"})
+    assert run(tmp_path) == 0
+    assert "cifar-10-binary.tar.gz has 4 bytes instead of" in capsys.readouterr().out
+    assert_complete(tmp_path)
+
+
+def test_hashes_sizes_and_mirrors_are_the_published_ones() -> None:
+    theirs = pytest.importorskip("torchvision.datasets")
+    assert dict(theirs.CIFAR10.train_list + theirs.CIFAR10.test_list) == REAL_MD5
+    (archive,) = CIFAR10.files  # of https://www.cs.toronto.edu/~kriz/cifar.html, the binary version
+    assert (archive.name, archive.size, archive.sha256[:8]) == ("cifar-10-binary.tar.gz", 170052171, "c4a38c50")
+    names = "airplane automobile bird cat deer dog frog horse ship truck"  # of its batches.meta.txt
+    assert names.split() == list(CIFAR10_CLASSES)
+    assert CIFAR10.mirrors == ("https://www.cs.toronto.edu/~kriz/",)
+    sizes = {
+        "train-images": 16 + 60_000 * 784,
+        "train-labels": 8 + 60_000,
+        "t10k-images": 16 + 10_000 * 784,
+        "t10k-labels": 8 + 10_000,
+    }
+    mnist = datasets.MNIST
+    assert {file.name.partition("-idx")[0]: file.size for file in mnist.files} == sizes
+    assert [f"{file.name}.gz" for file in mnist.files] == [name for name, _ in theirs.MNIST.resources]
+    assert mnist.mirrors[0] in theirs.MNIST.mirrors
+    assert all(mirror.startswith("https://") for mirror in (*mnist.mirrors, *CIFAR10.mirrors))
+
+
+REAL_MD5 = dict(cifar10.PICKLE_MD5)

@@ -1,0 +1,296 @@
+"""Bringing a packed copy to a node's own disk: once, whole, by one process at a time, whatever ends it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.data.packed import stage
+from recipes.core.data.packed.stage import to_local_disk
+from recipes.core.errors import InputError, MachineError
+from tests import helpers
+from tests.helpers import ROOT
+
+SHARDS, SHARD_BYTES = 6, 300_000
+STAGE = "import sys; from pathlib import Path; from recipes.core.data.packed.stage import to_local_disk; "
+STAGE += "print(to_local_disk(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None))"
+
+
+def make(folder: Path, shards: int = SHARDS, size: int = SHARD_BYTES) -> Path:
+    """A folder in the form of a packed copy; what is in its files is nothing to staging."""
+    folder.mkdir(parents=True)
+    splits = {}
+    for split, count in (("train", shards), ("val", 1)):
+        files = [(f"{split}-{i:05d}.bin", random.Random(f"{split} {i}").randbytes(size)) for i in range(count)]
+        records = random.Random(split).randbytes(24 * 10)
+        for name, content in [*files, (f"{split}.index", records)]:
+            (folder / name).write_bytes(content)
+        listed = [{"file": n, "bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files]
+        splits[split] = {"samples": 10, "index_sha256": hashlib.sha256(records).hexdigest(), "shards": listed}
+        splits[split] |= {"skipped": [], "converted": {}}
+    index = {"format": "packed images", "version": 1, "encoding": "jpeg", "size": 256, "quality": 90, "classes": ["a"]}
+    (folder / "index.json").write_text(json.dumps({**index, "splits": splits}))
+    return folder
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return make(tmp_path / "packed-256")
+
+
+def ignore(done: int, total: int) -> None:
+    pass
+
+
+def same(folder: Path, staged: Path) -> bool:
+    """Whether ``staged`` has ``folder``'s files and no more, but for the lock."""
+    found = {path.name: path.read_bytes() for path in staged.iterdir() if path.name != stage.LOCK}
+    return found == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_copy_is_complete_private_and_made_once(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    staged = to_local_disk(packed, tmp_path / "node", lambda done, total: told.append((done, total)))
+    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
+    assert staged == tmp_path / "node" / f"packed-256-{digest[:12]}-{os.geteuid()}"
+    assert same(packed, staged)
+    assert staged.stat().st_mode & 0o777 == 0o700
+    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    monkeypatch.setattr(stage, "_copy_all", lambda *arguments: pytest.fail("copied again"))
+    assert to_local_disk(packed, tmp_path / "node", ignore) == staged
+
+
+def test_missing_and_truncated_files_of_a_copy_are_copied_again(packed: Path, tmp_path: Path) -> None:
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
+    (staged / "train-00001.bin").unlink()
+    (staged / "train-00002.bin").write_bytes(b"short")
+    kept = (staged / "train-00003.bin").stat().st_ino
+    told: list[tuple[int, int]] = []
+    assert same(packed, to_local_disk(packed, tmp_path / "node", lambda *now: told.append(now)))
+    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
+    assert (told[0], told[-1]) == ((total - 2 * SHARD_BYTES, total), (total, total))
+    assert (staged / "train-00003.bin").stat().st_ino == kept
+
+
+def test_a_damaged_index_is_copied_again(packed: Path, tmp_path: Path) -> None:
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
+    content = bytearray((staged / "train.index").read_bytes())
+    content[50] ^= 1
+    (staged / "train.index").write_bytes(content)
+    assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
+
+
+def test_an_error_of_the_disk_is_reported(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "statvfs", broken)
+    with pytest.raises(MachineError, match=r"^stage_dir='.*node': cannot be written \(Input/output error\)"):
+        to_local_disk(packed, tmp_path / "node", ignore)
+
+
+def test_staging_that_was_killed_is_continued(tmp_path: Path) -> None:
+    packed = make(tmp_path / "packed", shards=12, size=4_000_000)
+    node = tmp_path / "node"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    chance, parts = random.Random(0), 0
+    names = {path.name: path.stat().st_size for path in packed.iterdir()}
+    slow = STAGE.replace(
+        "print(", "import os; from recipes.core.data.packed import stage; import time; r = stage._reading; "
+        "stage._reading = lambda path: (os.write(1, b'w'), time.sleep(0.05), r(path))[2]; print(",
+    )  # fmt: skip
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", slow, packed, node], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert process.stdout
+        process.stdout.read(1)  # it writes its first file, or has nothing left to write
+        time.sleep(chance.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        for path in node.glob("*/*"):
+            assert path.name.startswith(".") or path.stat().st_size == names[path.name], "a part under its final name"
+            parts += path.name.startswith(".train-")
+    assert parts, "killed too late or too early each time"
+    assert same(packed, to_local_disk(packed, node, ignore))
+
+
+def test_processes_of_a_node_share_one_copy(packed: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    counted = STAGE.replace(
+        "print(", "import os; from recipes.core.data.packed import stage; c = stage._Copying.copy; "
+        "stage._Copying.copy = lambda self, file: (os.write(1, f'copied {file.name}\\n'.encode()), c(self, file)); print(",
+    )  # fmt: skip
+    command = [sys.executable, "-c", counted, packed, tmp_path / "node"]
+    ranks = [subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE) for _ in range(4)]
+    told = [rank.communicate(timeout=30)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4
+    assert len({lines[-1] for lines in told}) == 1
+    copied = sorted(line for lines in told for line in lines if line.startswith("copied"))
+    assert len(copied) == len(set(copied)) == SHARDS + 1 + 2
+    assert same(packed, Path(told[0][-1]))
+
+
+def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None:
+    staged = to_local_disk(packed, tmp_path / "node", ignore)
+    (staged / "index.json").unlink()
+    (staged / "train-00000.bin").unlink()
+    lock = os.open(staged / stage.LOCK, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    told: list[tuple[int, int]] = []
+    waiting = threading.Thread(
+        target=to_local_disk, args=(packed, tmp_path / "node", lambda *now: told.append(now)), daemon=True
+    )
+    waiting.start()
+    helpers.wait_until(lambda: told, 20, "a word on how far it is")
+    total = (SHARDS + 1) * SHARD_BYTES + 2 * 240
+    assert told[0] == (total - SHARD_BYTES, total)
+    os.close(lock)
+    waiting.join(10)
+    assert same(packed, staged)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "long", "gone"])
+def test_a_damaged_source_is_named_and_never_staged(packed: Path, tmp_path: Path, kind: str) -> None:
+    shard = packed / "train-00002.bin"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 4
+    changed = {"flipped": bytes(content), "short": bytes(content[:-5]), "long": bytes(content) + b"x"}
+    shard.unlink() if kind == "gone" else shard.write_bytes(changed[kind])
+    with pytest.raises(
+        InputError, match=r"train-00002\.bin' (is damaged|has (\d+|more) bytes|cannot be read)"
+    ) as caught:
+        to_local_disk(packed, tmp_path / "node", ignore)
+    assert "\n" not in str(caught.value)
+    (staged,) = (tmp_path / "node").iterdir()
+    left = {path.name for path in staged.iterdir()}
+    assert not left & {"train-00002.bin", "index.json"}
+    assert left <= {stage.LOCK, *(path.name for path in packed.iterdir())}
+
+
+def test_a_folder_that_is_no_packed_copy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "files" / "train").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"stage_dir=: needs a packed copy .*no index\.json.*prepare imagenet"):
+        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
+    (tmp_path / "files" / "packing.json").write_text("{}")
+    with pytest.raises(InputError, match=r"packing is not finished"):
+        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
+    assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize("name", ["../../outside.bin", "/etc/passwd", ".hidden", "a b", ""])
+def test_a_file_name_outside_the_folder_is_refused(packed: Path, tmp_path: Path, name: str) -> None:
+    index = json.loads((packed / "index.json").read_text())
+    index["splits"]["train"]["shards"][0]["file"] = name
+    (packed / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"index\.json' is damaged"):
+        to_local_disk(packed, tmp_path / "node", ignore)
+
+
+def target(packed: Path, node: Path) -> Path:
+    digest = hashlib.sha256((packed / "index.json").read_bytes()).hexdigest()
+    return node / f"{packed.name}-{digest[:12]}-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("kind", ["link", "others may write", "file", "link for a lock"])
+def test_a_folder_that_another_user_may_have_created_is_refused(packed: Path, tmp_path: Path, kind: str) -> None:
+    node, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    node.mkdir()
+    elsewhere.mkdir(mode=0o700)
+    planted = target(packed, node)
+    if kind == "link":
+        planted.symlink_to(elsewhere)
+    elif kind == "file":
+        planted.write_text("")
+    else:
+        planted.mkdir(mode=0o700)
+        if kind == "others may write":
+            planted.chmod(0o777)
+        else:
+            (planted / stage.LOCK).symlink_to(elsewhere / "made")
+    with pytest.raises(MachineError, match=r"^stage_dir='.*node': ") as caught:
+        to_local_disk(packed, node, ignore)
+    assert "\n" not in str(caught.value)
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="wants root, to give a folder to another user")
+def test_another_users_folder_is_refused(packed: Path, tmp_path: Path) -> None:
+    planted = target(packed, tmp_path / "node")
+    planted.mkdir(parents=True, mode=0o700)
+    os.chown(planted, 65534, 65534)
+    with pytest.raises(MachineError, match=r"is not a folder that you own"):
+        to_local_disk(packed, tmp_path / "node", ignore)
+
+
+def test_a_planted_link_for_a_file_is_not_written_through(packed: Path, tmp_path: Path) -> None:
+    staged = target(packed, tmp_path / "node")
+    staged.mkdir(parents=True, mode=0o700)
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    for name in ("train-00001.bin", "index.json"):
+        (staged / name).symlink_to(precious)
+    assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
+    assert precious.read_text() == "kept"
+    assert not (staged / "train-00001.bin").is_symlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with helpers.small_disk(tmp_path / "small", "1m") as folder:
+        yield folder
+
+
+def test_too_little_disk_space_is_reported_before_copying(packed: Path, small_disk: Path) -> None:
+    with pytest.raises(MachineError, match=r"^stage_dir='.*2\.1 MB needed, 1\.0 MB free\): make room"):
+        to_local_disk(packed, small_disk, ignore)
+    assert [path.name for path in target(packed, small_disk).iterdir()] == [stage.LOCK]
+
+
+def test_a_disk_that_fills_up_is_reported_and_complete_files_are_kept(
+    packed: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "COPIERS", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "free_bytes", lambda folder: None)
+        with pytest.raises(MachineError, match=r"\d\.\d MB needed\): make room"):
+            to_local_disk(packed, small_disk, ignore)
+    left = {path.name: path.stat().st_size for path in target(packed, small_disk).iterdir()}
+    assert set(left) <= {stage.LOCK, *(path.name for path in packed.iterdir())}
+    assert sum(size == SHARD_BYTES for size in left.values()) == 3
+    # Only what is missing is asked for: 3 of 7 are there.
+    with pytest.raises(MachineError, match=r"1\.2 MB needed"):
+        to_local_disk(packed, small_disk, ignore)
+
+
+def test_an_unwritable_stage_dir_is_reported(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"^stage_dir='.*file': cannot be written \("):
+        to_local_disk(packed, tmp_path / "file", ignore)
+
+
+def test_a_file_system_without_locks_is_refused(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(lock: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(MachineError, match=r"has no locks: give a folder of a node's own disk"):
+        to_local_disk(packed, tmp_path / "node", ignore)

@@ -1,0 +1,204 @@
+"""The doctor's commands on one machine: the examination, env files, proposed lines, and invalid arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from recipes.core.config import envfile
+from recipes.doctor import check_env_files
+from tests import helpers
+
+
+def doctor(*words: str, **environ: str) -> helpers.Ended:
+    return helpers.run([sys.executable, "-m", "recipes.doctor", *words], environ=helpers.clean_environment(**environ))
+
+
+def test_alone_on_a_machine(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    ended = doctor("device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}")
+    assert time.monotonic() - begin < 60
+    assert ended.status == 0, ended.out
+    assert ended.lines[-1] == "healthy: 1 node"
+    assert helpers.read(tmp_path, "doctor")["healthy"] is True
+
+
+def test_as_json(tmp_path: Path) -> None:
+    ended = doctor("--json", "device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
+    assert ended.status == 3, ended.out
+    found = json.loads(ended.out)
+    assert found["healthy"] is False
+    assert [entry["what"] for entry in found["entries"] if entry["bad"]] == [
+        f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
+    ]
+    assert found["exclude"] == []  # it may have been typed wrongly
+
+
+@pytest.mark.long
+def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.doctor"]
+    ended = helpers.run([*argv, "device=cpu", f"run_dir={tmp_path}"])
+    assert ended.status == 0, ended.out
+    assert "all_reduce busbw" in ended.out
+    assert ended.lines[-1] == "healthy: 1 node"
+    assert list((tmp_path / "reports").iterdir()) == []  # nothing for the next one to take for its own
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_examination_after_a_killed_one_is_correct(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}"]
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(helpers.free_port()),
+    }
+    environ = [helpers.clean_environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+    def start() -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(command, cwd=helpers.ROOT, env=one, stdout=subprocess.PIPE, text=True) for one in environ
+        ]
+
+    ended = start()
+    while not list(tmp_path.glob("reports/*/go.json")):
+        assert all(process.poll() is None for process in ended)
+        time.sleep(0.02)
+    for process in ended:
+        process.send_signal(number)
+    for process in ended:
+        process.communicate(timeout=10)
+    began = time.monotonic()
+    said = [process.communicate(timeout=100)[0] for process in start()]
+    assert time.monotonic() - began < 60
+    assert said[0].splitlines()[-1] == "healthy: 1 node", said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/started && mv {tmp_path}/started {tmp_path}/pid\nexec sleep 60\n"
+    )
+    asked.chmod(0o755)
+    environ = helpers.clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = [sys.executable, "-m", "recipes.doctor", f"run_dir={tmp_path}/run"]
+    usual = partial(signal.signal, number, signal.SIG_DFL)  # whoever started the tests may ignore it
+    with subprocess.Popen(command, cwd=helpers.ROOT, env=environ, preexec_fn=usual) as process:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(5) == 128 + number
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")  # empty of one that has ended
+    end = time.monotonic() + 5
+    while state.exists() and state.read_bytes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not state.exists() or not state.read_bytes()
+
+
+def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "my.env", tmp_path / "other.env"
+    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0\n")
+    other.write_text("NCCL_ALGO=Rings\n")
+    assert check_env_files([str(file)]) == 0  # nothing that cannot work
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_IB_HCA"], [str(file), "NCCL_SOCKET_IFNAM"]]
+    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[1]
+    assert check_env_files([str(other), str(file)]) == 2
+    assert f"{other}: NCCL_ALGO: Rings must be one of" in capsys.readouterr().out
+    ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
+    assert ended.status == 0, ended.out
+    assert len(ended.lines) == 8
+    assert all(line.endswith("no problems") for line in ended.lines)
+
+
+def test_all_given_env_files_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "bad.env").write_text("A=$(x\n")
+    good = str(helpers.ROOT / "env/infiniband.env")
+    ended = doctor("env", str(tmp_path / "bad.env"), good)
+    assert ended.status == 2
+    assert len(ended.lines) == 2
+    assert f"{tmp_path}/bad.env:1: A has '$' outside quotes" in ended.out
+    assert f"{good}: no problems" in ended.lines
+
+
+def test_a_closed_pipe_prints_no_traceback() -> None:
+    command = f"{sys.executable} -m recipes.doctor env {'env/infiniband.env ' * 2000} | head -1"
+    ended = helpers.run(["sh", "-c", command], environ=helpers.clean_environment())
+    assert ended.lines == ["env/infiniband.env: no problems"]
+
+
+def test_doctor_network_proposes_lines_for_an_env_file() -> None:
+    ended = doctor("network")
+    assert ended.status == 0, ended.out
+    envfile.parse(ended.out, "stdout")
+    assert ended.out.startswith("# ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["launch.py --help", "launch.py recipe=mnist launcher=print", "-m recipes.mnist --help", "-m recipes.doctor --help",
+     "-m recipes.prepare --help", "-m recipes.report --help"],
+)  # fmt: skip
+def test_a_reader_that_has_exited_is_no_error(command: str) -> None:
+    """As with | head, where head has ended before the text comes."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=helpers.ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_doctor_explain_explains_a_failed_run(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text(
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    ended = doctor("explain", str(tmp_path))
+    assert ended.status == 0, ended.out
+    assert "rank 1" in ended.lines[0]
+    assert "smaller" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("explain",), "doctor: explain: a path is missing"),
+        (("explain", "/none/such"), "doctor: /none/such: No such file or directory"),
+        (("env",), "doctor: env: a path is missing"),
+        (("env", "/none/such.env"), "/none/such.env: no such file"),
+        (("look",), "doctor: 'look' is not key=value"),
+        (("second=3",), "did you mean 'seconds'?"),
+        (("seconds=1",), "seconds=1.0: must be at least 20"),
+        (("network", "nodes=3"), "nodes=3: is a job key"),
+        (("run_dir=/proc/none",), "give another run_dir="),
+    ],
+)  # fmt: skip
+def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...], expected: str) -> None:
+    ended = doctor(*words)
+    assert ended.status in (2, 3)
+    assert len(ended.lines) == 1, ended.out
+    assert expected in ended.out
+
+
+def test_contradicting_rank_variables_are_reported_in_one_line() -> None:
+    ended = doctor(RANK="5", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert ended.status == 2
+    assert len(ended.lines) == 1
+    assert ended.out.startswith("doctor: RANK=5")

@@ -1,0 +1,117 @@
+"""Stand-ins for a repository and for the commands of Slurm, and the scripts that the tests of this folder share."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.slurm.slurm import _make_sbatch_string
+
+from recipes.core.launch import jobs, scripts
+from recipes.core.launch.jobs import Job
+from recipes.core.run import command_line
+from tests.helpers import ROOT
+
+SHARED = ROOT / "sbatch/job.sh"
+
+
+READY = sorted(set((ROOT / "sbatch").glob("*.sh")) - {SHARED})
+
+
+HOSTILE_ROOT = Path('/srv/it\'s a "repo"; $(touch canary) `touch canary` $HOME & <x> #y')
+
+
+HOSTILE = (
+    "data_dir=/$(touch canary)", "data_dir=/`touch canary`", "data_dir=/a b", "data_dir=/it's", 'data_dir=/"x"', "data_dir=/;touch canary",
+    "data_dir=/a&b|c>d<e", "data_dir=/*?[a]{b,c}", "data_dir=/~", "data_dir=/\\\\n", "data_dir=/é ü 中", "data_dir=/!!", "data_dir=/#x",
+)  # fmt: skip
+
+
+def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
+    return jobs.describe(command_line.parse(["recipe=mnist", *words], environ={}), root, base)
+
+
+def directives(text: str) -> dict[str, str]:
+    """The options in the #SBATCH lines of a script, with their values as sbatch reads them."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "))
+            name, _, value = word.partition("=")
+            assert name not in found
+            found[name] = value
+    assert found
+    return found
+
+
+def submitit_text(job: Job) -> str:
+    parameters: dict[str, Any] = scripts.submitit_parameters(job, "/py thon")
+    return str(_make_sbatch_string(command="x", folder="/f", map_count=len(job.elements) or None, **parameters))
+
+
+class Bench:
+    """A copy of the repository in which scripts run as in a job, with stubs of srun and Python."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.folder, self.root = folder, root
+        shutil.copytree(ROOT / "recipes", root / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "env", root / "env")
+        shutil.copytree(ROOT / "sbatch", root / "sbatch")
+        self.stub("srun", 'printf "%s\\0" "$@" > "$NOTES/srun"; echo "${RECIPES_CLUSTER-none}" > "$NOTES/cluster"; pwd > "$NOTES/pwd"; trap : USR1; for s in ${SIGNALS:-}; do kill -$s $PPID; sleep 0.2; done; exit "${STEP_ENDS:-0}"')  # fmt: skip
+        self.stub("python", f'exec {shlex.quote(sys.executable)} "$@"')
+
+    def stub(self, name: str, body: str) -> None:
+        path = self.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+
+    def run(self, script: Path | str, *words: str, cwd: str = "", **environ: str) -> tuple[int, str]:
+        """Runs a script as in a job. Returns its exit status and its stderr."""
+        variables = {
+            "PATH": f"{self.folder}/bin:/usr/bin:/bin", "NOTES": str(self.folder), "VIRTUAL_ENV": str(self.folder), "LC_ALL": "C.UTF-8",
+            "SLURM_JOB_ID": "7", "HOME": str(self.folder), **environ,
+        }  # fmt: skip
+        ran = subprocess.run(
+            ["bash", script, *words], cwd=cwd or self.root, env=variables, capture_output=True, text=True, timeout=60, check=False
+        )  # fmt: skip
+        return ran.returncode, ran.stderr
+
+    @property
+    def srun(self) -> list[str] | None:
+        """The arguments of srun; None if it was not called."""
+        path = self.folder / "srun"
+        return path.read_bytes().decode().split("\0")[:-1] if path.exists() else None
+
+    @property
+    def files(self) -> set[str]:
+        return set(os.listdir(self.folder)) | set(os.listdir(self.root))
+
+
+MODULE = {"BASH_FUNC_module%%": '() { echo "$*" >> "$NOTES/modules"; return "${MODULE_ENDS:-0}"; }'}
+
+
+class Stubs:
+    """Stubs for commands, found before the real ones. Each stub records its arguments in ``folder``."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        (folder / "stubs").mkdir()
+        monkeypatch.setenv("NOTES", str(folder))
+        monkeypatch.setenv("PATH", f"{folder}/stubs:/usr/bin:/bin")
+
+    def add(self, name: str, body: str) -> None:
+        """Makes or replaces the command ``name``. body: what it does, in bash."""
+        path = self.folder / "stubs" / name
+        record = f'printf "%s\\0" "$@" >> "$NOTES/{name}.calls"; echo >> "$NOTES/{name}.calls"'
+        path.write_text(f"#!/bin/bash\n{record}\n{body}\n")
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[list[str]]:
+        """The arguments of each call of the command ``name``."""
+        path = self.folder / f"{name}.calls"
+        return [line.split("\0")[:-1] for line in path.read_text().splitlines()] if path.exists() else []

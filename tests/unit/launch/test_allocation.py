@@ -1,0 +1,105 @@
+"""Variables that an outer allocation left, and requests for all GPUs of a job."""
+
+import pytest
+
+from recipes.core.launch import allocation, scripts
+from tests.unit.launch.stand_ins import describe
+
+
+def assignments(text: str) -> dict[str, str]:
+    """The variables or fields in words such as ``NAME=value``."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+# Variables of another job in which job 7 was submitted, recorded with Slurm 22.05.
+@pytest.mark.parametrize(
+    ("fields", "environ", "unset"),
+    [
+        ("Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", "SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID"),
+        ("ArrayJobId=5 ArrayTaskId=4 Restarts=0", "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=4", ""),
+        ("Restarts=0", "SLURM_RESTART_COUNT=1", "SLURM_RESTART_COUNT"),
+        ("Restarts=1", "SLURM_RESTART_COUNT=1", ""),
+        ("", "SLURM_ARRAY_JOB_ID=5 SLURM_RESTART_COUNT=1", ""),  # the controller does not answer
+        (
+            "Restarts=0",
+            "SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=5 SLURM_NTASKS_HET_GROUP_1=1",
+            "SLURM_HET_SIZE SLURM_JOB_ID_HET_GROUP_0 SLURM_NTASKS_HET_GROUP_1",
+        ),
+    ],
+)
+def test_variables_of_the_outer_job_are_unset(fields: str, environ: str, unset: str) -> None:
+    found = allocation.left_over({"SLURM_JOB_ID": "7", **assignments(environ)}, assignments(fields))
+    assert sorted(found) == sorted(unset.split())
+
+
+# Recorded in batch scripts: the fields of a job, its variables, and the variables that must not reach srun.
+GPU_REQUESTS = {
+    "22.05 --gpus-per-task": ("TresPerTask=gres:gpu:1", "SLURM_GPUS_PER_TASK=1", "SLURM_GPUS_PER_TASK"),
+    "22.05 --gpu-bind": ("TresBind=gpu:single:1 TresPerNode=gres:gpu:2", "SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_NODE=2", ""),
+    "22.05 --gpus": ("TresPerJob=gres:gpu:4", "SLURM_GPUS=4", ""),
+    "22.05 --ntasks-per-gpu": ("NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1", ""),
+    "24.11 --gpus-per-node": ("TresPerNode=gres/gpu:2 TresPerTask=cpu=2", "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
+    "24.11 --gpus-per-node=a100:2": ("TresPerNode=gres/gpu:a100:2", "SLURM_GPUS_PER_NODE=a100:2", ""),
+    "24.11 --gpus-per-task": (
+        "TresBind=gres/gpu:per_task:1 TresPerTask=cpu=2,gres/gpu=1", "SLURM_TRES_BIND=gres/gpu:per_task:1 SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1",
+        "SLURM_TRES_BIND SLURM_TRES_PER_TASK",
+    ),
+    "24.11 --gpu-bind": (
+        "TresBind=gres/gpu:single:1 TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
+        "SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK",
+    ),
+    "24.11 --ntasks-per-gpu": ("TresPerTask=cpu=2 NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
+    "24.11 left over, each by itself": (
+        "TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
+        "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2 SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_TASK=9 "
+        "SLURM_NTASKS_PER_GPU=1 SLURM_GPUS=9 SLURM_GPUS_PER_SOCKET=9",
+        "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_GPUS SLURM_GPUS_PER_SOCKET",
+    ),
+    "24.11 another bind is left over": ("TresBind=gres/gpu:closest", "SLURM_TRES_BIND=gres/gpu:closest SLURM_GPU_BIND=single:1", "SLURM_GPU_BIND"),
+    "24.11 --gres=gpu:4, and another count is left over": ("TresPerNode=gres/gpu:4", "SLURM_GPUS_PER_NODE=2", "SLURM_GPUS_PER_NODE"),
+    "not known": ("", "SLURM_GPUS_PER_NODE=2 SLURM_GPU_BIND=none", "SLURM_GPUS_PER_NODE SLURM_GPU_BIND"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GPU_REQUESTS)
+def test_gpu_requests_that_differ_from_the_jobs_are_unset(case: str) -> None:
+    fields, environ, unset = GPU_REQUESTS[case]
+    found = allocation.foreign_gpu_requests(assignments(environ), assignments(fields))
+    assert set(found) == set(unset.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
+        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=2", "2"),
+        ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
+        ("", ""),
+    ],
+)
+def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
+    assert allocation.all_gpus(assignments(fields)) == expected
+
+
+def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
+    kept = {
+        "SLURM_CONF": "/etc/x", "SBATCH_CONSTRAINT": "a100", "SBATCH_MEM_PER_NODE": "0", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r",
+        "SLURM_CLUSTERS": "x", "SBATCH_CLUSTERS": "x", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1", "PMIX_MCA_gds": "hash",
+        "PATH": "/bin", "MY_SLURM_X": "1", "MASTER_PORT": "29400", "RECIPES_DATA": "/d", "RECIPES_CLUSTER": "c", "MY_RANK": "1", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+    scrubbed = {
+        "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "1", "SBATCH_EXCLUSIVE": "1",
+        "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "PMI_RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_RANK": "0",
+        "NODE_RANK": "1",
+        **{f"RECIPES_{name}": "1" for name in ("BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LEFT_OUT", "LISTEN_FD", "RESUBMITS", "SCRIPT")},
+    }  # fmt: skip
+    assert allocation.clean_environment({**kept, **scrubbed}) == kept
+
+
+def test_an_option_of_the_job_removes_its_variable() -> None:
+    environ = {"SBATCH_PARTITION": "p", "SBATCH_ACCOUNT": "a", "SBATCH_MEM_PER_NODE": "1G"}
+    job = describe("partition=q", "extra=--mem=0")
+    assert allocation.clean_environment(environ, scripts.directives(job)) == {"SBATCH_ACCOUNT": "a"}

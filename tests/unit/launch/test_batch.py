@@ -1,0 +1,241 @@
+"""The steps of the batch script: what begin writes for the shell, and how finish ends or requeues a job."""
+
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from recipes.core import errors, files
+from recipes.core.launch import batch
+from recipes.core.run import rundir, source
+from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import Stubs
+
+RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
+
+
+@pytest.fixture
+def preempted(tmp_path: Path) -> Path:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    rundir.write_status(run_dir, "preempted", attempt=rundir.open_attempt(run_dir, ["a"], "7.0"), step=12)
+    return run_dir
+
+
+def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
+    """batch.finish in job 7, as the launch that has left the files in ``run_dir``."""
+    environ = {"SLURM_JOB_ID": "7", **environ}
+    if attempt := files.read_json(run_dir / "attempt.json"):
+        files.write_json(run_dir / "attempt.json", {**attempt, "launch": rundir.launch_id(environ)})
+    return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
+
+
+def stub_scontrol(stubs: Stubs, state: str = RUNNING, requeue: str = "true") -> None:
+    stubs.add("scontrol", f"if [ $1 = show ]; then echo {shlex.quote(state)}; else {requeue}; fi")
+
+
+def begin(folder: Path, *words: str, **environ: str) -> list[str]:
+    """The lines that batch.begin writes for the shell of job 7."""
+    with open(folder / "lines", "w") as lines:
+        own = {"SLURM_JOB_ID": "7", "RECIPES_LINES": str(lines.fileno()), "RECIPES_SNAPSHOT": "false"}
+        assert batch.begin("mnist", [f"run_dir={folder}/run", *words], {**own, **environ}) == 0
+    return (folder / "lines").read_text().splitlines()
+
+
+def test_variables_of_an_outer_allocation_are_unset(tmp_path: Path, stubs: Stubs) -> None:
+    """Variables with the job's own values remain."""
+    stubs.add("scontrol", "echo JobId=7 Restarts=0 TresPerNode=gres:gpu:2 TresBind=gpu:none")
+    outer = {"SLURM_RESTART_COUNT": "1", "SLURM_GPUS": "9", "SLURM_GPUS_PER_TASK": "9"}
+    lines = begin(tmp_path, **outer, SLURM_GPUS_PER_NODE="2", SLURM_GPU_BIND="none")
+    assert {line for line in lines if line.startswith("unset SLURM_")} == {f"unset {name}" for name in outer}
+
+
+@pytest.mark.parametrize(("limit", "words", "expected"), [("2:00", (), True), ("8:00", (), False), ("2:00", ("stop_before_s=0",), False)])  # fmt: skip
+def test_a_job_of_a_few_minutes_stops_by_the_clock(
+    tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], expected: bool
+) -> None:
+    """The signal of its script, 120 s before the time limit, would stop the job at its start."""
+    stubs.add("squeue", f"echo {limit}")
+    lines = begin(tmp_path, *words)
+    assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
+    assert any(line.startswith("export SLURM_JOB_END_TIME=") for line in lines) == expected
+
+
+def test_a_doctor_in_a_run_directory_has_its_own_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, environ = tmp_path / "run", {"SLURM_JOB_ID": "7"}
+    (run_dir / "doctor").mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    rundir.write_status(run_dir, "failed", attempt=rundir.open_attempt(run_dir, ["a"], "3.0"), step=1)
+    attempt = rundir.open_attempt(run_dir / "doctor", ["a"], "7.0")
+    rundir.write_status(run_dir / "doctor", "done", attempt=attempt, step=0)
+    assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
+    assert capsys.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
+    assert batch.finish("mnist", 1, [f"run_dir={run_dir}"], environ) == 1
+
+
+def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+    stub_scontrol(stubs)
+    assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
+    assert stubs.calls("scontrol") == [["show", "job", "7"], ["requeue", "7"]]
+    output = capsys.readouterr().out
+    assert "saved at step 12" in output
+    assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
+    assert (rundir.read_status(preempted) or {})["next"] == "requeued"
+
+
+def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
+    stub_scontrol(stubs, f"{RUNNING} Restarts=4")
+    finish(preempted, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT="4")
+    assert stubs.calls("scontrol") == [["show", "job", "5_3"], ["requeue", "5_3"]]
+    assert "restart 5 of at most 20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "words", "next_word"),
+    [
+        ("JobState=COMPLETING Restarts=0", "the job was cancelled: to resume", "cancelled"),
+        ("JobState=CANCELLED Restarts=0", "the job was cancelled: to resume", "cancelled"),
+        ("JobState=COMPLETING Restarts=1", "requeued by Slurm;", "requeued"),
+        ("JobState=PENDING Restarts=1", "requeued by Slurm;", "requeued"),
+        ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
+         "requeued, but job 7 is held (JobHeldUser): scontrol release 7 starts it", "held"),
+        ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:29",
+         "not requeued by Slurm: to resume", "not-requeued"),
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:09",
+         "the job was cancelled: to resume", "cancelled"),
+        ("JobState=PREEMPTED Restarts=0", "not requeued by Slurm: to resume", "not-requeued"),
+    ],
+)  # fmt: skip
+def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
+    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], state: str, words: str,
+    next_word: str,
+) -> None:  # fmt: skip
+    stub_scontrol(stubs, f"JobId=7 JobName=x\n{state}")
+    assert finish(preempted) == errors.EXIT_REQUEUE
+    assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
+    assert f"saved at step 12; {words}" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == next_word
+
+
+def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
+    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub_scontrol(stubs, RUNNING + "\nPriority=0")
+    finish(preempted)
+    assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
+    assert "requeued (restart 1 of at most 20), but held: scontrol release 7 starts it;" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "held"
+
+
+@pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), ""), (("max_requeues=3",), "3")])
+def test_max_requeues_limits_the_requeues(
+    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
+) -> None:  # fmt: skip
+    stub_scontrol(stubs, f"{RUNNING} Restarts={restarts or 0}")
+    assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
+    assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
+    assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "max-requeues"
+
+
+def test_a_job_below_max_requeues_is_requeued(preempted: Path, stubs: Stubs) -> None:
+    stub_scontrol(stubs, f"{RUNNING} Restarts=2")
+    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
+    assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
+
+
+def test_a_job_without_progress_is_not_requeued(
+    preempted: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub_scontrol(stubs, f"{RUNNING} Restarts=1")
+    monkeypatch.setattr(rundir, "gained_nothing", lambda run_dir, launch: True)
+    assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
+    assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
+    assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "no-progress"
+    stub_scontrol(stubs)
+    finish(preempted)  # the first start may be stopped before its first step
+    assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
+
+
+def test_finish_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "go_home", lambda root: None)
+    monkeypatch.setattr(batch, "finish", lambda *given: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert batch.main(["finish", "mnist", "0"]) is True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_missing_scontrol_is_reported(
+    tmp_path: Path, preempted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert finish(preempted) == errors.EXIT_REQUEUE
+    assert "not requeued (scontrol is not on the PATH" in capsys.readouterr().out
+    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
+
+
+def test_a_failed_requeue_is_reported_in_one_line(
+    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub_scontrol(stubs, requeue="printf 'slurm_update error:\\nAccess denied\\n' >&2; exit 1")
+    assert finish(preempted) == errors.EXIT_REQUEUE
+    output = capsys.readouterr().out
+    assert "not requeued (slurm_update error: Access denied): to resume, start it again" in output
+    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
+    assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "srun_status", "expected"),
+    [("done", 0, 0), ("done", 143, 0), ("failed", 143, 143), ("running", 137, 137), ("running", 0, 1)],
+)
+def test_finish_returns_the_runs_exit_status(
+    tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int
+) -> None:
+    stub_scontrol(stubs)
+    rundir.write_status(tmp_path, state, attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=1)
+    assert finish(tmp_path, srun_status=srun_status) == expected
+    assert stubs.calls("scontrol") == []
+    status = rundir.read_status(tmp_path)
+    assert status
+    assert status["state"] != "running"
+
+
+def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (preempted / "status.json").read_bytes()
+    rundir.refuse(preempted, "7.1", 2, "host: no data in /d")
+    assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
+    assert capsys.readouterr().err == "mnist: host: no data in /d\n"
+    assert (preempted / "status.json").read_bytes() == before
+
+
+def test_a_config_file_that_became_invalid_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys.yaml").write_text("epoch: 3\n")
+    assert finish(tmp_path, f"config={tmp_path}/keys.yaml", srun_status=75) == 75
+    assert finish(tmp_path, f"config={tmp_path}/gone.yaml") == errors.EXIT_CONFIG
+    first, second = capsys.readouterr().err.splitlines()
+    assert "epoch=3" in first
+    assert "is not requeued" in second
+
+
+def test_finish_of_a_run_that_never_began_returns_sruns_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finish(tmp_path, srun_status=2) == 2
+    assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
+    assert finish(tmp_path) == errors.EXIT_CRASH
+    assert "before the run began" in capsys.readouterr().err
+    assert finish(tmp_path, srun_status=2, SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="7") == 2
+    logs = f"{ROOT}/runs/submitit/7_*_log.out"
+    line = f"mnist: ended with status 2 before the run began; the lines above, or in {logs}, say why\n"
+    assert capsys.readouterr().err == line

@@ -1,0 +1,144 @@
+"""The commands of launch.py, from the command line to the exit status, with stubs for Slurm."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from recipes.core import errors
+from recipes.core.errors import MachineError
+from recipes.core.launch import checks, cli, local, snapshot
+from recipes.core.run import command_line
+from tests.unit.launch.stand_ins import Stubs, directives
+
+
+def test_a_submission_takes_a_snapshot_and_prints_its_paths(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/toy.py").write_text("as submitted")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
+    stubs.add("sbatch", f"{asked}\ncp $1 $NOTES/job.sh; echo Submitted batch job 7")
+    stubs.add("scontrol", "echo JobId=7 JobState=FAILED ExitCode=3:0")
+    monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
+    words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
+    assert launch.main(words) == 0
+    assert "SLURM_NTASKS" not in (tmp_path / "env").read_text()
+    assert (tmp_path / "runs/mnist/7/job.yaml").stat().st_mode & 0o777 == 0o640
+    output = capsys.readouterr().out.splitlines()
+    log = f"{tmp_path}/runs/submitit/7_0_log.out"
+    assert output == ["job 7: to start soon", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
+    [copy] = (tmp_path / "runs/code").iterdir()
+    assert (copy / "recipes/toy.py").read_text() == "as submitted"
+    submitted = (tmp_path / "job.sh").read_text()
+    assert f"cd {copy} || exit" in submitted.splitlines()
+    wanted, found = directives((tmp_path / "asked").read_text()), directives(submitted)
+    assert {**wanted, "--output": ""} == {**found, "--output": ""}
+    command = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["command"]
+    assert command == [*(sys.executable, "-u", "-m", "recipes.mnist"), f"data_dir={tmp_path}/here/d", *words[2:]]
+    assert launch.main([*words, "wait=true", "snapshot=false"]) == 3
+    assert str(copy) not in (tmp_path / "job.sh").read_text()
+    assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
+    output = capsys.readouterr().out.splitlines()
+    assert {"7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "status"),
+    [
+        ("", None, 0), ("size", MachineError("x"), 3), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
+        ("disk_space", MachineError("x"), 3), ("_ask_slurm", MachineError("x"), 3),
+    ],
+)  # fmt: skip
+def test_check_returns_the_status_of_the_failed_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str, error: Exception, status: int
+) -> None:
+    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
+
+        def answer(*given: Any, name: str = name) -> str:
+            if name == failing:
+                raise error
+            return "fine"
+
+        monkeypatch.setattr(owner, name, answer)
+    assert launch.main(["check", "recipe=mnist", "nodes=2", "gpus_per_node=8"]) == status
+    output = capsys.readouterr()
+    assert output.out.startswith("keys:   ok: mnist, 16 ranks\n")
+    assert output.out.endswith("nothing was submitted\n")
+    assert output.err.count("failed: x") == bool(failing)
+
+
+def test_check_of_a_sweep_checks_its_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[Path] = []
+    monkeypatch.setattr(checks, "start", lambda settings, run_dir, *_: checked.append(run_dir))
+    monkeypatch.setattr(checks, "disk_space", lambda run_dir, *_: checked.append(run_dir))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["recipe=mnist", "sweep.lr=0.5,0.1", f"run_dir={tmp_path}/s"]
+    assert launch.main(["check", "launcher=print", *words]) == 0
+    assert checked == [tmp_path / "s/0"] * 2
+    assert "the first of 2 runs is checked: lr=0.5" in capsys.readouterr().out
+    assert launch.main(["check", *words]) == 3
+    assert "there is no Slurm on this machine" in capsys.readouterr().err
+
+
+def test_a_sweep_on_this_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["recipe=mnist", "launcher=local", "device=cpu", "sweep.lr=0.1,0.2"]) == 2
+    assert "sweep.lr: with launcher=local, give lr= one value" in capsys.readouterr().err
+
+
+def test_local_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(command: Sequence[str], layout: Any, run_dir: Path, root: Path, environ: Any) -> int:
+        seen.update(command=command, run_dir=run_dir, environ=environ)
+        return 0
+
+    monkeypatch.setattr(local, "run", run)
+    monkeypatch.setenv("RECIPES_DATA", "data")
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=mnist", "launcher=local", "device=cpu", "data_dir=d", "cluster=example"]
+    assert launch.main([*words, "run_dir=r"]) == 0
+    assert seen["run_dir"] == tmp_path / "r"
+    # The ranks start in the repository.
+    assert {f"run_dir={tmp_path}/r", f"data_dir={tmp_path}/d", "device=cpu"} <= set(seen["command"])
+    assert seen["environ"]["RECIPES_DATA"] == f"{tmp_path}/data"
+    assert seen["environ"]["RECIPES_CLUSTER"] == "example"
+
+
+def test_local_reports_keys_without_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "run", lambda *given: 0)
+    words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
+    assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
+    line = "launch.py: launcher=local does not use Slurm: partition=, doctor= has no effect\n"
+    assert capsys.readouterr().err == line
+
+
+def test_the_second_machine_creates_no_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        local, "run", lambda command, layout, run_dir, *_: run_dir is None and "run_dir=" not in " ".join(command)
+    )
+    words = ("launcher=local", "gpus=2,1", "master=h:29400", "node_rank=1", "device=cpu")
+    assert launch.main(["recipe=mnist", *words]) is True
+
+
+def test_each_machine_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("launcher=local", "gpus=2,1", "master=[fd00::1]:29400")
+    found = cli.local_layout(command_line.parse(["recipe=mnist", "device=cpu", "node_rank=1", *words], environ={}))
+    assert found == local.Layout((2, 1), 1, "fd00::1", 29400)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert cli.local_layout(command_line.parse(["recipe=mnist", "node_rank=1", *words], environ={})) == found
+    with pytest.raises(MachineError, match="2 ranks need one GPU each, and 1 are visible"):
+        cli.local_layout(command_line.parse(["recipe=mnist", *words], environ={}))

@@ -1,0 +1,188 @@
+"""Ranks in a container: the runtime, the folders and the variables. tests/slurm starts real containers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core.errors import ConfigError
+from recipes.core.launch import batch, container, jobs, scripts
+from recipes.core.run import command_line
+from tests import helpers
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("image", "runtime", "expected"),
+    [
+        ("/a/torch.sif", "auto", "apptainer"), ("docker://x/y:1", "auto", "apptainer"), ("/a/torch.sqsh", "auto", "pyxis"),
+        ("registry#x/y:1", "auto", "pyxis"), ("docker://x", "pyxis", "pyxis"), ("/a/torch.sqsh", "singularity", "singularity"),
+    ],
+)  # fmt: skip
+def test_the_image_determines_the_runtime(image: str, runtime: str, expected: str) -> None:
+    found = container.from_keys(image, runtime, "/a,/b:/c")
+    assert found
+    assert (found.runtime, found.mounts) == (expected, ("/a", "/b:/c"))
+
+
+def test_an_image_file_becomes_an_absolute_path(tmp_path: Path) -> None:
+    (tmp_path / "x.sif").touch()
+    assert container.absolute_image("x.sif", tmp_path) == f"{tmp_path}/x.sif"
+    assert container.absolute_image("docker://x", tmp_path) == "docker://x"
+
+
+def test_no_image_is_no_container() -> None:
+    assert container.from_keys("", "pyxis", "/a") is None
+
+
+def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path) -> None:
+    for name in ("repository/runs", "data", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "other/file.env").write_text("")
+    words = {
+        "data_dir": f"{tmp_path}/data", "run_dir": f"{tmp_path}/repository/runs/new/1", "network": f"{tmp_path}/other/file.env",
+        "stage_dir": "$TMPDIR", "config": "/", "lr": "/data",
+    }  # fmt: skip
+    keys = ("data_dir", "run_dir", "network", "stage_dir", "config")
+    found = container.folders_to_bind(words, keys, [tmp_path / "repository"])
+    assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+
+
+def test_submitit_and_the_script_start_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECIPES_DATA", raising=False)  # it would also be bound
+    (tmp_path / "x.sqsh").touch()
+    for image, option in ((f"{tmp_path}/x.sqsh", f"--container-image={tmp_path}/x.sqsh"), ("docker://x", "")):
+        words = [f"container={image}", "container_mounts=/m", "network=ethernet", "device=cpu"]
+        job = jobs.describe(command_line.parse(["recipe=toy", *words], environ={}), ROOT, ROOT)
+        found: dict[str, Any] = scripts.submitit_parameters(job, "python")
+        assert "export NCCL_IB_DISABLE=1" in "\n".join(found["setup"])
+        assert (option in found["srun_args"]) is bool(option)
+        inside = scripts.enter(job, "python")[1]
+        assert inside[-1] == "python3"
+        assert bool(option) or {"docker://x", "/m", "apptainer"} <= set(inside)
+        with open(tmp_path / "lines", "w") as lines:
+            environ = {
+                "RECIPES_LINES": str(lines.fileno()),
+                "RECIPES_CONTAINER": image,
+                "RECIPES_CONTAINER_MOUNTS": "/m",
+            }
+            assert batch.begin("toy", ["network=ethernet", "device=cpu"], environ) == 0
+        output = (tmp_path / "lines").read_text()
+        assert "export NCCL_IB_DISABLE=1" in output
+        assert f"inside=({shlex.join(inside)})" in output
+        assert (f"step=({option} " if option else "step=()") in output
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
+def test_variables_of_the_host_take_precedence_over_the_image(runtime: str) -> None:
+    """A value of the user, even an empty one, replaces that of the env file. A value for the inside only replaces both."""
+    prefix = f"{runtime.upper()}ENV_"
+    lines = container.exports(
+        container.Container("x.sif", runtime), {"NCCL_A": "file", "NCCL_B": "file", "OMP_X": 'a "b" $c'}
+    )
+    shell = "; ".join(["stop() { :; }", *lines, "env"])
+    environ = {"NCCL_B": "mine", "NCCL_C": "mine", "UCX_D": "", "HOME": "/h", "PATH": "/usr/bin:/bin"}
+    environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
+    output = subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, text=True, check=True).stdout
+    assert f"{runtime.upper()}_NO_EVAL=1" in output.splitlines()  # the shell inside does not expand values
+    inside = dict(line.removeprefix(prefix).split("=", 1) for line in output.splitlines() if line.startswith(prefix))
+    assert inside == {
+        "NCCL_A": "file", "NCCL_B": "mine", "NCCL_C": "mine", "NCCL_E": "inside", "UCX_D": "", "OMP_X": 'a "b" $c',
+        "PYTHONNOUSERSITE": "1",
+    }  # fmt: skip
+
+
+def test_the_folders_of_each_run_of_a_sweep_are_bound(tmp_path: Path) -> None:
+    for name in ("a", "b", "out", "image.sif"):
+        (tmp_path / name).mkdir()
+    words = [
+        "recipe=toy",
+        f"container={tmp_path}/image.sif",
+        f"run_dir={tmp_path}/out/s",
+        f"sweep.resume={tmp_path}/a,{tmp_path}/b",
+    ]
+    bound = jobs.describe(command_line.parse(words, environ={}), ROOT, ROOT).bound
+    assert {f"{tmp_path}/{name}" for name in ("a", "b", "out")} <= set(bound)
+
+
+def test_the_gpu_driver_is_passed_only_to_jobs_with_gpus() -> None:
+    here = container.Container("x.sif", "apptainer")
+    assert "--nv" in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=True)[1]
+    assert "--nv" not in container.step(here, Path("/c"), ["/c"], {}, {}, gpus=False)[1]
+
+
+def test_the_command_of_a_rank_in_a_container() -> None:
+    """The command has the folders of the run, the mounts, the folder of the code, and the network variables."""
+    environ = {f"{start}_X": "1" for start in ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]} | {
+        "PATH": "/bin"
+    }
+    given = (Path("/c"), ["/c", "/d"], {"OMP_X": "1"}, environ, False)
+    options, inside = container.step(container.Container("x.sif", "singularity", ("/m:/i",)), *given)
+    assert options == []
+    binds = ["--bind", "/c:/c", "--bind", "/d:/d", "--bind", "/m:/i"]
+    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONSAFEPATH"]  # set for the Python outside
+    assert inside == [*clean, "sh", "-c", container.EXEC, "singularity", *binds, "--pwd", "/c", "x.sif", "python3"]
+    options, inside = container.step(container.Container("x.sqsh", "pyxis", ("/m:/i", "/n")), *given)
+    names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
+    assert options == [
+        "--container-image=x.sqsh", "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n", "--container-workdir=/c", f"--container-env={names}",
+    ]  # fmt: skip
+    assert inside == [*clean, "python3"]
+
+
+def test_the_tmpdir_of_a_node_is_mounted_if_it_exists(tmp_path: Path) -> None:
+    inside = container.step(container.Container("x.sif", "echo"), Path("/c"), [], {}, {}, gpus=False)[1]
+    for folder, mounted in ((f"{tmp_path}", f"--bind {tmp_path} "), (f"{tmp_path}/nosuch", ""), ("", "")):
+        environ = {"PATH": "/usr/bin:/bin", "TMPDIR": folder}
+        output = subprocess.run(inside, env=environ, capture_output=True, text=True, check=True).stdout
+        assert output == f"exec {mounted}--pwd /c x.sif python3\n"
+
+
+def test_precedence_of_the_container_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "env/clusters").mkdir(parents=True)
+    (tmp_path / "env/common.env").write_text("")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "env/clusters/site.yaml").write_text("container: docker://profile\ncontainer_mounts: /scratch\n")
+    helpers.use_root(monkeypatch, tmp_path)
+    around = {"RECIPES_CONTAINER": "docker://surroundings"}
+    for words, environ, image in (
+        ((), {}, "docker://profile"),
+        ((), around, "docker://surroundings"),
+        (("container=docker://typed",), around, "docker://typed"),
+    ):
+        job = command_line.parse(["recipe=toy", "cluster=site", *words], environ=environ).job
+        assert (job.container, job.container_mounts) == (image, "/scratch")
+        if not words:  # a batch script has no typed keys
+            in_script = command_line.parse([], recipe="toy", environ={"RECIPES_CLUSTER": "site"})
+            found = container.of_job(in_script, environ)
+            assert found == container.Container(image, "apptainer", ("/scratch",))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "container=/nosuch/torch.sif", "container=torch.sqsh", "container=a b", "container=$(x)", "container=a;b", "container_runtime=docker",
+        "container_mounts=/a:/b:/c:/d", "container_mounts=/a,,/b", "container_mounts=/a b",
+    ],
+)  # fmt: skip
+def test_invalid_container_keys_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        command_line.parse(["recipe=toy", word], environ={})
+    assert str(caught.value).startswith(word.partition("=")[0] + "=")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
+def test_the_images_install_all_dependencies(name: str) -> None:
+    text = (ROOT / "env" / name).read_text()
+    [line] = re.findall(r"pip install .*", text)
+    project = (ROOT / "pyproject.toml").read_text()
+    blocks = re.findall(r"^(?:dependencies|fast) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
+    wanted = {found for block in blocks for found in re.findall(r'"([a-z-]+)[<>=]', block)}
+    assert len(wanted) == 6
+    assert wanted == set(line.split("tested-versions.txt ")[1].split())
+    assert "libibverbs1 ibverbs-providers librdmacm1" in text

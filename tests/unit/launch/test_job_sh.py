@@ -1,0 +1,259 @@
+"""sbatch/job.sh as bash runs it in a job. The commands of Slurm and of the site are stubs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.core import errors
+from recipes.core.config import profiles
+from recipes.core.launch import scripts
+from recipes.core.run import rundir
+from tests import helpers
+from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
+
+
+def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
+    word = "data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE)
+    status, stderr = bench.run("sbatch/imagenet_2x8.sh", word, "run_dir=/nosuch", SLURM_CPUS_PER_TASK="5")
+    assert "before the run began" in stderr  # nothing ran: srun is a stub
+    assert status == errors.EXIT_CRASH
+    assert bench.srun == [
+        "--cpus-per-task=5", *scripts.SRUN_OPTIONS, f"{bench.folder}/bin/python", "-u", "-m", "recipes.imagenet", word, "run_dir=/nosuch",
+    ]  # fmt: skip
+    assert not {"canary", "d", "x"} & bench.files
+
+
+def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
+    run_dir = bench.folder / "run"
+    run_dir.mkdir()
+    attempt = rundir.open_attempt(run_dir, ["a"], "7.0", "7")
+    for state, expected in (("done", 0), ("failed", 143), ("running", 143)):
+        rundir.write_status(run_dir, state, attempt=attempt, step=3)
+        # A signal to all processes of the job, including the batch shell, ends only the step.
+        status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", STEP_ENDS="143", SIGNALS="TERM USR2")
+        assert status == expected, stderr
+    status_now = rundir.read_status(run_dir)
+    assert status_now
+    assert status_now["state"] == "failed"
+
+
+def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
+    bench.stub("srun", 'env > "$NOTES/env"')
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", SRUN_CPU_BIND="x", SLURM_CPU_BIND_TYPE="x", SLURM_CPU_BIND="x")
+    names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
+    assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
+    assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND"))}
+
+
+# tests/faults/test_fuzz.py has more profiles.
+PROFILES = {
+    "partition: gpu\nmodules: # the site's\n\n  - gcc/12   # the compiler\n# between\n  - cuda/12.4": [
+        "gcc/12",
+        "cuda/12.4",
+    ],
+    "modules:\n#  - gcc/12\npartition: gpu\n": [],
+}
+
+
+@pytest.mark.parametrize("text", PROFILES)
+def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = bench.root / "env" / "clusters"
+    (clusters / "here.yaml").write_text(text)
+    (clusters / "here.env").write_text("T_X=1\n")
+    helpers.use_root(monkeypatch, bench.root)
+    assert profiles.cluster_profile("here").get("modules", []) == PROFILES[text]
+    bench.run("sbatch/mnist_2x8.sh", "epochs=2", "cluster=here", "run_dir=/nosuch", **MODULE)
+    log = bench.folder / "modules"
+    loaded = log.read_text().splitlines() if log.exists() else []
+    assert loaded == [f"load {module}" for module in PROFILES[text]]
+    assert bench.srun
+    assert bench.srun[-2:] == ["epochs=2", "run_dir=/nosuch"]  # the script uses cluster= itself
+    assert (bench.folder / "cluster").read_text() == "here\n"
+
+
+def test_recipes_cluster_names_the_profile(bench: Bench) -> None:
+    bench.run("sbatch/mnist_2x8.sh", "run_dir=/nosuch", RECIPES_CLUSTER="example", **MODULE)
+    assert (bench.folder / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
+
+
+def chosen_python(bench: Bench, *words: str, **environ: str) -> str:
+    """The Python that job.sh chooses, which is a stub."""
+    (bench.folder / "chosen").unlink(missing_ok=True)
+    bench.run("sbatch/mnist_1x1.sh", *words, **environ)
+    return (bench.folder / "chosen").read_text().strip()
+
+
+def make_python(path: Path) -> str:
+    """Makes a stub of Python that only records that it was chosen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('#!/bin/bash\necho "$0" > "$NOTES/chosen"; exit 1\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_profiles_environment_is_used_if_none_is_active(bench: Bench) -> None:
+    of_profile, active, venv = (
+        make_python(path)
+        for path in (
+            bench.folder / "envs/torch/bin/python",
+            bench.folder / "active/bin/python",
+            bench.root / ".venv/bin/python",
+        )
+    )
+    (bench.root / "env/clusters/here.yaml").write_text(f"environment:   {bench.folder}/envs/torch   # ours\n")
+    assert chosen_python(bench, "cluster=here", VIRTUAL_ENV="") == of_profile
+    assert chosen_python(bench, "cluster=here", VIRTUAL_ENV=str(bench.folder / "active")) == active
+    assert chosen_python(bench, VIRTUAL_ENV="") == venv
+    Path(of_profile).unlink()
+    status, stderr = bench.run("sbatch/mnist_1x1.sh", "cluster=here", VIRTUAL_ENV="")
+    assert (status, f"there is no {of_profile} on " in stderr) == (3, True), stderr
+
+
+def test_the_active_conda_environment_is_used(bench: Bench) -> None:
+    """conda's base comes last, since conda activates it in each shell of its users."""
+    conda, venv = (make_python(bench.folder / name / "bin/python") for name in ("conda", "venv"))
+    active = {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(bench.folder / "conda"), "CONDA_DEFAULT_ENV": "torch"}
+    base = {**active, "CONDA_DEFAULT_ENV": "base"}
+    assert chosen_python(bench, **active) == conda
+    assert chosen_python(bench, **base) == conda
+    own = make_python(bench.root / ".venv/bin/python")
+    assert chosen_python(bench, **active) == conda
+    assert chosen_python(bench, **base) == own
+    both = {**active, "VIRTUAL_ENV": str(bench.folder / "venv")}
+    path = f"{bench.folder}/bin:/usr/bin:/bin"
+    assert chosen_python(bench, **both, PATH=f"{Path(venv).parent}:{Path(conda).parent}:{path}") == venv
+    assert chosen_python(bench, **both, PATH=f"{Path(conda).parent}:{Path(venv).parent}:{path}") == conda
+
+
+def test_the_environments_python_comes_before_a_modules(bench: Bench) -> None:
+    """Modules put their Python at the start of PATH."""
+    theirs = bench.folder / "module"
+    theirs.mkdir()
+    (theirs / "python").symlink_to("/bin/false")
+    module = {"BASH_FUNC_module%%": "() { PATH=$NOTES/module:$PATH; }"}
+    bench.stub("srun", 'command -v python > "$NOTES/which"')
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
+    for script in ("sbatch/mnist_1x1.sh", bench.folder / "job.sh"):
+        bench.run(script, RECIPES_CLUSTER="example", **module)
+        assert (bench.folder / "which").read_text() == f"{bench.folder}/bin/python\n"
+        (bench.folder / "which").unlink()
+
+
+def refused(bench: Bench, ran: tuple[int, str], *words: str) -> None:
+    """Checks that a job ended with status 2 and one line with these words, before srun."""
+    status, stderr = ran
+    assert len(stderr.splitlines()) == 1, stderr
+    assert all(word in stderr for word in words), stderr
+    assert status == errors.EXIT_CONFIG
+    assert bench.srun is None
+
+
+def test_a_line_break_in_a_folder_name_runs_no_command(bench: Bench) -> None:
+    """The name may also come from the target of a link."""
+    bad = bench.folder / "x\ntouch canary;#"
+    bad.mkdir()
+    (bench.folder / "link").symlink_to(bad)
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", f"data_dir={bench.folder}/link"), "data_dir=", "cannot be printed")
+    assert "canary" not in bench.files
+    moved = bad / "repository"
+    shutil.copytree(bench.root, moved)
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", cwd=str(moved)), "cannot be printed")
+    assert not list(bench.folder.rglob("canary"))
+
+
+def test_output_of_a_sites_python_is_not_executed(bench: Bench) -> None:
+    (bench.folder / "sitecustomize.py").write_text(
+        "import atexit\nprint('hello; touch canary')\natexit.register(print, 'bye; touch canary')\n"
+    )
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", PYTHONPATH=str(bench.folder))
+    assert bench.srun
+    assert bench.srun[-1] == "run_dir=/nosuch"
+    assert not list(bench.folder.rglob("canary"))
+
+
+def test_a_job_that_imports_other_code_is_refused(bench: Bench) -> None:
+    """The startup files of Python may import another clone. The batch script and each rank detect it."""
+    other = bench.folder / "other"
+    shutil.copytree(bench.root / "recipes", other / "recipes")
+    finder = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(name, *rest):
+        return PathFinder.find_spec(name, ["{other}"]) if name == "recipes" else None
+
+sys.meta_path.insert(0, Finder)
+"""
+    (bench.folder / "sitecustomize.py").write_text(finder)
+    environ = {"PYTHONPATH": str(bench.folder)}
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", **environ), f"recipes from {other}, ", f"runs {bench.root}: ")
+    variables = {**os.environ, **environ, "RECIPES_SOURCE": str(bench.root)}
+    argv = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=1", f"run_dir={bench.folder}/run"]
+    done = subprocess.run(argv, cwd=bench.root, env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"recipes from {other}, but this job runs {bench.root}: " in done.stderr
+
+
+def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> None:
+    (bench.root / "mine.yaml").write_text("epochs: 7\n")
+    (bench.root / "mine.env").write_text("NCCL_DEBUG=INFO\n")
+    words = ("config=mine.yaml", "network=mine.env", "run_dir=here", "umask=027")
+    ran_in = set()
+    for restarts in ("0", "1"):
+        bench.run("sbatch/mnist_1x1.sh", *words, SLURM_RESTART_COUNT=restarts, CDPATH=str(bench.folder))
+        ran_in.add((bench.folder / "pwd").read_text())
+        (bench.root / "recipes/toy.py").write_text("edited")
+        assert bench.srun
+        whole = {"epochs=7", f"network={bench.root}/mine.env", f"run_dir={bench.root}/here", "umask=027"}
+        assert set(bench.srun[-4:]) == whole
+        (bench.folder / "srun").unlink()
+    # From these a job on a bad node is submitted again.
+    assert (bench.root / "here/job.sh").read_text() == (bench.root / "sbatch/mnist_1x1.sh").read_text()
+    assert json.loads((bench.root / "here/job.yaml").read_text())["arguments"] == list(words)
+    assert (bench.root / "here/job.yaml").stat().st_mode & 0o777 == 0o640
+    [copy] = ran_in  # the requeued job runs the same snapshot
+    assert "edited" not in Path(copy.strip(), "recipes/toy.py").read_text()
+
+
+def test_a_script_outside_the_repository_is_refused(bench: Bench) -> None:
+    elsewhere = bench.folder / "elsewhere"
+    elsewhere.mkdir()
+    ran = bench.run(bench.root / "sbatch" / "mnist_1x1.sh", cwd=str(elsewhere))
+    refused(bench, ran, str(elsewhere), "is not the repository", "run sbatch there")
+
+
+def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""), "no Python environment", "make install")
+
+
+def test_an_unknown_key_ends_the_job_before_srun(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "epoch=$(touch canary)"), "'epochs'")
+    assert "canary" not in bench.files
+
+
+def test_an_unknown_cluster_is_refused(bench: Bench) -> None:
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=nosuch"), "cluster=nosuch")
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", RECIPES_CLUSTER="nosuch"), "cluster=nosuch")
+
+
+def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:
+    ran = bench.run("sbatch/mnist_1x1.sh", "cluster=example", MODULE_ENDS="1", **MODULE)
+    refused(bench, ran, "cluster=example", "gcc/12")
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("cluster=example", root=bench.root)))
+    refused(bench, bench.run(bench.folder / "job.sh", MODULE_ENDS="1", **MODULE), "cluster=example", "gcc/12")
+    refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=example"), "cluster=example", "has no command module")
+
+
+def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
+    (bench.folder / "job.sh").write_text(scripts.sbatch_script(describe("snapshot=false", root=bench.root)))
+    bench.run(bench.folder / "job.sh", "run_dir=/nosuch")
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", RECIPES_SNAPSHOT="false")
+    assert not (bench.root / "runs/code").exists()
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    assert (bench.root / "runs/code").exists()

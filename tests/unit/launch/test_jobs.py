@@ -1,0 +1,57 @@
+"""The job that is made from the settings of a launch."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.core.errors import ConfigError
+from recipes.core.launch import container, scripts
+from recipes.core.run import command_line
+from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import describe, directives
+
+
+def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
+    site.write_text("exclusive: user\nmem: 64G\nswitches: 2\n")
+    assert dict(describe("cluster=here").directives) == {"exclusive": "user", "mem": "64G", "switches": "2"}
+    typed = describe("cluster=here", "extra=--mem-per-cpu=2G --exclusive --switches=1")
+    assert dict(typed.directives) == {"exclusive": "", "mem-per-cpu": "2G", "switches": "1"}
+    site.write_text("gpus: --gres\nexclusive: false\n")
+    assert describe("cluster=here").directives == ()
+    with pytest.raises(
+        ConfigError, match=r"gpus=10: requires --gpus-per-task, but cluster=here requests GPUs with --gres: "
+    ):
+        describe("cluster=here", "gpus=10")
+
+
+def test_each_run_of_a_sweep_has_its_own_folder() -> None:
+    job = describe("sweep.lr=0.1,0.2", "run_dir=rel", "device=cpu")
+    assert job.arguments == ("device=cpu",)
+    assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
+    assert directives(scripts.sbatch_script(job))["--array"] == "0-1%2"
+    assert directives(scripts.sbatch_script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
+    one = describe("sweep.lr=0.1")
+    assert (one.elements, one.arguments) == ((), ("lr=0.1",))
+
+
+def test_paths_are_relative_to_the_folder_of_the_submission() -> None:
+    job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub"))
+    assert job.arguments == ("data_dir=/base/sub/d", "run_dir=/base/r", "network=infiniband", "resume=/base/sub/c.pt")
+
+
+@pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
+def test_a_folder_with_an_unprintable_name_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe(root=Path(bad))
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        describe("data_dir=d", base=Path(bad))
+
+
+def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "config.yaml").write_text(f"device: cpu\ndata_dir: {tmp_path}/data\n")
+    job = describe(f"run_dir={tmp_path}", "gpus_per_node=2")
+    assert (job.gpus_per_node, job.ranks_per_node) == (0, 2)
+    assert job.arguments == (f"run_dir={tmp_path}",)
+    settings = command_line.parse(["recipe=mnist", f"run_dir={tmp_path}"], environ={})
+    assert f"{tmp_path}/data" in container.folders_of_run(settings, {}, ROOT)

@@ -1,0 +1,46 @@
+"""The text of the ready scripts in sbatch/."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from recipes.core.config import recipe_conf
+from recipes.core.launch import scripts
+from tests.unit.launch.stand_ins import READY, describe, directives
+
+
+def test_ready_scripts_are_named_after_recipe_and_size() -> None:
+    assert len(READY) >= 7
+    assert all(re.fullmatch(r"[a-z]+_\d+x\d+\.sh", path.name) for path in READY)
+    assert {path.name.split("_")[0] for path in READY} <= set(recipe_conf.names())
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
+def test_ready_scripts_differ_only_in_recipe_and_size(path: Path) -> None:
+    def commands(path: Path) -> str:
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+        return re.sub(rf"\b{path.name.split('_')[0]}(?=[_ ]|$)", "RECIPE", text, flags=re.MULTILINE).replace(
+            path.stem, "SIZE"
+        )
+
+    name = path.name.split("_")[0]
+    assert commands(path).replace(path.name.removeprefix(name), "") == commands(READY[0]).replace(
+        READY[0].name.removeprefix(READY[0].name.split("_")[0]), ""
+    )
+    made = scripts.sbatch_script(describe(f"recipe={name}", "gpus_per_node=8")).splitlines()
+    assert path.read_text().splitlines()[-3:] == made[-3:]
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda p: p.name)
+def test_a_ready_script_sets_its_size_in_four_directives(path: Path) -> None:
+    found = directives(path.read_text())
+    nodes, gpus = re.fullmatch(r"[a-z]+_(\d+)x(\d+)\.sh", path.name).groups()  # type: ignore[union-attr]
+    size = {name: value for name, value in found.items() if re.search("node|task|gpu|cpu|mem|gres|exclusive", name)}
+    assert set(size) == {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"}
+    assert (size["--nodes"], size["--ntasks-per-node"], size["--gpus-per-node"]) == (nodes, gpus, gpus)
+    assert int(size["--cpus-per-task"]) <= 8
+    assert not {"--chdir", "--partition", "--account"} & set(found)
+    assert found["--output"] == "%x-%j.out"  # in the repository; a job whose log folder is missing fails silently
+    assert os.access(path, os.X_OK)

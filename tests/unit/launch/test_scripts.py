@@ -1,0 +1,247 @@
+"""The sbatch script and the parameters of submitit that are made from a job."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import errors
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.launch import scripts
+from tests import helpers
+from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import (
+    HOSTILE,
+    HOSTILE_ROOT,
+    MODULE,
+    READY,
+    SHARED,
+    Bench,
+    describe,
+    directives,
+    submitit_text,
+)
+
+JOBS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("nodes=2", "gpus_per_node=8"),
+    ("device=cpu", "ranks_per_node=3"),
+    ("device=cpu", "gpus_per_node=2", "num_workers=3"),
+    ("device=cpu", "cpu_threads=4"),
+    ("gpus_per_node=4", "cpus_per_rank=6", "time=1-02:30:01"),
+    ("ranks_per_node=2", "time=90"),
+    ("gpus=10",),
+    ("gpus=10", "nodes=2", "cluster=example"),
+    ("gpus=6", "device=cpu"),
+    ("sweep.lr=0.1,0.2,0.4", "sweep.seed=1,2", "parallel=2"),
+    ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
+    ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
+    ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
+    ("dependency=afterok:12_3:4+5?singleton", "mail=a.b+c@d.org"),
+    ("extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
+    ("name=a.job@x:y=z",),
+    ("cluster=example", "gpus_per_node=2"),
+    ("cluster=example", "device=cpu", "nodes=3"),
+    *((word,) for word in HOSTILE),
+)
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+@pytest.mark.parametrize("root", [ROOT, HOSTILE_ROOT], ids=["plain", "hostile"])
+def test_submitit_and_the_script_request_the_same(words: tuple[str, ...], root: Path) -> None:
+    job = describe(*words, root=root)
+    ours, theirs = directives(scripts.sbatch_script(job)), directives(submitit_text(job))
+    number = "%A_%a" if job.elements else "%j"
+    assert ours.pop("--output") == f"%x-{number}.out"
+    assert theirs.pop("--output") == f"/f/{number}_0_log.out"
+    assert ours == theirs
+    assert ours["--chdir"] == str(root)
+
+
+@pytest.mark.parametrize(
+    ("way", "words", "expected"),
+    [
+        ("--gres", ("nodes=2", "gpu_type=a100"), {"--gres": "gpu:a100:4"}),
+        ("--gpus-per-task", ("nodes=2", "gpu_type=a100"), {"--gpus-per-task": "a100:1"}),
+        ("--gpus-per-task", ("gpus=10",), {"--gpus-per-task": "1"}),
+        ("--gpus-per-node", ("nodes=2",), {"--gpus-per-node": "4"}),
+        ("--gres", ("device=cpu",), {}),
+        ("--gres", ("gpus=10", "device=cpu"), {}),
+    ],
+)
+def test_the_profile_chooses_the_options_for_gpus_and_nodes(
+    site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    nodes = {"--exclusive": "", "--mem": "0", "--segment": "4", "--switches": "1@30:00"}
+    count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
+    site.write_text(f"gpus: {way}\n{count}exclusive: true\nmem: 0\nsegment: 4\nswitches: 1@30:00\n")
+    job = describe("cluster=here", *words)
+    for text in (scripts.sbatch_script(job), submitit_text(job)):
+        asked = directives(text)
+        assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
+        assert {name: asked[name] for name in nodes} == nodes
+        assert ("--gpu-bind=none" in text) == ("--gpus-per-task" in expected)
+
+
+def test_submitit_and_the_script_start_and_end_alike() -> None:
+    job = describe("cluster=example", "device=cpu", "data_dir=/a b")
+    ours, theirs = scripts.sbatch_script(job), submitit_text(job)
+    shared = f". {shlex.quote(str(job.root / 'sbatch/job.sh'))} || exit"
+    for line in ("export RECIPES_CLUSTER=example", shared):
+        assert line in ours.splitlines()
+        assert line in theirs.splitlines()
+    assert "load gcc/12 cuda/12.4" in theirs.splitlines()
+    srun = next(line for line in theirs.splitlines() if line.startswith("srun "))
+    options = {"--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"}
+    assert {*options, "--cpus-per-task=8"} <= set(shlex.split(srun))
+    assert {*options, '--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"'} <= set(ours[ours.index("\nsrun ") :].split())
+    for words in (
+        ("gpus=10",),
+        ("gpus=10", "device=cpu"),
+        (),
+    ):  # NCCL could not copy between GPUs that are shown to one task alone
+        job = describe(*words)
+        is_bound = "--gpu-bind=none" in scripts.sbatch_script(job), "--gpu-bind=none" in submitit_text(job)
+        assert is_bound == (words == ("gpus=10",),) * 2
+    last = shlex.split(theirs.splitlines()[-1])
+    assert last == [
+        "/py thon", "-m", "recipes.core.launch.batch", "finish", "mnist", "$?", "device=cpu", "data_dir=/a b",
+    ]  # fmt: skip
+
+
+ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
+        ((), {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "8", "--time": "60"}),
+        (("nodes=2", "gpus_per_node=8"), {"--nodes": "2", "--ntasks-per-node": "8", "--gpus-per-node": "8"}),
+        (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
+        (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
+        (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+        (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
+        (("gpus=10",), {"--nodes": "1-10", "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
+        (("gpus=8", "nodes=1"), {"--nodes": "1", "--ntasks": "8"}),
+        (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
+        (("gpus=6", "device=cpu"), {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
+        (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
+        (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
+        (("gpus=6", "cluster=example"), {"--ntasks": "6", "--gpus-per-task": "1", "--gpus-per-node": None}),
+        (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
+        (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
+        (("cluster=example", "partition=x"), {"--partition": "x"}),
+        (("dependency=afterany:7,singleton",), {"--dependency": "afterany:7,singleton"}),
+        (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
+        (("mail=a@b.org", "extra=--mail-type=ALL --switches=1"), {"--mail-type": "ALL", "--switches": "1"}),
+        (("extra=--mem-per-cpu=2G --hold",), {"--mem-per-cpu": "2G", "--hold": ""}),
+        (("time=1:30",), {"--time": "2"}),
+        ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
+        (("time=2",), {"--signal": "USR2@30"}),
+        (("exclude=node[1-3],x7",), {"--exclude": "node[1-3],x7"}),
+        (("constraint=[a|b]&c*2",), {"--constraint": "[a|b]&c*2"}),
+        (("partition=gpu,long", "account=me", "qos=high", "reservation=r1"),
+         {"--partition": "gpu,long", "--account": "me", "--qos": "high", "--reservation": "r1"}),
+        (("name=a.job@x:y=z", "cpus_per_rank=6"), {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"}),
+        (("sweep.lr=0.1,0.2,0.4", "parallel=2"), {"--array": "0-2%2"}),
+)  # fmt: skip
+
+
+# Keys that are not an option of sbatch, with a line of both scripts; "" for keys that do not concern the job.
+IN_SCRIPT = {
+    "cluster=example": "export RECIPES_CLUSTER=example",
+    "container=docker://x": "export RECIPES_CONTAINER=docker://x",
+    "container_runtime=pyxis": "export RECIPES_CONTAINER_RUNTIME=pyxis",
+    "container_mounts=/a:/b": "export RECIPES_CONTAINER_MOUNTS=/a:/b",
+    "snapshot=false": "export RECIPES_SNAPSHOT=false",
+    "doctor=true": "examine mnist 2",
+    "max_resubmits=5": "examine mnist 5",
+    **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true"), ""),
+}
+
+
+def test_every_job_key_reaches_slurm() -> None:
+    """A comparison of the two scripts does not find a key that both of them omit."""
+    for field in dataclasses.fields(JobKeys):
+        options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
+        expectations = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
+        known = options and any(asked.get(option) for asked in expectations for option in options)
+        assert known or field.name == "extra" or field.name in {word.split("=")[0] for word in IN_SCRIPT}, field.name
+    for word, line in IN_SCRIPT.items():
+        job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
+        assert line in scripts.sbatch_script(job), word
+        assert line in submitit_text(job), word
+
+
+@pytest.mark.parametrize(("words", "expected"), ASKED)
+def test_each_job_key_becomes_an_option_of_sbatch(words: tuple[str, ...], expected: dict[str, str | None]) -> None:
+    found = directives(scripts.sbatch_script(describe(*words)))
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {"--mem", "--gres"} & set(found)
+    assert ("--ntasks" in found) != ("--ntasks-per-node" in found)
+
+
+def elements(text: str, count: int) -> list[list[str]]:
+    """The arguments that a script sets in bash for each element of an array."""
+    begin = text.index("\nset -- ") if "\nset -- " in text else text.index("\ncase $")
+    lines = text[begin : text.index("\nesac", begin) + len("\nesac")]
+    found = []
+    for number in range(count):
+        shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script"]
+        done = subprocess.run(shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True)
+        found.append(done.stdout.decode().split("\0")[:-1])
+    return found
+
+
+@pytest.mark.parametrize("make", [scripts.sbatch_script, submitit_text])
+def test_each_run_of_a_sweep_has_its_own_values(make: Any, tmp_path: Path) -> None:
+    hostile = [word for word in HOSTILE if "," not in word]
+    given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
+    text = make(describe(given, "sweep.seed=1,2", "epochs=3"))
+    assert elements(text, 2 * len(hostile)) == [
+        ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
+    ]
+    assert "finish mnist $?" in text.splitlines()[-1]
+    outside = subprocess.run(
+        ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
+    )
+    assert (outside.returncode, outside.stderr) == (2, "mnist: no run of this sweep has the number \n")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The scripts of all jobs as files. The name of their repository needs quoting."""
+    paths = [tmp_path_factory.mktemp("scripts") / f"{i}.sh" for i in range(len(JOBS))]
+    for path, words in zip(paths, JOBS, strict=True):
+        path.write_text(scripts.sbatch_script(describe(*words, root=HOSTILE_ROOT), header=["a comment"]))
+    return paths
+
+
+def test_bash_accepts_every_script(written: list[Path]) -> None:
+    assert READY
+    check = 'for file; do bash -n "$file" || exit; done'
+    ran = subprocess.run(
+        ["bash", "-c", check, "bash", *written, *READY, SHARED], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
+    helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
+    ran = subprocess.run(
+        ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False
+    )  # fmt: skip  # SC1091: a file of the site; SC2016: $( in single quotes is what is wanted; SC2154: set in job.sh
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_a_script_runs_no_command_from_a_folder_name_or_value(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tmp_path / HOSTILE_ROOT.name)
+    job = describe(HOSTILE[0], "cluster=example", "device=cpu", root=bench.root)
+    (tmp_path / "job.sh").write_text(scripts.sbatch_script(job))
+    status, stderr = bench.run(tmp_path / "job.sh", **MODULE)
+    assert (status, "before the run began" in stderr) == (errors.EXIT_CRASH, True), stderr
+    assert bench.srun
+    assert bench.srun[-2:] == [HOSTILE[0], "device=cpu"]
+    assert (tmp_path / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
+    assert (tmp_path / "cluster").read_text() == "example\n"
+    assert "canary" not in bench.files

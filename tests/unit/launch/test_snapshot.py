@@ -1,0 +1,182 @@
+"""Snapshots of the code: their content, when one is made, and errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.core.errors import MachineError
+from recipes.core.launch import snapshot
+from recipes.core.run import rundir, source
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository of one recipe, with other files that are not code."""
+    files = {
+        "recipes/toy.py": "1", "recipes/core/x.py": "2", "recipes/words.txt": "3", "env/common.env": "A=1", "env/clusters/a.yaml": "",
+        "launch.py": "4", "mine/net.py": "5", "mine/kernel.cu": "6", "empty/notes.txt": "", "tests/test_x.py": "", "runs/toy/1/x.py": "", "runs/plot.py": "",
+        "data/x.py": "", "recipes/__pycache__/toy.pyc": "", "recipes/.toy.py.swp": "", ".venv/x.py": "", "toy-12.out": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+CODE = {
+    "recipes/toy.py", "recipes/core/x.py", "recipes/words.txt", "env/common.env", "env/clusters/a.yaml", "launch.py", "mine/net.py",
+    "mine/kernel.cu",
+}  # fmt: skip
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def run_git(root: Path, *words: str) -> str:
+    named = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(["git", *named, *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_snapshot_has_the_code_and_nothing_else(root: Path) -> None:
+    copy = snapshot.take(root)
+    assert copy.parent == root / "runs" / "code"
+    assert contents(copy) == CODE | {"snapshot.json", "code.diff"}
+    assert source.home(copy) == root
+    assert rundir.choose("", "toy", "7", copy) == root / "runs" / "toy" / "7"
+    assert (root / "runs/code").stat().st_mode & 0o777 == 0o700
+
+
+def test_equal_code_shares_a_snapshot(root: Path) -> None:
+    first = snapshot.take(root)
+    (root / "recipes/__pycache__/other.pyc").write_text("x")
+    (root / "toy-13.out").write_text("x")
+    assert snapshot.take(root) == first
+    (root / "recipes/toy.py").write_text("other")
+    second = snapshot.take(root)
+    assert second != first
+    assert (first / "recipes/toy.py").read_text() == "1"
+    assert (second / "recipes/toy.py").read_text() == "other"
+    assert {path.name for path in (root / "runs/code").iterdir()} == {first.name, second.name}
+
+
+def test_a_snapshot_has_its_commit_and_difference(root: Path) -> None:
+    assert source.stamp(snapshot.take(root)) == {"root": str(root), "commit": None}
+    (root / ".gitignore").write_text("runs/\n")
+    run_git(root, "init", "--quiet")
+    run_git(root, "add", ".")
+    run_git(root, "commit", "--quiet", "--message=all")
+    head = run_git(root, "rev-parse", "HEAD")
+    clean = snapshot.take(root)
+    assert (source.commit(clean), source.difference(clean)) == (head, b"")
+    (root / "recipes/toy.py").write_text("mine\n")
+    run_git(root, "add", ".")
+    copy = snapshot.take(root)
+    (root / "recipes/toy.py").write_text("later\n")
+    assert source.commit(copy) == f"{head}-dirty"
+    assert b"+mine" in source.difference(copy)
+    assert b"+later" in source.difference(root)
+
+
+def test_the_difference_has_new_files_up_to_a_size(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / ".gitignore").write_text("runs/\nignored.py\n")
+    run_git(root, "init", "--quiet")
+    run_git(root, "add", ".")
+    run_git(root, "commit", "--quiet", "--message=all")
+    new = {"recipes/new.py": b"mine\n", "mine/körper 1.bin": bytes(range(256)), "mine/empty.py": b"", "top.py": b"x"}
+    for name, content in new.items():
+        (root / name).write_bytes(content)
+    for name in ("recipes/ignored.py", "toy-13.out", "data/y.py"):
+        (root / name).write_text("not code")
+    (root / "recipes/toy.py").write_text("changed\n")
+    (root / "top.py").chmod(0o755)
+    diff = source.difference(root)
+    assert source.difference(snapshot.take(root)) == diff
+    clone = tmp_path_factory.mktemp("clone")
+    run_git(root, "clone", "--quiet", str(root), str(clone))
+    subprocess.run(["git", "apply", "-"], cwd=clone, input=diff, check=True)
+    assert {name: (clone / name).read_bytes() for name in new} == new
+    assert (clone / "recipes/toy.py").read_text() == "changed\n"
+    assert set(run_git(clone, "status", "--short", "-uall").splitlines()) == {
+        "M recipes/toy.py", '?? "mine/k\\303\\266rper 1.bin"', "?? mine/empty.py", "?? recipes/new.py", "?? top.py",
+    }  # fmt: skip
+    monkeypatch.setattr(source, "MAX_DIFF_BYTES", 4096)
+    (root / "recipes/weights.bin").write_bytes(os.urandom(8192))
+    limited = source.difference(root)
+    assert limited == b"# new file recipes/weights.bin, 8192 bytes: not kept here\n" + diff
+    found = list(source.code_files(root))
+    monkeypatch.setattr(source, "code_files", lambda folder: (root / "recipes/weights.bin").unlink() or found)
+    assert source.difference(root) == diff  # the file was removed in the meantime
+
+
+def test_a_changed_or_incomplete_snapshot_is_not_reused(root: Path) -> None:
+    first = snapshot.take(root)
+    (first / "recipes/toy.py").write_text("changed")
+    second = snapshot.take(root)
+    (second / "env/common.env").unlink()
+    third = snapshot.take(root)
+    assert (second.name, third.name) == (f"{first.name}-1", f"{first.name}-2")
+    assert snapshot.take(root) == third
+    assert (third / "recipes/toy.py").read_text() == "1"
+
+
+def test_every_folder_that_python_imports_is_copied(root: Path) -> None:
+    for name in (
+        "src/mine/__init__.py",
+        "src/mine/deep/net.py",
+        "data/__init__.py",
+        "notes/.#x.py",
+        "notes/a.txt",
+        "elsewhere/x/y.py",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / "mine/linked").symlink_to(root / "elsewhere/x")
+    (root / "mine/around").symlink_to(root / "mine")
+    added = {"src/mine/__init__.py", "src/mine/deep/net.py", "data/__init__.py", "data/x.py", "mine/linked/y.py"}
+    copy = snapshot.take(root)
+    assert contents(copy) == CODE | added | {"snapshot.json", "code.diff"}
+    assert snapshot.take(root) == copy
+
+
+def test_too_much_code_is_reported_with_the_largest_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_BYTES", 1 << 20)
+    (root / "recipes/weights.bin").write_bytes(b"0" * (1 << 20))
+    with pytest.raises(
+        MachineError, match=r"more than 1 MB of code .*weights\.bin is the largest file.*snapshot=false"
+    ):
+        snapshot.take(root)
+    assert not (root / "runs/code").exists()
+
+
+def test_an_incomplete_snapshot_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(MachineError, match=r"cannot be made \(No space left on device\)"):
+        snapshot.take(root)
+    assert list((root / "runs/code").iterdir()) == []
+
+
+def test_symbolic_links_are_copied_as_files(root: Path) -> None:
+    """Broken links and pipes are omitted."""
+    (root / "recipes/linked.py").symlink_to(root / "toy-12.out")
+    (root / "recipes/gone.py").symlink_to(root / "nothing")
+    os.mkfifo(root / "recipes" / "pipe")
+    copy = snapshot.take(root)
+    assert contents(copy) == CODE | {"snapshot.json", "code.diff", "recipes/linked.py"}
+    assert not (copy / "recipes/linked.py").is_symlink()
+
+
+def test_a_requeued_job_finds_its_snapshot(root: Path) -> None:
+    copy = snapshot.take(root)
+    snapshot.keep_for(copy, "12")
+    snapshot.keep_for(copy, "12")
+    assert (root / "runs/code/job-12").resolve() == copy

@@ -1,0 +1,111 @@
+"""Submission through submitit: the environment of sbatch, and the files that it leaves."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.errors import MachineError
+from recipes.core.launch import scripts, submit
+from tests.unit.launch.stand_ins import Stubs, describe, directives
+
+
+def test_a_broken_link_for_runs_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(MachineError, match=f"runs: is a link to {tmp_path}/gone, which does not exist"):
+        files.private_folder(tmp_path, "code")
+
+
+def test_a_private_folder_is_private(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    before = os.umask(0)
+    try:
+        folder = files.private_folder(tmp_path, "submitit")
+    finally:
+        os.umask(before)
+    assert folder == tmp_path / "runs" / "submitit"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert files.private_folder(tmp_path, "submitit") == folder
+
+
+def test_a_private_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(MachineError, match="runs/submitit: cannot be created"):
+        files.private_folder(tmp_path, "submitit")
+
+
+def test_a_run_directory_that_cannot_be_made_is_reported_before_submission(tmp_path: Path, stubs: Stubs) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    with pytest.raises(MachineError, match=r"cannot be (made|created)"):
+        submit.submit(describe(root=tmp_path), sys.executable, str(tmp_path / "file" / "run"))
+    assert stubs.calls("sbatch") == []
+
+
+def test_the_run_directory_has_the_script_and_the_description(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    stubs.add("sbatch", 'env > "$NOTES/env"; echo Submitted batch job 7')
+    monkeypatch.setenv("SLURM_NTASKS", "9")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    job = describe("data_dir=/$(touch canary)", "nodes=2", root=tmp_path)
+    submitted = submit.submit(job, sys.executable, "")
+    assert (submitted.job_id, submitted.run_dir) == ("7", tmp_path / "runs" / "mnist" / "7")
+    text = (submitted.run_dir / "job.sh").read_text()
+    ours = directives(scripts.sbatch_script(job))
+    theirs = directives(text)
+    for found in (ours, theirs):
+        del found["--output"]
+    assert ours == theirs
+    described = json.loads((submitted.run_dir / "job.yaml").read_text())
+    assert (described["job_id"], described["nodes"], described["arguments"]) == ("7", 2, ["data_dir=/$(touch canary)"])
+    environ = (tmp_path / "env").read_text()
+    assert "SBATCH_ACCOUNT=mine" in environ
+    assert "SLURM_NTASKS" not in environ
+    assert os.environ["SLURM_NTASKS"] == "9"
+    for path in (tmp_path / "runs" / "submitit").iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert not list(tmp_path.rglob("canary"))
+
+
+def test_a_run_directory_that_cannot_be_written_is_reported_after_submission(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "mnist").mkdir(parents=True)
+    (tmp_path / "runs" / "mnist" / "7").write_text("in the way")
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    submitted = submit.submit(describe(root=tmp_path), sys.executable, "")
+    assert submitted.job_id == "7"
+    err = capsys.readouterr().err
+    assert f"run_dir={tmp_path}/runs/mnist/7: cannot be written" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_refusal_of_sbatch_is_reported_in_one_line(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    stubs.add("sbatch", "echo 'sbatch: error: Batch job submission failed: too many jobs' >&2\nexit 1")
+    for job in (describe(root=tmp_path), describe("sweep.lr=0.1,0.2", root=tmp_path)):
+        with pytest.raises(MachineError) as caught:
+            submit.submit(job, sys.executable, "")
+        assert str(caught.value) == "Slurm refuses this job: Batch job submission failed: too many jobs"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_each_run_directory_describes_its_own_run(tmp_path: Path, stubs: Stubs, swept: bool) -> None:
+    (tmp_path / "runs").mkdir()
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    job = describe(f"run_dir={tmp_path}/s/r", *(["sweep.lr=0.1,0.2"] if swept else []), root=tmp_path)
+    submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
+    found = [one.run_dir for one in submitted.elements or (submitted,)]
+    assert found == ([tmp_path / "s/r/0", tmp_path / "s/r/1"] if swept else [tmp_path / "s/r"])
+    noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
+    assert ["lr=0.2" in words for words in noted] == ([False, True] if swept else [False])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]

@@ -1,0 +1,79 @@
+"""wait=true: waiting for a job, and the exit status that it returns."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from recipes.core.errors import MachineError
+from recipes.core.launch import submit, waiting
+from recipes.core.run import rundir, scontrol
+from tests.unit.launch.stand_ins import Stubs
+
+
+def test_the_controller_of_the_jobs_cluster_is_asked(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs.add(
+        "scontrol",
+        'echo "JobId=7 JobState=COMPLETED ExitCode=0:0 $SLURM_CLUSTERS" > "$NOTES/asked"; cat "$NOTES/asked"',
+    )
+    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
+    waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log"))
+    assert (tmp_path / "asked").read_text().split()[-1] == "far"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "left", "expected"),
+    [
+        ("COMPLETED", 0, "done", 0), ("COMPLETED", 0, "", 1), ("FAILED", 3, "", 3), ("FAILED", 75, "preempted", 75), ("FAILED", 143, "done", 1), ("", 0, "done", 0),
+        ("", 0, "", 1), ("COMPLETED", 0, "failed", 1),
+        *((state, 0, "", 1) for state in ["CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"]),
+    ],
+)  # fmt: skip
+def test_waiting_returns_the_jobs_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int, left: str, expected: int
+) -> None:  # fmt: skip
+    states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
+
+    def ask(job: str, environ: Mapping[str, str]) -> scontrol.Job | None:
+        if (answer := next(states)) is None:
+            raise MachineError("a controller that is started again does not answer")
+        return scontrol.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
+
+    monkeypatch.setattr(scontrol, "find", ask)
+    monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
+    job = "7" if left else "71"  # its run directory may hold an older run's end
+    rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
+    (tmp_path / "log").write_text("rank 0's words\n")
+    assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == expected
+    assert capsys.readouterr().out.count("rank 0's words") == 1
+
+
+def test_waiting_reports_a_held_job_and_the_saved_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = scontrol.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
+    cancelled = scontrol.Job("7", "CANCELLED", "", 75, 1)
+    answers = iter([scontrol.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
+    monkeypatch.setattr(scontrol, "find", lambda job, environ: next(answers))
+    monkeypatch.setattr(scontrol, "show", lambda *asked: [cancelled])
+    monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
+    rundir.write_status(
+        tmp_path, "preempted", attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=5, reason="SIGUSR2"
+    )
+    assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == 75
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "job 7 is held (JobHeldUser): scontrol release 7 starts it"
+    assert last.startswith(
+        "job 7: cancelled: stopped by SIGUSR2, saved at step 5; job 7 has ended: CANCELLED; the job was cancelled:"
+    )
+
+
+def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = submit.Submitted("7", Path("/r"), Path("/l"))
+    for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
+        ends = iter(codes)
+        monkeypatch.setattr(waiting, "wait", lambda *_, ends=ends, **__: next(ends))
+        assert waiting.wait_for_all(dataclasses.replace(one, elements=(one,) * len(codes))) == expected

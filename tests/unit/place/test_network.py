@@ -1,0 +1,267 @@
+"""The choice of the network interface, tested in nodes that are network namespaces with their own /etc/hosts. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core.place import network
+from recipes.core.place.network import Choice, NetworkError, Route, choose, route_to, settings
+from recipes.core.place.ranks import RankInfo
+from tests import helpers
+from tests.helpers import ROOT
+
+PROBE = """
+import json, sys
+from dataclasses import asdict
+from recipes.core.place import network; from recipes.core.place import ranks
+answers = []
+for name, argument in json.loads(sys.argv[1]):
+    argument = ranks.RankInfo(**argument) if name == "choose" else argument
+    try:
+        found = getattr(network, name)(argument)
+        answers.append(found and asdict(found))
+    except network.NetworkError as error:
+        answers.append({"error": str(error)})
+print(json.dumps(answers))
+"""
+
+# On Debian, a host resolves its own name to 127.0.1.1. The other names are for the other cases.
+HOSTS = """
+127.0.0.1 localhost
+127.0.1.1 {own}
+172.17.0.1 {peer}
+10.77.0.1 node1
+10.77.0.2 node2
+10.77.0.1 plain1
+127.0.1.1 debian1
+127.0.1.1 both1
+10.77.0.1 both1
+172.17.0.1 docker1
+10.77.0.1 docker1
+172.17.0.1 only-docker
+203.0.113.7 far
+10.77.0.99 refused
+fd77::1 six1
+fd77::2 six2
+"""
+
+
+def missing() -> str | None:
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    programs = [name for name in ("ip", "nsenter", "unshare", "mount") if not shutil.which(name)]
+    return f"not installed: {', '.join(programs)}" if programs else None
+
+
+@dataclass(frozen=True)
+class Node:
+    namespace: str
+    name: str
+    files: Path
+
+    def ask(self, function: str, *arguments: Any) -> list[Any]:
+        """The function's answer inside this node to each argument, as plain data; {"error": …} for a NetworkError."""
+        questions = [(function, argument) for argument in arguments]
+        inside = 'mount --bind "$0/hosts" /etc/hosts; mount --bind "$0/resolv.conf" /etc/resolv.conf; hostname "$1"'
+        argv = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-ec"]
+        argv += [f'{inside}; shift; exec "$@"', str(self.files), self.name]
+        argv += [sys.executable, "-c", PROBE, json.dumps(questions)]
+        answer = subprocess.run(argv, capture_output=True, text=True, timeout=30, cwd=ROOT)
+        assert answer.returncode == 0, answer.stderr
+        return json.loads(answer.stdout)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+def make_pair(cleanup: ExitStack, files: Path, addresses: tuple[str, str]) -> tuple[Node, Node]:
+    """Two nodes joined by a cable (eth0), each with an unreachable docker0 that has the same address on both."""
+    unique = secrets.token_hex(3)
+    nodes = []
+    for own, peer in (("node1", "node2"), ("node2", "node1")):
+        folder = files / own
+        folder.mkdir()
+        (folder / "hosts").write_text(HOSTS.format(own=own, peer=peer))
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        node = Node(f"net-{unique}-{own}", own, folder)
+        ip("netns", "add", node.namespace)
+        cleanup.callback(ip, "netns", "del", node.namespace)
+        nodes.append(node)
+    first, second = (node.namespace for node in nodes)
+    ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+    for node, address in zip(nodes, addresses, strict=True):
+        ip("-n", node.namespace, "link", "set", "lo", "up")
+        ip("-n", node.namespace, "link", "add", "docker0", "type", "bridge")
+        ip("-n", node.namespace, "address", "add", "172.17.0.1/16", "dev", "docker0")
+        ip("-n", node.namespace, "address", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
+        ip("-n", node.namespace, "link", "set", "docker0", "up")
+        ip("-n", node.namespace, "link", "set", "eth0", "up")
+    return nodes[0], nodes[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    helpers.need(missing())
+    with ExitStack() as cleanup:
+        nodes = make_pair(cleanup, tmp_path_factory.mktemp("pair"), ("10.77.0.1/24", "10.77.0.2/24"))
+        ip("-n", nodes[0].namespace, "route", "add", "prohibit", "10.77.0.99")
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def pair6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    helpers.need(missing())
+    with ExitStack() as cleanup:
+        yield make_pair(cleanup, tmp_path_factory.mktemp("pair6"), ("fd77::1/64", "fd77::2/64"))
+
+
+def info(node_rank: int, nodes: tuple[str, ...] = (), num_nodes: int = 2, master: str = "") -> dict[str, Any]:
+    return {
+        "rank": node_rank, "local_rank": 0, "node_rank": node_rank, "world_size": num_nodes, "local_world_size": 1,
+        "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "launcher": "slurm", "nodes": nodes,
+        "in_slurm": True, "run_id": "1", "restart_count": 0,
+    }  # fmt: skip
+
+
+def choice(interface: str, address: str, peer: str, peer_address: str, reason: str) -> dict[str, str]:
+    return {
+        "interface": interface, "address": address, "peer": peer, "peer_address": peer_address, "reason": reason,
+    }  # fmt: skip
+
+
+def test_each_node_uses_the_interface_that_reaches_the_other_node(pair: tuple[Node, Node]) -> None:
+    names = ("node1", "node2")
+    found = [node.ask("choose", info(i, names))[0] for i, node in enumerate(pair)]
+    assert found == [
+        choice("eth0", "10.77.0.1", "node2", "10.77.0.2", "route to node2 (10.77.0.2)"),
+        choice("eth0", "10.77.0.2", "node1", "10.77.0.1", "route to node1 (10.77.0.1)"),
+    ]
+
+
+def test_the_peer_is_the_first_other_node(pair: tuple[Node, Node]) -> None:
+    questions = [info(0, ("node1", "node2", "far"), 3), info(2, ("node1", "far", "node2"), 3)]
+    assert [found["peer"] for found in pair[0].ask("choose", *questions)] == ["node2", "node1"]
+
+
+def test_a_network_with_ipv6_only(pair6: tuple[Node, Node]) -> None:
+    found = [node.ask("choose", info(i, ("six1", "six2")))[0] for i, node in enumerate(pair6)]
+    assert found == [
+        choice("eth0", "fd77::1", "six2", "fd77::2", "route to six2 (fd77::2)"),
+        choice("eth0", "fd77::2", "six1", "fd77::1", "route to six1 (fd77::1)"),
+    ]
+    assert pair6[0].ask("choose", info(0, master="six1"))[0]["interface"] == "eth0"
+    local, away, linked, unlinked = pair6[0].ask("route_to", "fd77::1", "2001:db8::1", "fe80::1%eth0", "fe80::1%eth7")
+    assert local["local"] is True
+    assert "no route to 2001:db8::1" in away["error"]
+    assert linked["interface"] == "eth0"
+    assert "no route to fe80::1%eth7" in unlinked["error"]
+
+
+def test_a_missing_route_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    why = {"far": "203.0.113.7 (Network is unreachable)", "refused": "10.77.0.99 ("}
+    answers = pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in why))
+    for (peer, reason), answer in zip(why.items(), answers, strict=True):
+        assert answer["error"].startswith(f"node1 does not reach {peer}: ")
+        assert reason in answer["error"]
+        assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in answer["error"]
+        assert "\n" not in answer["error"]
+
+
+def test_a_name_that_does_not_resolve_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    peers = ("no-such.invalid", "a" * 70, "..")
+    for peer, answer in zip(peers, pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in peers)), strict=True):
+        assert answer["error"].startswith(f"node1 cannot resolve {peer} (")
+        assert "): add the name to DNS, or to /etc/hosts on each node" in answer["error"]
+        assert "bring the interface up" not in answer["error"]
+        assert "\n" not in answer["error"]
+
+
+def test_nodes_on_one_machine_use_loopback(pair: tuple[Node, Node]) -> None:
+    peers = {"plain1": "10.77.0.1", "debian1": "127.0.1.1"}
+    assert pair[0].ask("choose", *(info(1, (peer, "node2")) for peer in peers)) == [
+        choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
+        for peer, address in peers.items()
+    ]
+
+
+def test_a_single_node_uses_loopback(pair: tuple[Node, Node]) -> None:
+    lone = choice("lo", "127.0.0.1", "", "", "one node")
+    assert pair[0].ask("choose", info(0, ("node1",), 1), info(0, (), 1)) == [lone, lone]
+
+
+def test_the_master_is_the_peer_if_the_nodes_are_unknown(pair: tuple[Node, Node]) -> None:
+    masters = ("node1", "docker1", "10.77.0.1")
+    assert pair[1].ask("choose", *(info(1, master=master) for master in masters)) == [
+        choice("eth0", "10.77.0.2", master, "10.77.0.1", f"route to {master} (10.77.0.1)") for master in masters
+    ]
+
+
+def test_the_masters_node_uses_the_interface_with_its_address(pair: tuple[Node, Node]) -> None:
+    masters = ("plain1", "both1", "10.77.0.1")
+    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [
+        choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1") for master in masters
+    ]
+
+
+def test_the_masters_node_sets_no_interface_if_its_address_is_ambiguous(pair: tuple[Node, Node]) -> None:
+    masters = ("localhost", "debian1", "docker1", "far", "::1")
+    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [None] * 5
+
+
+def test_the_route_is_that_of_ip_route_get(pair: tuple[Node, Node]) -> None:
+    addresses = ("10.77.0.2", "10.77.0.1", "172.17.3.4", "172.17.0.1", "127.0.0.1", "::1")
+    for address, found in zip(addresses, pair[0].ask("route_to", *addresses), strict=True):
+        argv = ["ip", "-n", pair[0].namespace, "-json", "route", "get", address]
+        said = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)[0]
+        local = said.get("type") == "local"
+        assert found == {"interface": said["dev"], "source": said["prefsrc"], "local": local}
+
+
+def test_the_route_to_loopback_needs_no_root() -> None:
+    assert route_to("127.0.0.1") == Route("lo", "127.0.0.1", True)
+
+
+def test_a_broadcast_address_has_no_route(pair: tuple[Node, Node]) -> None:
+    addresses = ("10.77.0.255", "224.0.0.1")
+    for address, found in zip(addresses, pair[0].ask("route_to", *addresses), strict=True):
+        assert f"node1: no route to {address} (" in found["error"]
+
+
+@pytest.mark.parametrize("text", ["", "node1", "10.0.0", "10.0.0.1/8"])
+def test_a_text_that_is_not_an_address_is_refused(text: str) -> None:
+    with pytest.raises(NetworkError, match="is not an IP address"):
+        route_to(text)
+
+
+def test_only_one_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def resolve(host: str) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(network, "_resolve", resolve)
+    choose(RankInfo(**info(0, ("a", "b", "c"), 3)))
+    assert asked == ["b"]
+
+
+def test_variables_that_are_set_are_not_changed() -> None:
+    eth0 = Choice("eth0", "10.0.0.1", "b", "10.0.0.2", "")
+    assert settings(eth0, {}) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": ""}) == {}

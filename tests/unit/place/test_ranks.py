@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.core.errors import shown
+from recipes.core.launch import local
+from recipes.core.place.launcher_variables import RankError
+from recipes.core.place.ranks import RankInfo, detect, port_for
+
+
+def env(text: str) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in text.split())
+
+
+def step(
+    rank: int, local_rank: int, node_rank: int, *, tasks: str = "2,1", job: int = 6, step_id: int = 0, more: str = ""
+) -> dict[str, str]:
+    """What a task of srun sees on Slurm 22.05, in a job on node1 and node2; `tasks` is as in SLURM_TASKS_PER_NODE."""
+    counts = {"2,1": (2, 1), "1,2": (1, 2), "2(x2)": (2, 2), "1(x2)": (1, 1), "8,2": (8, 2)}.get(tasks) or (int(tasks),)
+    nodes = "node[1-2]" if len(counts) == 2 else "node1"
+    return env(
+        f"SLURM_JOB_ID={job} SLURM_JOB_NODELIST=node[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NNODES={len(counts)} "
+        f"SLURM_NTASKS={sum(counts)} SLURM_TASKS_PER_NODE={tasks} SLURM_STEP_ID={step_id} SLURM_STEP_NODELIST={nodes} "
+        f"SLURM_STEP_NUM_NODES={len(counts)} SLURM_STEP_NUM_TASKS={sum(counts)} SLURM_STEP_TASKS_PER_NODE={tasks} "
+        f"SLURM_PROCID={rank} SLURM_LOCALID={local_rank} SLURM_NODEID={node_rank} SLURMD_NODENAME=node{node_rank + 1} "
+        f"SLURM_DISTRIBUTION=block {more}"
+    )
+
+
+def info(
+    rank: str, local: str, node: str, launcher: str, *, addr: str = "", port: int = 0, nodes: str = "",
+    in_slurm: bool = False, run_id: str | None = None, restarts: int = 0,
+) -> RankInfo:  # fmt: skip
+    """rank, local and node as in 2/3: number 2 of 3."""
+    (r, world), (lr, local_size), (n, num_nodes) = (map(int, pair.split("/")) for pair in (rank, local, node))
+    return RankInfo(
+        r, lr, n, world, local_size, num_nodes, addr, port, launcher, tuple(nodes.split()), in_slurm, run_id, restarts
+    )
+
+
+SALLOC = "SLURM_JOB_ID=16 SLURM_JOB_NODELIST=node[1-2] SLURM_NNODES=2 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)"
+BATCH = f"{SALLOC} SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURMD_NODENAME=node1"
+INTERACTIVE = (
+    f"{BATCH} SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=node1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1 "
+    "SLURM_STEP_TASKS_PER_NODE=1"
+)
+# Recorded on Slurm 26.05, where a batch script and the shell that salloc starts on a node have a step of one task.
+BATCH_26 = f"{BATCH} SLURM_STEP_ID=-5 SLURM_STEPID=-5"
+INTERACTIVE_26 = INTERACTIVE.replace("4294967290", "-6")
+# Components node[2-3] (2 tasks and 1) and node1 (1 task): listed by name, numbered by component.
+HET = (
+    "SLURM_JOB_ID=1 SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=node[2-3] SLURM_JOB_NODELIST_HET_GROUP_1=node1 "
+    "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=node[1-3] SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=4 "
+    "SLURM_STEP_TASKS_PER_NODE=1,2,1 SLURM_NTASKS=4"
+)
+TORCHRUN = (
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=node1 "
+    "MASTER_PORT=29400 TORCHELASTIC_RESTART_COUNT=0"
+)
+TORCHRUN_UNEVEN = (
+    "RANK=8 WORLD_SIZE=10 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=node1 "
+    "MASTER_PORT=29400 TORCHELASTIC_RESTART_COUNT=2"
+)
+# Open MPI 4.1, `mpirun -n 4` in a batch script on two nodes: node1's ranks are in the batch shell, node2's in the
+# step of mpirun's daemon.
+OMPI = "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1262157825"
+OMPI_0 = f"{BATCH} {OMPI} OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0"
+OMPI_3 = (
+    f"{OMPI} OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 SLURM_JOB_ID=16 SLURM_LOCALID=0 SLURM_NODEID=0 "
+    "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=1 SLURM_STEP_NODELIST=node2 SLURM_STEP_NUM_NODES=1 "
+    "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURMD_NODENAME=node2"
+)
+# MPICH 4.0, `mpiexec -n 4` in the same: all ranks are in the step of mpiexec's proxies, which has one task a node.
+HYDRA = (
+    "SLURM_JOB_ID=16 SLURM_NTASKS=4 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_NUM_NODES=2 "
+    "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_TASKS_PER_NODE=1(x2) PMI_SIZE=4 MPI_LOCALNRANKS=2"
+)
+
+ONE = info("0/1", "0/1", "0/1", "single")
+BOTH = "node1 node2"
+IN_6: dict[str, Any] = {"addr": "node1", "port": 10504, "nodes": BOTH, "in_slurm": True, "run_id": "6"}
+IN_HET: dict[str, Any] = IN_6 | {"addr": "node2", "port": 10084, "nodes": "node2 node3 node1", "run_id": "1"}
+
+CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
+    "nothing set": ({}, ONE),
+    "unrelated variables": (env("HOME=/root LANG=C"), ONE),
+    "one process with a master": (
+        env("MASTER_ADDR=localhost MASTER_PORT=1234"),
+        replace(ONE, master_addr="localhost", master_port=1234),
+    ),
+    "one process with half a master": (env("MASTER_ADDR=localhost"), ONE),
+    # Slurm
+    "uneven nodes, rank 0": (step(0, 0, 0), info("0/3", "0/2", "0/2", "slurm", **IN_6)),
+    "uneven nodes, rank 1": (step(1, 1, 0), info("1/3", "1/2", "0/2", "slurm", **IN_6)),
+    "uneven nodes, rank 2": (step(2, 0, 1), info("2/3", "0/1", "1/2", "slurm", **IN_6)),
+    "cyclic": (
+        step(2, 1, 0, step_id=1, more="SLURM_DISTRIBUTION=cyclic"),
+        info("2/3", "1/2", "0/2", "slurm", **IN_6 | {"port": 10508, "run_id": "6.1"}),
+    ),
+    "arbitrary with a master": (
+        step(0, 0, 1, more="SLURM_DISTRIBUTION=arbitrary MASTER_ADDR=node2"),
+        info("0/3", "0/1", "1/2", "slurm", **IN_6 | {"addr": "node2"}),
+    ),
+    "arbitrary on one node": (
+        step(1, 1, 0, tasks="2", more="SLURM_DISTRIBUTION=arbitrary"),
+        info("1/2", "1/2", "0/1", "slurm", **IN_6 | {"nodes": "node1"}),
+    ),
+    "two steps side by side, the smaller": (
+        step(0, 0, 0, tasks="1", job=1, step_id=2) | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NNODES=2"),
+        info("0/1", "0/1", "0/1", "slurm", nodes="node1", in_slurm=True, run_id="1.2"),
+    ),
+    "two steps side by side, the larger": (
+        step(1, 0, 1, tasks="1(x2)", job=1, step_id=3) | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)"),
+        info("1/2", "0/1", "1/2", "slurm", addr="node1", port=10096, nodes=BOTH, in_slurm=True, run_id="1.3"),
+    ),
+    "job variables where there are none of the step": (
+        {k: v for k, v in step(2, 0, 1).items() if not k.startswith("SLURM_STEP_N") and "STEP_TASKS" not in k},
+        info("2/3", "0/1", "1/2", "slurm", **IN_6),
+    ),
+    "array": (
+        step(3, 1, 1, tasks="2(x2)", job=9, more="SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3"),
+        info("3/4", "1/2", "1/2", "slurm", addr="node1", port=10756, nodes=BOTH, in_slurm=True, run_id="7_3"),
+    ),
+    "second step in an array": (
+        step(0, 0, 0, tasks="1", step_id=1, more="SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3"),
+        info("0/1", "0/1", "0/1", "slurm", nodes="node1", in_slurm=True, run_id="7_3.1"),
+    ),
+    "requeued": (
+        step(3, 1, 1, tasks="2(x2)", job=21, more="SLURM_RESTART_COUNT=1"),
+        info("3/4", "1/2", "1/2", "slurm", **IN_6 | {"port": 11765, "run_id": "21", "restarts": 1}),
+    ),
+    "srun --mpi=pmi2": (
+        step(1, 1, 0, more="PMI_RANK=1 PMI_SIZE=3 PMI_FD=13 PMI_JOBID=6.2"),
+        info("1/3", "1/2", "0/2", "slurm", **IN_6),
+    ),
+    "preset port": (
+        step(2, 0, 1, more="MASTER_PORT=29500"),
+        info("2/3", "0/1", "1/2", "slurm", **IN_6 | {"port": 29500}),
+    ),
+    "preset address": (
+        step(2, 0, 1, more="MASTER_ADDR=node1i"),
+        info("2/3", "0/1", "1/2", "slurm", **IN_6 | {"addr": "node1i"}),
+    ),
+    "preset IPv6 address in brackets": (
+        step(2, 0, 1, more="MASTER_ADDR=[fd00::1]"),
+        info("2/3", "0/1", "1/2", "slurm", **IN_6 | {"addr": "fd00::1"}),
+    ),
+    "equal WORLD_SIZE and LOCAL_RANK": (
+        step(1, 1, 0, more="WORLD_SIZE=3 LOCAL_RANK=1"),
+        info("1/3", "1/2", "0/2", "slurm", **IN_6),
+    ),
+    "heterogeneous job, one component": (
+        step(1, 1, 0, tasks="2") | env(
+            "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST=node1 SLURM_JOB_NODELIST_HET_GROUP_0=node1 "
+            "SLURM_JOB_NODELIST_HET_GROUP_1=node2"
+        ),
+        info("1/2", "1/2", "0/1", "slurm", **IN_6 | {"nodes": "node1"}),
+    ),
+    "heterogeneous job, components not in order of names, rank 0": (
+        env(f"{HET} SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURMD_NODENAME=node2"),
+        info("0/4", "0/2", "0/3", "slurm", **IN_HET),
+    ),
+    "heterogeneous job, components not in order of names, rank 3": (
+        env(f"{HET} SLURM_PROCID=3 SLURM_LOCALID=0 SLURM_NODEID=2 SLURMD_NODENAME=node1"),
+        info("3/4", "0/1", "2/3", "slurm", **IN_HET),
+    ),
+    "shell of salloc": (env(SALLOC), replace(ONE, in_slurm=True, run_id="16")),
+    "interactive step": (env(INTERACTIVE), replace(ONE, in_slurm=True, run_id="16")),
+    "interactive step of Slurm 26.05": (env(INTERACTIVE_26), replace(ONE, in_slurm=True, run_id="16")),
+    # RANK
+    "torchrun": (env(TORCHRUN), info("3/4", "1/2", "1/2", "env", addr="node1", port=29400)),
+    "torchrun, uneven": (env(TORCHRUN_UNEVEN), info("8/10", "0/2", "1/2", "env", addr="node1", port=29400, restarts=2)),
+    "torchrun inside srun": (
+        step(1, 0, 1, tasks="1(x2)", step_id=2) | env(TORCHRUN),
+        info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="6.2"),
+    ),
+    "torchrun inside srun with the tasks' own numbers": (
+        step(1, 0, 1, tasks="1(x2)")
+        | env(TORCHRUN)
+        | env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2"),
+        info("1/2", "0/1", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="6"),
+    ),
+    "torchrun in the batch shell": (
+        env(f"{BATCH} {TORCHRUN}"),
+        info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16"),
+    ),
+    "torchrun in the batch shell of Slurm 26.05": (
+        env(f"{BATCH_26} {TORCHRUN}"),
+        info("3/4", "1/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16"),
+    ),
+    "requeues and torchrun's restarts add up": (
+        env(f"{BATCH} {TORCHRUN_UNEVEN} SLURM_RESTART_COUNT=1"),
+        info("8/10", "0/2", "1/2", "env", addr="node1", port=29400, in_slurm=True, run_id="16", restarts=3),
+    ),
+    "one by hand": (env("RANK=0 WORLD_SIZE=1"), info("0/1", "0/1", "0/1", "env")),
+    "by hand on this machine": (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"),
+        info("1/2", "1/2", "0/1", "env", addr="127.0.0.1", port=1),
+    ),
+    "by hand, equal nodes": (
+        env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=65535"),
+        info("5/8", "1/4", "1/2", "env", addr="a", port=65535),
+    ),
+    "by hand, nodes' number left out": (
+        env("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=a MASTER_PORT=2"),
+        info("1/4", "1/2", "0/2", "env", addr="a", port=2),
+    ),
+    "by hand from the Slurm task's own numbers": (
+        step(2, 0, 1, more="RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=node1 MASTER_PORT=5000"),
+        info("2/3", "0/1", "1/2", "env", **IN_6 | {"port": 5000}),
+    ),
+    # MPI
+    "mpirun on one machine": (
+        env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
+        info("1/2", "1/2", "0/1", "openmpi", addr="127.0.0.1", port=10000),
+    ),
+    "mpirun of one": (env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"), replace(ONE, launcher="openmpi")),
+    "mpirun in a batch script, the shell's node": (
+        env(f"{OMPI_0} MASTER_ADDR=node1"),
+        info("0/4", "0/2", "0/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
+    "mpirun in a batch script of Slurm 26.05, the shell's node": (
+        env(f"{OMPI_0} SLURM_STEP_ID=-5 MASTER_ADDR=node1"),
+        info("0/4", "0/2", "0/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
+    "mpirun in a batch script, the daemon's node": (
+        env(f"{OMPI_3} MASTER_ADDR=node1"),
+        info("3/4", "1/2", "1/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
+    "mpirun of one rank a node, the daemon's node": (
+        env(
+            f"{OMPI_3} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+            "OMPI_COMM_WORLD_LOCAL_SIZE=1 MASTER_ADDR=node1"
+        ),
+        info("1/2", "0/1", "1/2", "openmpi", addr="node1", port=27636, in_slurm=True, run_id="16"),
+    ),
+    "mpiexec in a batch script": (
+        env(
+            f"{HYDRA} PMI_RANK=3 MPI_LOCALRANKID=1 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 "
+            "SLURMD_NODENAME=node2 MASTER_ADDR=node1 MASTER_PORT=29400"
+        ),
+        info("3/4", "1/2", "1/2", "pmi", addr="node1", port=29400, in_slurm=True, run_id="16"),
+    ),
+    "mpiexec with as many ranks as proxies, all on one node": (
+        env(
+            f"{HYDRA} PMI_SIZE=2 PMI_RANK=0 MPI_LOCALRANKID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
+            "SLURMD_NODENAME=node1"
+        ),
+        info("0/2", "0/2", "0/1", "pmi", addr="127.0.0.1", port=11344, in_slurm=True, run_id="16"),
+    ),
+    "PALS": (
+        env("PMI_RANK=2 PMI_SIZE=4 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=2 MASTER_ADDR=a MASTER_PORT=3"),
+        info("2/4", "0/2", "1/2", "pmi", addr="a", port=3),
+    ),
+    "RANK inside mpirun": (
+        env(f"{OMPI} OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 {TORCHRUN}"),
+        info("3/4", "1/2", "1/2", "env", addr="node1", port=29400),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_is_found_from_the_launchers_variables(case: str) -> None:
+    environ, expected = CASES[case]
+    assert detect(environ) == expected
+
+
+STEP = step(2, 0, 1)
+HAND = env("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2")
+
+# The environment, and what the message has to name: variable, value and fix.
+CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
+    (env(BATCH), ["batch shell of job 16", "put `srun` in front"]),
+    (env(BATCH.replace("4", "1").replace("2(x2)", "1")), ["batch shell of job 16", "put `srun` in front"]),
+    (env(f"{BATCH} SLURM_STEP_ID=4294967291"), ["batch shell", "put `srun` in front"]),
+    (env(BATCH_26), ["batch shell of job 16", "put `srun` in front"]),
+    *((STEP | {"SLURM_STEP_ID": bad}, [f"SLURM_STEP_ID={bad}"]) for bad in ("-0", "-17", "-5x")),
+    (env("SLURM_PROCID=0 SLURM_NTASKS=2"), ["SLURM_PROCID=0", "SLURM_JOB_ID", "unset"]),
+    # numbers
+    *((STEP | {"SLURM_PROCID": bad}, [f"SLURM_PROCID={shown(bad)}: "]) for bad in ("", " 1", "١", "1\n")),
+    *((STEP | {"SLURM_PROCID": bad}, [f"SLURM_PROCID={bad}"]) for bad in ("-1", "1.5", "1e3", "nan", "0x1", "1_0")),
+    (STEP | {"SLURM_PROCID": "9" * 5000}, ["SLURM_PROCID=999", "…"]),
+    (STEP | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID=: "]),
+    (STEP | {"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x"]),
+    (STEP | {"SLURM_ARRAY_TASK_ID": "1"}, ["SLURM_ARRAY_JOB_ID is not set"]),
+    # Slurm's layout
+    (STEP | {"SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "SLURM_STEP_NUM_TASKS=3"]),
+    (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "number of nodes=2"]),
+    (STEP | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE"]),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "4 tasks", "NUM_TASKS=3"]),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"]),
+    (STEP | {"SLURM_STEP_NUM_NODES": "3"}, ["SLURM_STEP_NODELIST=node[1-2]", "2 nodes", "SLURM_STEP_NUM_NODES=3"]),
+    (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"]),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, ["SLURM_STEP_TASKS_PER_NODE", "'2;1'"]),
+    (STEP | {"SLURMD_NODENAME": "node1"}, ["SLURM_NODEID=1", "node2", "SLURMD_NODENAME=node1"]),
+    (STEP | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "3", "unset it"]),
+    (STEP | {"LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "0", "unset it"]),
+    (STEP | {"SLURM_DISTRIBUTION": "arbitrary"}, ["SLURM_DISTRIBUTION=arbitrary", "set MASTER_ADDR"]),
+    (STEP | {"SLURM_HET_SIZE": "2"}, ["SLURM_JOB_NODELIST_HET_GROUP_0 is not set"]),
+    (
+        env(f"{HET} SLURM_JOB_NODELIST_HET_GROUP_1=node2 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"),
+        ["SLURM_HET_SIZE=2", "node1,node2,node3"],
+    ),
+    # the master
+    *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
+    *((STEP | {"MASTER_ADDR": bad}, ["MASTER_ADDR="]) for bad in ("", " ", "a b", "a:1", "[a]", "[fd00::1", "f:::1")),
+    # The resolver does not refuse these, it raises; a dot twice is soon typed.
+    *((STEP | {"MASTER_ADDR": bad}, ["MASTER_ADDR="]) for bad in ("n1..site", ".n1", ".", "x" * 64, "x." * 127 + "x")),
+    (STEP | {"MASTER_ADDR": "fe80::1%a\nb"}, [r"MASTER_ADDR=fe80::1%a\nb"]),
+    # RANK
+    (env("RANK=0"), ["WORLD_SIZE is not set"]),
+    (STEP | {"RANK": "0"}, ["WORLD_SIZE is not set"]),
+    (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "without RANK", "unset it"]),
+    (env("LOCAL_RANK=0"), ["LOCAL_RANK=0", "without RANK", "unset it"]),
+    (env(f"{SALLOC} WORLD_SIZE=4"), ["WORLD_SIZE=4", "without RANK"]),
+    (env("RANK=0 WORLD_SIZE=0"), ["WORLD_SIZE=0"]),
+    (env("RANK=1 WORLD_SIZE=1"), ["RANK=1", "WORLD_SIZE=1"]),
+    (env("RANK=0 WORLD_SIZE=1 LOCAL_RANK=1"), ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1"]),
+    (HAND | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
+    (HAND | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+    (HAND | {"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "RANK=1", "GROUP_RANK"]),
+    (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
+    (HAND | {"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0"]),
+    (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),
+    (HAND | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "GROUP_WORLD_SIZE=2"]),
+    (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, ["GROUP_WORLD_SIZE=1", "LOCAL_WORLD_SIZE=2"]),
+    (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}, ["GROUP_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2"]),
+    (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
+    (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_PORT=2"), ["MASTER_ADDR is not set", "WORLD_SIZE=2"]),
+    (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a"), ["MASTER_PORT is not set", "WORLD_SIZE=2"]),
+    (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=2"),
+        ["LOCAL_WORLD_SIZE is not set", "set it to the number of ranks on this node"],
+    ),
+    # MPI
+    (env(OMPI_0), ["MASTER_ADDR is not set", "2 nodes", "mpirun -x MASTER_ADDR=HOST"]),
+    (env(f"{OMPI} OMPI_COMM_WORLD_RANK=1"), ["OMPI_COMM_WORLD_LOCAL_RANK is not set"]),
+    (env("OMPI_COMM_WORLD_RANK=1"), ["OMPI_COMM_WORLD_SIZE is not set"]),
+    (env(f"{OMPI} OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=0"), ["OMPI_COMM_WORLD_RANK=1", "ppr:N:node"]),
+    (env(f"{OMPI_3} WORLD_SIZE=2"), ["WORLD_SIZE=2", "4"]),
+    (env("PMI_RANK=2 PMI_SIZE=2"), ["PMI_RANK=2", "PMI_SIZE=2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environ", "named"), CONTRADICTIONS)
+def test_contradictory_variables_are_refused_in_one_line(environ: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(RankError) as caught:
+        detect(environ)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
+    for part in named:
+        assert part in message
+
+
+def test_missing_variables_of_a_step_are_named() -> None:
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        with pytest.raises(RankError, match=f"{name} is not set: start the ranks with srun"):
+            detect({key: value for key, value in STEP.items() if key != name})
+
+
+@pytest.mark.timeout(60)
+def test_a_job_of_many_components_is_read_fast() -> None:
+    """65,536 nodes in two components, Slurm's own limit: to look up each one in a list would take hours."""
+    environ = env(
+        "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=n[1-65536] "
+        "SLURM_STEP_TASKS_PER_NODE=1(x65536) SLURM_STEP_NUM_TASKS=65536 SLURM_STEP_NUM_NODES=65536 SLURM_HET_SIZE=2 "
+        "SLURM_JOB_NODELIST_HET_GROUP_0=n[32769-65536] SLURM_JOB_NODELIST_HET_GROUP_1=n[1-32768]"
+    )
+    assert detect(environ).nodes[0] == "n32769"
+    every = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": "n[1-65536]" for i in range(1023)}
+    with pytest.raises(RankError, match="SLURM_HET_SIZE=1023"):
+        detect(environ | every | {"SLURM_HET_SIZE": "1023"})
+
+
+def test_ports_of_neighbouring_jobs_steps_and_restarts_differ() -> None:
+    for first in (0, 1, 22_740, 4_294_967_000):
+        ports = [port_for(first + j, s, r) for j, s, r in product(range(51), range(21), range(4))]
+        assert len(set(ports)) == len(ports)
+    assert all(10_000 <= port_for(job) < 32_768 for job in range(1000))
+
+
+def layout_environ(launcher: str, counts: list[int], node: int, local_rank: int, rank: int) -> dict[str, str]:
+    if launcher == "env":
+        return env(
+            f"RANK={rank} WORLD_SIZE={sum(counts)} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={counts[node]} "
+            f"GROUP_RANK={node} GROUP_WORLD_SIZE={len(counts)} MASTER_ADDR=h MASTER_PORT=29400"
+        )
+    return env(
+        f"SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_LOCALID={local_rank} SLURM_NODEID={node} "
+        f"SLURM_STEP_NUM_TASKS={sum(counts)} SLURM_STEP_NUM_NODES={len(counts)} "
+        f"SLURM_STEP_NODELIST=n[1-{len(counts)}] SLURM_STEP_TASKS_PER_NODE={','.join(map(str, counts))}"
+    )
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.sampled_from(["env", "slurm"]), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms())
+def test_each_rank_of_any_layout_has_one_place(launcher: str, counts: list[int], order: random.Random) -> None:
+    places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+    order.shuffle(places)  # as with `-m arbitrary`: any task may be anywhere
+    infos = [detect(layout_environ(launcher, counts, *place, rank)) for rank, place in enumerate(places)]
+    assert [i.rank for i in infos] == list(range(sum(counts)))
+    assert [(i.node_rank, i.local_rank) for i in infos] == places
+    assert all(i.local_world_size == counts[i.node_rank] for i in infos)
+    assert {i.launcher for i in infos} == {launcher}
+    assert len({(i.world_size, i.num_nodes, i.master_addr, i.master_port, i.nodes, i.run_id) for i in infos}) == 1
+
+
+def test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them() -> None:
+    for counts in ((8, 2), (1, 3, 2)):
+        places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+        layouts = [local.Layout(counts, node, "h", 29400) for node in range(len(counts))]
+        infos = [detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places]
+        assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [(n, *place) for n, place in enumerate(places)]
+        assert [i.local_world_size for i in infos] == [counts[node] for node, _ in places]
+        assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {
+            (sum(counts), len(counts), "h", 29400)
+        }
+
+
+def test_random_environments_give_a_rank_or_a_one_line_error() -> None:
+    chance = random.Random(0)
+    valid = [environ for environ, _ in CASES.values()]
+    names = sorted({name for environ in valid for name in environ})
+    values = sorted({value for environ in valid for value in environ.values()})
+    values += ["", " 3", "-1", "1.5", "0x1", "١", "9" * 5000, "n[1-", "1(x99999999)", "a\nb", "\udcff", "\u2028"]
+    seen = {"rank": 0, "error": 0}
+    for _ in range(2000):
+        environ = dict(chance.choice(valid))
+        for _ in range(chance.randint(1, 4)):
+            name = chance.choice(names)
+            if chance.random() < 0.3:
+                environ.pop(name, None)
+            else:
+                environ[name] = chance.choice(values)
+        try:
+            found, message = detect(environ), ""
+        except RankError as error:
+            found, message = ONE, str(error)
+        seen["error" if message else "rank"] += 1
+        assert len(message.splitlines()) == bool(message)
+        assert message.isprintable()
+        assert len(message) < 500
+        if not message:
+            assert 0 <= found.rank < found.world_size
+            assert 0 <= found.local_rank < found.local_world_size <= found.world_size
+            assert 0 <= found.node_rank < found.num_nodes <= found.world_size
+            assert found.world_size == 1 or (found.master_addr and 0 < found.master_port < 65_536)
+            assert not found.nodes or len(found.nodes) == found.num_nodes
+            assert found.run_id is None or re.fullmatch(r"\d+(_\d+)?(\.\d+)?", found.run_id)
+            found.master_addr.encode("idna")  # the resolver does so first, and raises for an invalid name
+    assert min(seen.values()) > 200, seen

@@ -1,0 +1,68 @@
+"""recipes/core/run/scontrol.py: what scontrol prints, read as jobs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.core.errors import MachineError
+from recipes.core.run import scontrol
+
+# Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
+PRINTED = """\
+JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DONE
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=CANCELLED Reason=BeginTime Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9
+   NodeList=node[1-2]
+   Command=/home/me/my jobs/x=1.sh
+   StdErr=
+   StdOut=/home/me/my jobs/log
+   Comment=Restarts=7 x
+   SystemComment=see JobState=RUNNING
+
+JobId=13 JobName=b
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=3:0
+"""
+
+
+def test_each_job_that_scontrol_prints_is_parsed() -> None:
+    task, plain = scontrol.parse(PRINTED)
+    assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
+    assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
+    assert task.fields["JobName"] == "a b JobState=DONE"
+    assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
+    assert task.fields["StdErr"] == ""
+    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
+        ("echo Job 7 not found; exit 1", None),  # printed for 7_1 while other elements of array 7 are known
+        ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
+        ("exec /bin/sleep 60", r"^Slurm's controller has not answered within 0\.5 s$"),
+        ("", "not on the PATH"),
+    ],
+)
+def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
+    tmp_path: Path, script: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if expected is None:
+        assert scontrol.find("7", os.environ) is None
+    else:
+        with pytest.raises(MachineError, match=expected):
+            scontrol.show("7", os.environ, timeout_s=0.5 if "sleep" in script else scontrol.ANSWER_S)
+
+
+def test_a_job_name_that_is_not_utf8_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [job.state for job in scontrol.show("7", os.environ)] == ["RUNNING"]

@@ -1,0 +1,277 @@
+"""What asks a run to stop: signals, seen at once, and the near end of its job."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.core.run import signals
+from recipes.core.run.signals import StopFlag
+from tests import helpers
+from tests.helpers import ROOT
+
+
+def squeue(folder: Path, text: str) -> None:
+    """A squeue that says ``text``: what is asked of it, and what becomes of the answer, is what is tested here."""
+    (folder / "squeue").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "squeue").chmod(0o755)
+
+
+def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+    squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
+    assert signals.seconds_left(job) == 120
+    for silent in ("exit 1", "echo NOT_SET"):
+        squeue(tmp_path, silent)
+        assert signals.seconds_left(job) == pytest.approx(1000, abs=5)
+    (tmp_path / "squeue").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert signals.seconds_left({"SLURM_JOB_ID": "7"}) is None
+    assert signals.seconds_left({}) is None
+
+
+class Clock:
+    """In place of `threading`, for `watch_the_end`: its thread runs at once, and waiting moves the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(signals, "threading", self)
+
+    def Thread(self, target: Callable[[], None], **of: Any) -> Any:
+        return SimpleNamespace(start=target)
+
+    def Event(self) -> Any:
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        assert self.now < 1e6, "it never stops"
+        return False
+
+
+@pytest.mark.parametrize(
+    ("answers", "stopped_at"),
+    [
+        ({0: 3600}, 3480),  # 120 s before the end
+        ({0: 3600, 3420: 4600}, 4480),  # the limit was raised, which is seen when the job is asked again
+        ({0: 3600, 3480: 3800}, 3680),
+        ({0: 86400, 86220: None}, 86280),  # the controller does not answer any more
+        ({0: 200}, 150),  # at most a quarter of what is left at first
+        ({0: 100, 75: 90}, 75),
+        ({0: math.inf}, None),
+        ({0: None}, None),
+    ],
+)
+def test_a_run_stops_so_long_before_its_job_ends(
+    answers: dict[float, float | None], stopped_at: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, flag, told = Clock(monkeypatch), StopFlag(), []
+
+    def left() -> float | None:
+        end = answers[max(moment for moment in answers if moment <= clock.now)]
+        return None if end is None else end - clock.now
+
+    signals.watch_the_end(flag, 120, left, lambda name: told.append((name, clock.now)))
+    assert told == ([("the time limit", stopped_at)] if stopped_at else [])
+    assert flag.reason == ("the time limit" if stopped_at else "")
+
+
+def test_the_first_reason_stays() -> None:
+    flag = StopFlag()
+    assert flag.note("SIGTERM")
+    assert not flag.note("the time limit")
+    assert flag.reason == "SIGTERM"
+
+
+BLOCKED = """
+import ctypes, os, signal, sys
+from recipes.core.run import signals
+libc = ctypes.CDLL(None)
+with signals.stop_flag(lambda name: print("noted", name, flush=True)) as stop:
+    print("ready", flush=True)
+    # Waits below Python, as in a collective: a handler of Python's cannot run before it is over.
+    while not stop:
+        read_end, write_end = os.pipe()
+        buffer = ctypes.create_string_buffer(1)
+        while libc.read(read_end, buffer, 1) < 0:
+            pass
+"""
+
+
+def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BLOCKED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "noted SIGTERM\n"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+TWICE = """
+import os, signal, subprocess, sys, time
+from recipes.core.run import signals
+with signals.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes them, and this one sleeps on
+    send = f"kill -INT {os.getpid()}; sleep 0.5; "
+    subprocess.Popen(["sh", "-c", send + send])
+    time.sleep(2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    time.sleep(30)
+"""
+
+
+def test_two_interrupts_are_two_though_the_handler_is_called_once() -> None:
+    """Python calls the handler once for both where the main thread waits for its turn; also while the first is still reported."""
+    for process in [helpers.start([sys.executable, "-c", TWICE, telling_s]) for telling_s in ("0", "60")]:
+        ended = helpers.finish(process, 20)
+        assert ended.lines[-1:] == ["KeyboardInterrupt"], ended.out
+
+
+INTERRUPTED = """
+import os, signal, time
+from recipes.core.run import signals
+signals.INTERRUPT_S = PATIENCE_S
+with signals.stop_flag():
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.MEANWHILE)
+        time.sleep(0.5)
+        print("its last words", flush=True)
+"""
+
+
+def test_a_third_interrupt_does_not_cut_the_last_words_short() -> None:
+    code = INTERRUPTED.replace("PATIENCE_S", "5.0").replace("MEANWHILE", "SIGINT")
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["its last words"]), ended.out
+
+
+TOGETHER = """
+import os, signal, sys, time
+from recipes.core.run import signals
+apart_s = float(sys.argv[1])
+signals.TOGETHER_S = 0.3 if apart_s else 60
+with signals.stop_flag() as stop:
+    stop.settling = bool(apart_s)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(apart_s)
+    time.sleep(1)
+print(stop.reason)
+"""
+
+
+def test_interrupts_that_come_together_are_one_and_none_cuts_an_end_short() -> None:
+    for process in [helpers.start([sys.executable, "-c", TOGETHER, apart_s]) for apart_s in ("0", "0.5")]:
+        ended = helpers.finish(process, 20)
+        assert (ended.status, ended.lines) == (0, ["SIGINT"]), ended.out
+
+
+STUCK = """
+import ctypes, signal
+from recipes.core.run import signals
+with signals.stop_flag() as stop:
+    stop.last_words = lambda: print("the last words", flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # taken by another thread: this one does not come back
+    print("ready", flush=True)
+    ctypes.CDLL(None).sleep(60)
+"""
+
+
+STUCK_WORDS = "interrupted while it waited below Python, for another rank perhaps"
+
+
+def test_further_interrupts_do_not_put_the_end_off() -> None:
+    process = helpers.start([sys.executable, "-c", STUCK], cwd=ROOT)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    begin = time.monotonic()
+    while process.poll() is None and time.monotonic() - begin < 3 * signals.INTERRUPT_S:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    ended = helpers.finish(process, 1)
+    assert (ended.status, ended.lines) == (signals.INTERRUPTED, ["the last words", STUCK_WORDS])
+
+
+def test_the_time_in_which_a_process_is_stopped_is_not_its_patience() -> None:
+    code = INTERRUPTED.replace("PATIENCE_S", "1.0").replace("MEANWHILE", "SIGSTOP")
+    process = helpers.start([sys.executable, "-c", code], cwd=ROOT)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    time.sleep(7)
+    process.send_signal(signal.SIGCONT)
+    ended = helpers.finish(process)
+    assert (ended.status, ended.lines) == (0, ["its last words"]), ended.out
+
+
+FORKED = """
+import os, signal, time
+from recipes.core.run import signals
+with signals.stop_flag() as stop:
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        time.sleep(0.5)
+        os.kill(child, number)
+    os.waitpid(child, 0)
+    print(repr(stop.reason))
+"""
+
+
+def test_what_a_forked_child_is_sent_is_not_for_its_parent() -> None:
+    # Python 3.12 warns of fork in a process with threads.
+    ended = helpers.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["''"]), ended.out
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_hangup_is_heeded_unless_nohup_has_it_ignored(nohup: bool) -> None:
+    code = "import os, signal, time\nfrom recipes.core.run import signals\n"
+    code += f"signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
+    code += "with signals.stop_flag() as stop:\n    os.kill(os.getpid(), signal.SIGHUP)\n"
+    code += f"    deadline = time.monotonic() + {0.2 if nohup else 10}\n"
+    code += "    while not stop.reason and time.monotonic() < deadline: time.sleep(0.01)\n"
+    code += "    print(stop.reason or 'goes on')"
+    ended = helpers.run([sys.executable, "-c", code], cwd=ROOT)
+    assert (ended.status, ended.lines) == (0, ["goes on" if nohup else "SIGHUP"]), ended.out
+
+
+def test_handlers_and_pipe_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with signals.stop_flag() as stop:
+        assert signal.set_wakeup_fd(-1) >= 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        helpers.wait_until(lambda: stop.reason == "SIGTERM", 10, "the flag")
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_signal_is_held_back_until_there_is_a_handler_for_it() -> None:
+    """Slurm's may come while torch is imported."""
+    code = "from recipes.core.run import entry; entry.begin('toy', ['device=cpu'])"
+    code += "; import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=helpers.ROOT, env=helpers.clean_environment(), capture_output=True, text=True
+    )
+    assert ended.stdout == "alive\n", ended.stderr

@@ -1,0 +1,157 @@
+"""The table of runs: what it says of done, failed, running, damaged and unbegun ones, and where they differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import files
+from recipes.core.run import rundir, table
+from tests import helpers
+
+
+def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **keys: Any) -> Path:
+    folder.mkdir(parents=True)
+    rundir.open_attempt(folder, ["a"])
+    rundir.write_status(folder, state, attempt=0, step=step, reason=reason)
+    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()))
+    if state == "done":
+        files.write_json(folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5})
+    return folder
+
+
+def lines(*words: str) -> list[list[str]]:
+    """The table's cells, as far as no cell has a space in it."""
+    ended = helpers.run([sys.executable, "-m", "recipes.report", *words])
+    assert ended.status == 0, ended.out
+    return [line.split() for line in ended.lines]
+
+
+def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
+    make(tmp_path / "cifar/7_0", lr=0.1, seed=1, epochs=3, data_dir="${oc.env:X}")
+    make(tmp_path / "cifar/7_1", lr=0.2, seed=1, epochs=3, data_dir="${oc.env:X}")
+    make(tmp_path / "cifar/7_2", "failed", 4, "rank 1 on node3 failed first: out of memory", lr=0.4, seed=1, epochs=3)
+    (tmp_path / "cifar/7_2/metrics.jsonl").write_text(
+        '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25}\n{"step": 5, "lo'
+    )
+    files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})  # of an earlier attempt
+    for number in range(3):
+        os.utime(tmp_path / f"cifar/7_{number}", (number, number))
+    head, *rows = lines(str(tmp_path))
+    assert head == ["run", "state", "step", "lr", "val_top1", "loss", "samples_per_second", "note"]
+    assert rows[0] == [str(tmp_path / "cifar/7_0"), "done", "10", "0.1", "0.9412", "-", "1234.5"]
+    assert rows[1][:5] == [str(tmp_path / "cifar/7_1"), "done", "10", "0.2", "0.9412"]
+    assert rows[2][:7] == [str(tmp_path / "cifar/7_2"), "failed", "4", "0.4", "-", "2.25", "-"]
+    assert " ".join(rows[2][7:]) == "rank 1 on node3 failed first: out of memory"
+
+
+def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: Path) -> None:
+    """In folders whose names say nothing of the recipe; keys of the run are told by what was submitted."""
+    for number in range(4):
+        words = ["device=cpu", f"lr=0.{number + 1}", f"cpu_threads={number}", f"run_dir={tmp_path}/{number}"]
+        if number in (0, 3):
+            make(tmp_path / f"{number}", lr=(number + 1) / 10, seed=0)
+        (tmp_path / f"{number}").mkdir(exist_ok=True)
+        files.write_json(
+            tmp_path / f"{number}/job.yaml", {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
+        )
+    rundir.refuse(tmp_path / "2", "7_2.0", 3, "node7: no GPU")
+    rundir.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
+    (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
+    head, *rows = lines(*(f"{tmp_path}/{number}" for number in range(4)))
+    assert head == ["run", "state", "step", "lr", "cpu_threads", "val_top1", "loss", "samples_per_second", "note"]
+    assert [row[1:] for row in rows] == [
+        ["done", "10", "0.1", "0", "0.9412", "-", "1234.5"],
+        ["not", "begun", "0", "0.2", "1", "-", "-", "-"],
+        ["not", "begun", "0", "0.3", "2", "-", "-", "-", "node7:", "no", "GPU"],
+        ["failed", "50", "0.4", "3", "0.95", "0.5", "-", "lost"],
+    ]
+
+
+def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    make(tmp_path / "run/evaluation", step=3)
+    (tmp_path / "doctor").mkdir()
+    assert len(lines(str(tmp_path))) == len(lines(str(tmp_path / "run"))) == 2
+
+
+def test_a_running_run_shows_the_age_of_its_status(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "running")
+    updated = rundir.read_status(folder)["updated"]  # type: ignore[index]
+    for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
+        assert table.read_run(folder, updated + seconds).note == f"last update {told} ago"
+
+
+def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a/run", lr=0.1)
+    for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
+        (folder / name).write_text("[{: nothing")
+    found = table.read_run(folder, time.time())
+    assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
+    (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
+    (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
+    (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
+    make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
+    ended = helpers.run([sys.executable, "-m", "recipes.report", str(tmp_path)])
+    assert ended.status == 0, ended.out
+    assert len(ended.lines) == 3
+    assert "\x1b" not in ended.out
+
+
+def test_json_output_and_a_closed_pipe(tmp_path: Path) -> None:
+    make(tmp_path / "run", lr=0.1)
+    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(tmp_path)])
+    told = json.loads(ended.out)
+    assert (told["state"], told["values"], told["results"]["val_top1"]) == ("done", {"lr": 0.1}, 0.9412)
+    ended = helpers.run(["sh", "-c", f"{sys.executable} -m recipes.report {tmp_path} | true"])
+    assert (ended.status, ended.out) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("make_it", "words"), [(False, "cannot be read (No such file or directory)"), (True, "no run is there")]
+)
+def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path, make_it: bool, words: str) -> None:
+    if make_it:
+        (tmp_path / "none").mkdir()
+    ended = helpers.run([sys.executable, "-m", "recipes.report", f"{tmp_path}/none"])
+    assert ended.status == 2
+    assert len(ended.lines) == 1
+    assert ended.lines[0].startswith(f"report: {tmp_path}/none: {words}")
+
+
+def test_a_run_whose_newest_launch_was_refused_is_shown_as_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", lr=0.1)
+    os.utime(folder / "status.json", (1, 1))
+    rundir.refuse(folder, "7.0", 2, "lr=0.1 becomes 0.2")
+    found = table.read_run(folder, time.time())
+    assert (found.state, found.note, found.step) == ("refused", "lr=0.1 becomes 0.2 (before that: done)", 10)
+    assert found.results["val_top1"] == 0.9412
+    os.utime(folder / "refused.json", (0, 0))  # a later launch has done it
+    found = table.read_run(folder, time.time())
+    assert (found.state, found.note) == ("done", "")
+
+
+def test_a_running_run_stays_running_if_a_second_launch_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", "running")
+    os.utime(folder / "status.json", (1, 1))
+    rundir.refuse(folder, "8.0", 2, "job 7 (running) uses it")
+    found = table.read_run(folder, time.time())
+    assert found.state == "running"
+    assert found.note.startswith("last update ")
+    assert found.note.endswith(" ago; a later launch was refused: job 7 (running) uses it")
+
+
+@pytest.mark.parametrize("module", ["recipes.mnist", "recipes.core.launch.batch"])
+def test_the_table_shows_why_a_job_was_refused_before_its_run_began(tmp_path: Path, module: str) -> None:
+    argv = ["begin", "mnist"] if module == "recipes.core.launch.batch" else []
+    command = [sys.executable, "-m", module, *argv, f"run_dir={tmp_path}/run", "epohcs=1"]
+    ended = helpers.run(command, environ=helpers.clean_environment(SLURM_JOB_ID="7"))
+    assert ended.status == 2, ended.out
+    [row] = lines(str(tmp_path))[1:]
+    assert " ".join(row[1:]).startswith("not begun 0 epohcs=1: recipe mnist has no key 'epohcs'"), row

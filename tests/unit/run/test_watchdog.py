@@ -1,0 +1,197 @@
+"""A rank that makes no progress is ended from outside, named, and its stack shown; one that does is left alone."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.core.run import failures, watchdog
+from tests import helpers
+from tests.helpers import ROOT
+
+
+def test_a_pulse_has_room_for_a_run_directory_of_any_name() -> None:
+    watchdog.Pulse().tell(recipe="toy", rank=3, host="node7" * 50, run_dir="/" + "\U0001f984" * 1024, attempt=1)
+
+
+@pytest.mark.parametrize(
+    ("continued", "busy_s", "suspension_s"),
+    [(True, (), 100.0), (True, (5.0, 5.0), 100.0), (True, (70.0,), 0.0), (False, (), 0.0)],
+    ids=["suspended", "suspended, then the machine was busy", "long ago", "busy alone"],
+)
+def test_the_clock_of_a_rank_leaves_out_gaps_and_reports_those_that_sigcont_ended(
+    monkeypatch: pytest.MonkeyPatch, continued: bool, busy_s: tuple[float, ...], suspension_s: float
+) -> None:
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    clock = watchdog.RunningClock()
+    begin = clock.now()
+    moment += watchdog.POLL_S + 100.0
+    if continued:
+        clock.continued()
+    clock.now()
+    for seconds in busy_s:
+        moment += watchdog.POLL_S
+        clock.now()
+        moment += watchdog.POLL_S + seconds
+        clock.now()
+    assert clock.suspension_s() == suspension_s
+    assert clock.now() - begin == pytest.approx(watchdog.POLL_S * (1 + 2 * len(busy_s)))
+
+
+def test_the_time_before_the_clock_of_a_rank_is_started_was_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is imported in it."""
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    clock = watchdog.RunningClock()
+    moment += 100.0
+    clock.start()
+    moment += watchdog.POLL_S
+    clock.now()
+    assert clock.stopped_s == 0
+
+
+RANK = """
+import ctypes, faulthandler, os, signal, sys, time
+from pathlib import Path
+from recipes.core.run import watchdog
+from recipes.core.run.watchdog import Pulse
+faulthandler.enable()
+pulse = Pulse()
+pulse.tell(recipe="toy", rank=3, host="node7", run_dir=sys.argv[2], attempt=1)
+pulse.watch(float(sys.argv[1]), Path.cwd())
+pulse.beat(watchdog.BACKWARD, 11)
+print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+
+def sleep_without_letting_go():
+    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock: no thread of it runs, no handler either
+
+WAYS = {
+    "stuck": sleep_without_letting_go,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "waits": lambda: time.sleep(600),
+    "unwatched": lambda: (pulse.beat(watchdog.UNWATCHED), time.sleep(float(sys.argv[1]) * 3), print("alive")),
+    "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
+}
+WAYS[sys.argv[3]]()
+"""
+
+
+def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str]:
+    (folder / "failures").mkdir(exist_ok=True)
+    return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), way], cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
+    """A rank for each way, started at once, and its run directory."""
+    folders = {way: tmp_path_factory.mktemp(way) for way in ("stuck", "stopped", "waits", "works", "unwatched")}
+    return {way: (folder, rank(folder, way)) for way, folder in folders.items()}
+
+
+Started = dict[str, tuple[Path, subprocess.Popen[str]]]
+
+
+@pytest.mark.parametrize("way", ["stuck", "stopped", "waits"])
+def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) -> None:
+    folder, process = started[way]
+    ended = helpers.finish(process, timeout_s=30)
+    assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
+    assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
+    record = json.loads((folder / "failures" / "attempt-1-rank-3.json").read_text())
+    assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
+    assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
+    if way == "stuck":
+        assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
+    watcher = int(ended.lines[0])
+    helpers.wait_for_the_end_of([watcher], 10)
+
+
+@pytest.mark.parametrize("way", ["works", "unwatched"])
+def test_a_rank_that_gets_on_is_left_alone(way: str, started: Started) -> None:
+    folder, process = started[way]
+    ended = helpers.finish(process, timeout_s=60)
+    assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
+    assert list((folder / "failures").iterdir()) == []
+
+
+def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the watchdog: it may be what the rank waits for."""
+    hangs = threading.Event()
+    monkeypatch.setattr(failures, "record", lambda *args, **record: hangs.wait(60))
+    monkeypatch.setattr(watchdog, "TELL_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    memory = mmap.mmap(-1, watchdog.BYTES)
+    note = json.dumps({"run_dir": str(tmp_path), "attempt": 0}).encode()
+    memory[watchdog.NOTE_AT : watchdog.NOTE_AT + len(note)] = note
+    begin = time.monotonic()
+    try:
+        watchdog._end(process.pid, memory, 1.5)
+        assert process.wait(10) < 0
+        assert time.monotonic() - begin < 10
+    finally:
+        hangs.set()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """scontrol suspend stops the watchdog with the rank, and may wake it first."""
+    process = rank(tmp_path, "works", timeout_s=4)
+    assert process.stdout
+    watcher = int(process.stdout.readline())
+    helpers.wait_until(
+        lambda: "recipes.core.run.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start"
+    )
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * watchdog.POLL_S)  # it has seen the last of the pulse
+    os.kill(watcher, signal.SIGSTOP)
+    time.sleep(4.5)
+    os.kill(watcher, signal.SIGCONT)
+    time.sleep(1.5 * watchdog.POLL_S)
+    process.send_signal(signal.SIGCONT)
+    ended = helpers.finish(process, timeout_s=60)
+    assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = rank(tmp_path, "waits", timeout_s=600)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_it_heeds_no_signal_of_slurms_and_ends_with_its_rank(waiting: subprocess.Popen[str]) -> None:
+    assert waiting.stdout
+    watcher = int(waiting.stdout.readline())
+    status = Path(f"/proc/{watcher}/status")
+    helpers.wait_until(
+        lambda: "recipes.core.run.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start"
+    )
+    wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+    def ignored() -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith("SigIgn")).split()[1], 16)
+
+    helpers.wait_until(lambda: all(ignored() >> (number - 1) & 1 for number in wanted), 10, "signals that are ignored")
+    waiting.kill()
+    helpers.wait_for_the_end_of([watcher], 10)
+
+
+def test_a_place_is_told_by_the_step_that_is_worked_on() -> None:
+    assert watchdog.place(11, watchdog.FORWARD) == "step 12 (forward)"
+    assert watchdog.place(11, watchdog.EVALUATION) == "step 11 (evaluation)"
+    assert watchdog.place(0, watchdog.START) == "step 0 (start)"

@@ -1,0 +1,79 @@
+"""Atomic writes, the umask, and one-line messages: recipes/core/files.py and errors.py."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import errors, files
+
+
+def test_write_json_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    files.write_json(path, {"a": 1})
+    files.write_json(path, {"b": "ü"})
+    assert files.read_json(path) == {"b": "ü"}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_a_failed_write_json_keeps_the_old_file_and_leaves_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    files.write_json(path, {"a": 1})
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(OSError, match="No space"):
+                files.write_json(path, {"b": 2})
+        assert files.read_json(path) == {"a": 1}, name
+        assert os.listdir(tmp_path) == ["x.json"], name
+    with pytest.raises(TypeError):
+        files.write_json(path, {"b": object()})
+    assert files.read_json(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_write_json_flushes_the_file_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        real = getattr(os, name)
+
+        def call(*arguments: Any) -> None:
+            done.append(name)
+            real(*arguments)
+
+        return call
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noted(name))
+    files.write_json(tmp_path / "x.json", {})
+    assert done == ["fsync", "replace", "fsync"]  # the file, then its name
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\r\n\tb", "a\u2028b", "a\x85b", "a\x1b[31mb", "é ü", "", "x" * 5000])
+def test_an_error_is_shown_in_one_printable_line(text: str) -> None:
+    line = errors.one_line(ValueError(text))
+    assert line.startswith("ValueError")
+    assert len(line.splitlines()) == 1
+    assert len(line) <= 300
+    assert line.isprintable()
+
+
+def test_the_umask_is_restored(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with files.umask(0o077):
+            (tmp_path / "private").touch(0o666)
+        (tmp_path / "open").touch(0o666)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o644
