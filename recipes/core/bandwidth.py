@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import P2POp
 
 from recipes.core import outliers
-from recipes.core.train.distributed import World
+from recipes.core.train.world import World
 
 WARM_UP = 2
 A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchronising the ranks is negligible

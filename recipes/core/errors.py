@@ -54,13 +54,13 @@ class InputError(ValueError):
 
 
 class Kind(str, Enum):
-    """Why a rank or a run ended: ``kind`` in status.json and in a rank's failure record."""
+    """Why a rank or a run ended: ``kind`` in status.json and in a rank's error record."""
 
     error = "error"  # the rank raised an exception, or exited with a status other than 0
     peer_lost = "peer-lost"  # the rank lost the connection to another rank
     timeout = "timeout"  # another rank did not arrive within timeout_s
     hang = "hang"  # the rank itself made no progress for timeout_s
-    killed = "killed"  # the rank ended without a failure record
+    killed = "killed"  # the rank ended without an error record
     exited = "exited"  # the rank exited with status 0 before the end of the run
     out_of_memory = "out-of-memory"
     disk_full = "disk-full"
@@ -88,7 +88,7 @@ class Next(str, Enum):
 
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
-    """The kind in a status record or a failure record. None if the record has no known kind."""
+    """The kind in a status record or an error record. None if the record has no known kind."""
     return _member(Kind, record.get("kind"))
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from recipes.core import bandwidth
 from recipes.core.run import entry
-from recipes.core.train.distributed import World, process_group
+from recipes.core.train.rendezvous import process_group
+from recipes.core.train.world import World
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 LARGE = 64 << 20  # bytes

@@ -30,8 +30,8 @@ from recipes.core.data.sampling import Shard
 from recipes.core.run import entry
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State
-from recipes.core.train.distributed import World
 from recipes.core.train.session import Run
+from recipes.core.train.world import World
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank

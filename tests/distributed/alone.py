@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from recipes.core.place import ranks
 from recipes.core.run import command_line, signals
 from recipes.core.run.entry import Start
-from recipes.core.train import distributed, metrics
+from recipes.core.train import metrics
+from recipes.core.train.rendezvous import process_group
 from recipes.core.train.session import Run
+from recipes.core.train.world import World
 from tests import helpers
 
 CPU = torch.device("cpu")
@@ -71,14 +73,14 @@ def train(
     for part in ("logs", "checkpoints", "failures"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
-    with distributed.process_group(start, CPU) as world, monkeypatch.context() as patched:
+    with process_group(start, CPU) as world, monkeypatch.context() as patched:
         rows = metrics.Rows(folder / "metrics.jsonl")
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
         world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
-        patched.setattr(distributed.World, "broadcast_text", lambda self, name, text="": text)
-        patched.setattr(distributed.World, "together", lambda self, name, work: work(lambda progress: None))
+        patched.setattr(World, "broadcast_text", lambda self, name, text="": text)
+        patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
         run = Run(settings, world, folder, 0, "", signals.StopFlag(), None, rows)
-        trained, parallel = Trained(run), distributed.World.parallel
+        trained, parallel = Trained(run), World.parallel
 
         def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
             *_, last = net.parameters()
@@ -86,11 +88,11 @@ def train(
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
             trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))
 
-        def watched(self: distributed.World, net: nn.Module, compile: bool = False) -> nn.Module:
+        def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
             net.register_forward_hook(seen)  # a copy of the network, such as the averaged one, has it too
             return parallel(self, net, compile)
 
-        patched.setattr(distributed.World, "parallel", watched)
+        patched.setattr(World, "parallel", watched)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # more of them wait for each other where other tests run beside this one
         try:

@@ -319,14 +319,14 @@ MUTATIONS = [
         "tests/distributed/train/test_backend.py::test_mpi_without_support_in_torch_is_reported_in_one_line",
     ),
     Mutation(
-        "recipes/core/train/distributed.py",
+        "recipes/core/train/device.py",
         'return torch.device("cuda", info.local_rank)',
         'return torch.device("cuda", info.rank)',
         "the ranks of the second node select GPUs that do not exist",
         "tests/distributed/train/test_device.py::test_a_rank_takes_its_gpu",
     ),
     Mutation(
-        "recipes/core/train/distributed.py",
+        "recipes/core/train/rendezvous.py",
         "timeout=TORCH_TIMEOUT, device_id=",
         "device_id=",
         "torch's own timeout ends a job that was suspended for half an hour",

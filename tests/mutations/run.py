@@ -2,10 +2,11 @@
 
 from tests.mutations import Mutation
 
-SESSION, TRAIN, DIST = (
+SESSION, TRAIN, RENDEZVOUS, WORLD = (
     "recipes/core/train/session.py",
     "recipes/core/train/loop.py",
-    "recipes/core/train/distributed.py",
+    "recipes/core/train/rendezvous.py",
+    "recipes/core/train/world.py",
 )
 CHECKPOINT, FAILURES, PREEMPT = (
     "recipes/core/train/checkpoint.py",
@@ -107,21 +108,21 @@ MUTATIONS = [
         GUARDS,
     ),
     Mutation(
-        DIST,
+        RENDEZVOUS,
         "timeout=TORCH_TIMEOUT, device_id=",
         "timeout=datetime.timedelta(seconds=run.timeout_s), device_id=",
         "torch's own timeout ends a job that was suspended for longer than timeout_s",
         FIT,
     ),
     Mutation(
-        DIST,
+        RENDEZVOUS,
         "    store.set_timeout(TORCH_TIMEOUT)\n",
         "    store.set_timeout(datetime.timedelta(seconds=timeout_s))\n",
         "the store's own timeout ends a job that was suspended for longer than timeout_s",
         FIT,
     ),
     Mutation(
-        DIST,
+        RENDEZVOUS,
         "wait_for_workers=False, master_listen_fd",
         "wait_for_workers=True, master_listen_fd",
         "a rank that never starts is not named",
@@ -418,14 +419,14 @@ MUTATIONS = [
         "tests/faults/test_signals.py::test_a_checkpoint_is_on_the_disk_soon_after_the_signal",
     ),
     Mutation(
-        DIST,
+        WORLD,
         "rank = min(silent or slow, key=",
         "rank = max(silent or slow, key=",
         "a rank that only waits is named as the one that hangs",
         FIT,
     ),
     Mutation(
-        DIST,
+        WORLD,
         "silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]",
         "silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0]]",
         "a rank that looks for the late rank names itself",
@@ -509,7 +510,7 @@ MUTATIONS = [
         GUARDS,
     ),
     Mutation(
-        DIST,
+        RENDEZVOUS,
         'f"{job}-attempt-{info.restart_count}"',
         'f"{job}-attempt"',
         "a rank of an attempt that counted as ended joins the ranks of the next one",

@@ -92,7 +92,7 @@ def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
 
 
 def _of_ranks(run_dir: Path) -> RunRecord:
-    """The verdict of the ranks' failure records, if there are any and all can be read."""
+    """The verdict of the ranks' error records, if there are any and all can be read."""
     try:
         records = list((run_dir / "failures").glob("attempt-*.json"))
         if not records or not all(small_json(path) for path in [*records, run_dir / "attempt.json"]):

@@ -38,7 +38,7 @@ SIGNATURES = (
     # Last lines of these recipes
     S("a rank lost its peers", "lost its peers",
       "another rank ended before this one", "look at the rank that failed first", CONSEQUENCE),
-    S("a rank that hung", "got no further than | got no further with | made no progress for",
+    S("a rank that hung", "got no further than | made no progress with | made no progress for",
       "it hung, was stopped, or its node was disconnected, and the others timed out waiting for it",
       "its stack is in logs/ of that rank; if nothing hangs, raise timeout_s=", HINT),
     S("a rank without an error record", "exited without an error record",

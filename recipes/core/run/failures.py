@@ -21,7 +21,7 @@ def record(
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
 ) -> None:
-    """Writes the failure record of a rank.
+    """Writes the error record of a rank.
 
     behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this rank sees it.
     moment: the time of the failure, as time.time(); None means now.
@@ -39,12 +39,12 @@ def record(
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
-    """The failure record of a rank; None if the rank has not written one."""
+    """The error record of a rank; None if the rank has not written one."""
     return files.read_json(_path(run_dir, attempt, rank))
 
 
 def ranks(run_dir: Path, attempt: int) -> list[int]:
-    """The ranks that have written a failure record in this attempt."""
+    """The ranks that have written an error record in this attempt."""
     return [int(path.stem.rpartition("-")[2]) for path in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
 
 
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(run_dir: Path, attempt: Mapping[str, Any] | None) -> Verdict:
-    """Why an attempt failed, according to the failure records. attempt: its record in ``attempt.json``; None if there is none.
+    """Why an attempt failed, according to the error records. attempt: its record in ``attempt.json``; None if there is none.
 
     The earliest failure that is not a consequence of another rank's failure takes precedence. Without one, the reason is the rank
     for which the others timed out, else the ranks without a record. These were killed from outside (SIGKILL, out of memory,

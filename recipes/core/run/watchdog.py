@@ -40,7 +40,7 @@ WAITING = (MEETING, SUM, COUNT, SAVED, LEAVING)  # phases in which a rank only w
 POLL_S = 0.5
 STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
-TELL_S = 5.0  # time to write the failure record to the run directory's file system
+TELL_S = 5.0  # time to write the error record to the run directory's file system
 RECENT_S = 60.0  # a connection lost within this time after a suspension was lost because of the suspension
 STACK_S = 3.0  # time for faulthandler to write the stack
 
@@ -128,7 +128,7 @@ class Pulse:
         return beats, step, phase
 
     def tell(self, **note: Any) -> None:
-        """Sets the data for the watchdog's message and failure record.
+        """Sets the data for the watchdog's message and error record.
 
         note: recipe, rank and host, and also run_dir and attempt if they exist.
         """
@@ -174,7 +174,7 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    # The wait has a limit, since the rank may hang in the file system of the log and the failure record.
+    # The wait has a limit, since the rank may hang in the file system of the log and the error record.
     telling = threading.Thread(target=_tell, args=(memory, timeout_s), daemon=True)
     telling.start()
     telling.join(TELL_S)
@@ -188,7 +188,7 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 
 
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
-    """Prints which rank is ended and why, and writes its failure record."""
+    """Prints which rank is ended and why, and writes its error record."""
     from recipes.core.errors import Kind
     from recipes.core.run import failures
 

@@ -11,6 +11,6 @@ How a hang ends. Each watcher catches what the others cannot:
 - the process `run.watchdog` beside each rank: its rank makes no progress at all, because it is stopped, in a system call, or in code
   that holds the interpreter's lock. Then no thread of the rank can act.
 - `World.together`: work before the first step that may take long (staging data, reading files). It ends if it makes no progress.
-- `distributed.process_group`: ranks that never meet. Until then there is no rank to ask.
+- `rendezvous.process_group`: ranks that never meet. Until then there is no rank to ask.
 - the launcher (srun --kill-on-bad-exit, `launch.local`): a rank that has ended. It ends the other ranks.
 """

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from recipes.core.run import watchdog
 from recipes.core.run.signals import StopFlag
-from recipes.core.train.distributed import World
+from recipes.core.train.world import World
 
 STOP = "stop"  # key in the store: why the first rank that was notified stops
 

@@ -17,7 +17,8 @@ from recipes.core import errors, files
 from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped, kind_of
 from recipes.core.run import entry, failures, liveness, rundir, watchdog
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, distributed
+from recipes.core.train import checkpoint, peers
+from recipes.core.train.world import POLL_S
 
 if TYPE_CHECKING:
     from recipes.core.train.session import Run
@@ -69,7 +70,7 @@ def end_a_wait(run: "Run", start: Start, over: threading.Event) -> None:
     """
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
     last, since, reported_s = world.pulse.read(), clock.now(), 0.0
-    while not over.wait(distributed.POLL_S):
+    while not over.wait(POLL_S):
         now, moment = world.pulse.read(), clock.now()
         suspended_s = clock.suspension_s()
         if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
@@ -85,7 +86,7 @@ def end_a_wait(run: "Run", start: Start, over: threading.Event) -> None:
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH
                 try:
-                    code = fail(run, distributed.PeerTimeout(words), behind)
+                    code = fail(run, peers.PeerTimeout(words), behind)
                     with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
                         _keep_flight_record(run)
                     entry.remove_own_folder(start)
@@ -154,8 +155,8 @@ def _cause(run: "Run", error: BaseException) -> Cause:
         return Cause(Kind.error, str(error))
     if line := _known_words(error):
         return Cause(Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, line)
-    if kind := distributed.peer_kind(error):
-        return _lost_peers(run, kind, distributed.peer_words(error))
+    if kind := peers.peer_kind(error):
+        return _lost_peers(run, kind, peers.peer_words(error))
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
 
 

@@ -11,7 +11,7 @@ from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import liveness, rundir
 from recipes.core.run.entry import Start
-from recipes.core.train.distributed import World
+from recipes.core.train.world import World
 
 if TYPE_CHECKING:
     from recipes.core.train.session import Run

@@ -28,10 +28,12 @@ from recipes.core.files import ROOT
 from recipes.core.run import entry, logs, rundir, signals, source, watchdog
 from recipes.core.run.dryrun import Asked, Over
 from recipes.core.run.entry import Start
-from recipes.core.train import agreement, checkpoint, distributed, failure, metrics, opening, resume
+from recipes.core.train import agreement, checkpoint, failure, metrics, opening, peers, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
-from recipes.core.train.distributed import World
+from recipes.core.train.device import resolve_device
+from recipes.core.train.rendezvous import process_group
+from recipes.core.train.world import World
 
 STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
 
@@ -328,9 +330,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         start.pulse.tell(recipe=start.settings.recipe, rank=start.ranks.rank, host=socket.gethostname())
         start.pulse.watch(start.settings.run.timeout_s + watchdog.MARGIN_S, ROOT)
         _set_threads(start)
-        device = distributed.resolve_device(
-            start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count()
-        )
+        device = resolve_device(start.settings.run.device, start.ranks, os.environ, torch.cuda.device_count())
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -342,7 +342,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 print(f"rank {info.rank} on {socket.gethostname()}: {name}: {ends}", file=sys.stderr, flush=True)
 
         with (
-            distributed.process_group(start, device) as world,
+            process_group(start, device) as world,
             signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ, start.pulse.clock.continued) as stop,
             _end_of_job(start, stop, tell),
         ):
@@ -361,7 +361,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
-            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {distributed.peer_words(error)}",
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {peers.peer_words(error)}",
             file=sys.stderr,
         )
     except BaseException:

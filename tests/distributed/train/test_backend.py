@@ -12,7 +12,7 @@ import torch
 
 import launch
 from recipes.core.config.run_keys import Backend
-from recipes.core.train import distributed
+from recipes.core.train import device
 from tests import helpers
 
 # The recipe on a torch that says it has MPI, for which gloo stands: rank and size are then MPI's to say, as they are in RANK_OF_MPI.
@@ -106,9 +106,9 @@ def test_a_check_does_not_use_the_jobs_backend(tmp_path: Path) -> None:
 
 def test_the_default_backend_on_gpus() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert [distributed.choose_backend(wanted, gpu) for wanted in (Backend.auto, Backend.nccl, Backend.gloo)] == [
+    assert [device.choose_backend(wanted, gpu) for wanted in (Backend.auto, Backend.nccl, Backend.gloo)] == [
         "nccl",
         "nccl",
         "gloo",
     ]
-    assert [distributed.choose_backend(wanted, cpu) for wanted in (Backend.auto, Backend.gloo)] == ["gloo", "gloo"]
+    assert [device.choose_backend(wanted, cpu) for wanted in (Backend.auto, Backend.gloo)] == ["gloo", "gloo"]

@@ -28,9 +28,11 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, distributed, failure, session
+from recipes.core.train import checkpoint, failure, peers, rendezvous, session
 from recipes.core.train.checkpoint import State
+from recipes.core.train.device import resolve_device
 from recipes.core.train.metrics import Rows
+from recipes.core.train.world import TORCH_TIMEOUT
 from tests import helpers
 from tests.helpers import ROOT, clean_environment
 
@@ -63,9 +65,9 @@ def test_ranks_have_one_thread_each_and_collectives_have_no_torch_timeout(
         session._set_threads(start)
     assert threads == [1, 5]
     start = dataclasses.replace(start, ranks=rank())
-    with pytest.raises(MachineError, match="enough"), distributed.process_group(start, torch.device("cpu")):
+    with pytest.raises(MachineError, match="enough"), rendezvous.process_group(start, torch.device("cpu")):
         pass
-    assert asked["timeout"] == distributed.TORCH_TIMEOUT  # timeout_s is kept by our own clock
+    assert asked["timeout"] == TORCH_TIMEOUT  # timeout_s is kept by our own clock
 
 
 # resolve_device
@@ -107,7 +109,7 @@ def test_ranks_have_one_thread_each_and_collectives_have_no_torch_timeout(
 def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, str], seen: int, expected: str) -> None:
     """Also on the second of two nodes, whose ranks have other numbers."""
     for there in (info, dataclasses.replace(info, rank=info.rank + 8, node_rank=1, num_nodes=2)):
-        assert distributed.resolve_device(Device[device], there, environ, seen) == torch.device(expected)
+        assert resolve_device(Device[device], there, environ, seen) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
     device: str, info: RankInfo, environ: dict[str, str], seen: int, words: list[str]
 ) -> None:
     with pytest.raises(MachineError) as error:
-        distributed.resolve_device(Device[device], info, environ, seen)
+        resolve_device(Device[device], info, environ, seen)
     text = str(error.value)
     assert HOST in text
     assert all(word in text for word in words), text
@@ -165,7 +167,7 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
     ],
 )  # fmt: skip
 def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[list[str]], expected: str) -> None:
-    assert distributed._odd_pair(found, 0) == expected
+    assert rendezvous._odd_pair(found, 0) == expected
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[li
     ],
 )
 def test_a_lost_peer_is_distinguished_from_an_own_error(error: BaseException, expected: bool) -> None:
-    assert distributed.is_peer_error(error) is expected
+    assert peers.is_peer_error(error) is expected
 
 
 # Samples of a rank

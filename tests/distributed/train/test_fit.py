@@ -29,7 +29,8 @@ from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import entry, failures, rundir, signals, watchdog
-from recipes.core.train import checkpoint, distributed, failure, loop, metrics, optimisation, session
+from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, peers, rendezvous, session
+from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 from tests import helpers
@@ -69,7 +70,7 @@ class Trained:
         ]
         start = entry.begin("mnist", ["device=cpu", "dataset=fake", "cpu_threads=1", *of_run])
         cfg = Config(dataset="fake", **{"log_every_steps": 100, **keys})
-        with distributed.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
+        with rendezvous.process_group(start, torch.device("cpu")) as world, signals.stop_flag() as stop:
             net = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -160,13 +161,13 @@ def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: p
 def test_the_rank_that_is_behind_is_named(
     first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "PULSE_S", 0.1)
+    monkeypatch.setattr(worlds, "PULSE_S", 0.1)
     answers = [[" ".join(map(str, of)).encode() for of in told] for told in (first, second)]
     store: Any = SimpleNamespace(multi_get=lambda names: answers.pop(0))
     info = RankInfo(0, 0, 0, 3, 3, 1, "127.0.0.1", 1, "env", (), False, None, 0)
     pulse = watchdog.Pulse()
     pulse.beat(watchdog.SUM, 7)
-    world = distributed.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
+    world = worlds.World(info, torch.device("cpu"), "gloo", ("a", "b", "c"), store, pulse=pulse)
     assert world.behind() == named
 
 
@@ -490,8 +491,8 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
-        distributed._meet(info, 40.0, watchdog.RunningClock())
-    never = distributed.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
+        rendezvous._meet(info, 40.0, watchdog.RunningClock())
+    never = worlds.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
     assert given == [40, never, 30, never]  # rank 1 gives up first, and reports why
 
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
@@ -499,19 +500,19 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
     made, real = [], torch.distributed.init_process_group
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
     start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
-    with distributed.process_group(start, torch.device("cpu")) as world:
+    with rendezvous.process_group(start, torch.device("cpu")) as world:
         assert world.timeout_s == 40
-    assert [by["timeout"] for by in made] == [distributed.TORCH_TIMEOUT]
+    assert [by["timeout"] for by in made] == [worlds.TORCH_TIMEOUT]
 
 
 def test_a_rank_that_cannot_reach_rank_0_fails_first() -> None:
-    assert [distributed.sooner(seconds) for seconds in (600, 20)] == [590, 15]
+    assert [rendezvous.sooner(seconds) for seconds in (600, 20)] == [590, 15]
 
 
 def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
     suspensions = iter([0.0, 60.4, 60.4, 60.4, 0.0, 31.0, 31.0])
-    monkeypatch.setattr(distributed, "POLL_S", 0.01)
+    monkeypatch.setattr(failure, "POLL_S", 0.01)
 
     def suspension_s() -> float:
         clock.stopped_s += 3.0  # by a busy machine
@@ -571,4 +572,4 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     assert bool(said) == ends
     if ends:
         (error, named), code = said
-        assert (named, code, distributed.peer_kind(error)) == (behind, 1, Kind.timeout)
+        assert (named, code, peers.peer_kind(error)) == (behind, 1, Kind.timeout)

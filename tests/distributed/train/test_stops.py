@@ -23,7 +23,7 @@ HOST = socket.gethostname()
 WORDS = ("epochs=1000", "warmup=0", "schedule=constant", "checkpoint_every_steps=5", "log_every_steps=5")
 
 
-# Two interrupts behind the moment at which a run's end is written, or a rank's failure recorded.
+# Two interrupts behind the moment at which a run's end is written, or a rank's error recorded.
 LATE = """
 import os, signal, sys, time
 from recipes.core.run import entry

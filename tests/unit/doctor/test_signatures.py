@@ -199,7 +199,7 @@ def test_a_real_log_line_has_its_signature(tmp_path: Path, name: str, line: str)
 
 @pytest.mark.parametrize(
     "wording",
-    ["lost its peers", "got no further than", "got no further with", "made no progress for", "exited without an error record",
+    ["lost its peers", "got no further than", "made no progress with", "made no progress for", "exited without an error record",
      "did not come in time (timeout_s)", "is in use; set MASTER_PORT", "cannot reach rank 0 at", ": a lower lr", "and torch sees"],
 )  # fmt: skip
 def test_wordings_of_this_project_are_printed_by_it(wording: str) -> None:

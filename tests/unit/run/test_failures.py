@@ -1,4 +1,4 @@
-"""Which rank failed first, according to the failure records of a run directory."""
+"""Which rank failed first, according to the error records of a run directory."""
 
 from pathlib import Path
 from typing import Any

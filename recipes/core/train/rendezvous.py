@@ -1,0 +1,184 @@
+"""How the ranks meet: the store that they share, what each tells the others, and the process group."""
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed
+
+from recipes.core import errors
+from recipes.core.errors import MachineError
+from recipes.core.place.ranks import RankInfo
+from recipes.core.run import entry
+from recipes.core.run.entry import Start
+from recipes.core.run.watchdog import RunningClock
+from recipes.core.train.device import choose_backend, take_gpu
+from recipes.core.train.peers import peer_words
+from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
+
+EARLIER_S, SHARE_EARLIER = 10.0, 0.75
+TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
+
+
+@contextlib.contextmanager
+def process_group(start: Start, device: torch.device) -> Iterator[World]:
+    """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
+
+    Raises MachineError if the ranks do not meet within ``timeout_s``, if two ranks have the same GPU, or if the backend is not
+    supported or not the same on all ranks.
+    """
+    info, run = start.ranks, start.settings.run
+    clock, backend = start.pulse.clock, choose_backend(run.backend, device)
+    if device.type == "cuda":
+        take_gpu(device)
+    store = _meet(info, run.timeout_s, clock)
+    hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
+    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1}"
+    try:
+        with _within(run.timeout_s, clock, lambda: _refuse(start, f"{alone} in {run.timeout_s:g} s (timeout_s)")):
+            if backend == "mpi":  # MPI assigns the rank numbers itself
+                torch.distributed.init_process_group("mpi")
+            else:
+                torch.distributed.init_process_group(
+                    backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+                    timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
+                )  # fmt: skip
+    except RuntimeError as error:
+        raise MachineError(f"{alone} ({peer_words(error)})") from None
+    try:
+        _want_own_place(info)
+        world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
+        with world.telling_pulses():
+            yield world
+    finally:
+        leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(TEARDOWN_S)
+
+
+@contextlib.contextmanager
+def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]) -> Iterator[None]:
+    """Calls ``give_up``, from a thread, if the block takes longer than ``timeout_s``."""
+    over = threading.Event()
+
+    def watch() -> None:
+        end = clock.now() + timeout_s
+        while not over.wait(POLL_S):
+            if clock.now() > end:
+                give_up()
+                return
+
+    threading.Thread(target=watch, name="within", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _refuse(start: Start, line: str) -> NoReturn:
+    """Ends this process as a MachineError would. Works while the main thread is blocked in C++."""
+    try:
+        print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
+        entry.note_refusal(start.settings, errors.EXIT_MACHINE, line)
+        entry.remove_own_folder(start)
+    finally:
+        os._exit(errors.EXIT_MACHINE)
+
+
+def _want_own_place(info: RankInfo) -> None:
+    """Raises MachineError if the group gave this rank another number than its environment variables, as MPI can."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (rank, world_size) != (info.rank, info.world_size):
+        raise MachineError(
+            f"{socket.gethostname()}: backend=mpi: is rank {rank} of {world_size} to MPI, and rank {info.rank} of {info.world_size} by its "
+            "variables: start the ranks with mpirun, that of the MPI which torch was built with"
+        )
+
+
+def sooner(timeout_s: float) -> float:
+    """A shorter timeout, in seconds, for a rank that must report before the other ranks' ``timeout_s`` ends the run."""
+    return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+
+
+def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distributed.Store:
+    """Connects to the store that all ranks of this attempt share."""
+    if info.world_size == 1:
+        return torch.distributed.HashStore()
+    # torchrun's agent already serves the store at that port, and keeps it for every restart of its ranks.
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = os.environ.pop("RECIPES_LISTEN_FD", None)
+    where = f"{info.master_addr}:{info.master_port}"
+    # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
+    patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
+    stopped_s = clock.stopped_s
+    try:
+        store: torch.distributed.Store = torch.distributed.TCPStore(
+            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
+            wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
+        )  # fmt: skip
+    except (torch.distributed.DistError, RuntimeError) as error:
+        clock.now()
+        if info.rank and clock.stopped_s > stopped_s:  # the job was suspended meanwhile
+            return _meet(info, timeout_s, clock)
+        if "EADDRINUSE" in str(error):
+            raise MachineError(
+                f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
+            ) from None
+        why = str(error).strip().split("\n")[0]
+        raise MachineError(
+            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}); is that its name and is it running?"
+        ) from None
+    # The prefix contains the job id. A rank of another job with the same port and node finds no keys here and reports that.
+    job = (info.run_id or "").partition(".")[0]
+    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}", store)
+    store.set_timeout(TORCH_TIMEOUT)
+    return store
+
+
+def _odd_pair(found: list[list[str]], mine: int) -> str:
+    """Why rank ``mine`` and another rank cannot be in one group; "" if they can. found: host, backend and GPU of each rank."""
+    here, my_backend, my_gpu = found[mine]
+    for rank, (host, backend, gpu) in enumerate(found):
+        if gpu and rank != mine and (host, gpu) == (here, my_gpu):
+            return f"{host}: ranks {rank} and {mine} have the same GPU {gpu}; there is one rank per GPU"
+        if backend != my_backend:  # possible if ranks are started by hand and one machine has no GPU
+            return f"{here}: rank {mine} is for {my_backend}, rank {rank} on {host} for {backend}: give the same device= and backend= on each"
+    return ""
+
+
+def _exchange_hosts(
+    store: torch.distributed.Store,
+    info: RankInfo,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+    clock: RunningClock,
+) -> tuple[str, ...]:
+    """The host name of each rank.
+
+    Raises MachineError if two ranks have the same GPU, if the backends differ, or if a rank does not arrive within ``timeout_s``.
+    """
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"host/{info.rank}", f"{socket.gethostname()} {backend} {gpu}")
+    names = [f"host/{rank}" for rank in range(info.world_size)]
+    try:
+        await_keys(store, names, clock, timeout_s)
+        found = [text.decode().split(" ") for text in store.multi_get(names)]
+    except torch.distributed.DistError:
+        missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
+        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise MachineError(
+            f"{socket.gethostname()}: rank {shown} of {info.world_size} did not come in time (timeout_s)"
+        ) from None
+    if wrong := _odd_pair(found, info.rank):
+        if info.rank == 0:
+            time.sleep(5 * POLL_S)  # the store ends with rank 0, and the others still need it for the same check
+        raise MachineError(wrong)
+    return tuple(host for host, *_ in found)

@@ -1,0 +1,314 @@
+"""This rank among all ranks: what they exchange through their store, and how each reports its progress."""
+
+import contextlib
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.core import errors
+from recipes.core.errors import InputError, Kind, MachineError, Stopped
+from recipes.core.place.ranks import RankInfo
+from recipes.core.run import watchdog
+from recipes.core.run.watchdog import Pulse, RunningClock
+
+T = TypeVar("T")
+
+POLL_S = 0.2
+PULSE_S = 1.0  # between two reports of a rank's progress
+# torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
+# measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
+TORCH_TIMEOUT = datetime.timedelta(days=7)
+WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
+TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
+READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks.
+
+    hosts: host name of each rank, by rank. store: the key-value store through which the ranks met. pulse: this rank's progress.
+    """
+
+    ranks: RankInfo
+    device: torch.device
+    backend: str
+    hosts: tuple[str, ...]
+    store: torch.distributed.Store
+    timeout_s: float = 600.0
+    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    silent: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)  # ends `telling_pulses`
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    @property
+    def clock(self) -> RunningClock:
+        return self.pulse.clock
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never expires."""
+        _, _, phase = self.pulse.read()
+        if phase in watchdog.NOT_WATCHED:
+            self.pulse.beat(watchdog.MEETING)
+        try:
+            yield
+        finally:
+            if phase in watchdog.NOT_WATCHED:
+                self.pulse.beat(phase)
+
+    def read(self, names: list[str]) -> list[str]:
+        """Waits until the store has all of these names, and returns their texts. Raises DistStoreError after ``timeout_s``."""
+        await_keys(self.store, names, self.clock, self.timeout_s)
+        return [text.decode() for text in self.store.multi_get(names)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums ``values`` over all ranks, in place. A collective: every rank must call it."""
+        with self.meeting():
+            torch.distributed.all_reduce(values)
+        return values
+
+    def broadcast_text(self, name: str, text: str = "") -> str:
+        """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run."""
+        if self.rank == 0:
+            self.store.set(f"text/{name}", text)
+        [text] = self.read([f"text/{name}"])
+        self.store.add(f"read/{name}", 1)
+        return text
+
+    def await_readers(self, name: str) -> None:
+        """Rank 0 waits, at most `READERS_S`, until all ranks have read what it broadcast as ``name``.
+
+        Required before rank 0 exits: the store ends with it. On the other ranks it returns at once.
+        """
+        end = time.monotonic() + READERS_S
+        while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
+        """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
+
+        It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
+        it progresses. If ``work`` fails on a rank, that rank raises the same type of error and the other ranks raise MachineError. If no
+        rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names the host. ``name`` must be unique in a run.
+        """
+        # Only rank 0 reads the keys of all ranks. It publishes the result under `news`.
+        mine, news = f"{name}/{self.rank}", f"{name}/news"
+        keys = [mine, news] if self.rank == 0 else [mine]
+
+        def tell(progress: object) -> None:
+            self.pulse.beat(watchdog.START)
+            for key in keys:
+                self.store.set(key, _note(progress=str(progress)))
+
+        tell("its begin")
+        try:
+            result = work(tell)
+        except Exception as error:
+            known = isinstance(error, (InputError, MachineError))
+            text = f"{self.host}: {error if known else errors.one_line(error)}"
+            kind = Kind.stopped if isinstance(error, Stopped) else Kind.machine
+            for key in keys:
+                self.store.set(key, _note(kind=kind, reason=str(error) if kind is Kind.stopped else text))
+            self._let_others_read()
+            if known:
+                raise type(error)(text) from None
+            raise
+        self.store.set(mine, _note(done=True))
+        if self.rank == 0:
+            self.store.set(news, self._all_done(name))
+        self._await_news(name)
+        self.pulse.beat(watchdog.UNWATCHED)
+        return result
+
+    def _let_others_read(self) -> None:
+        """The store ends with rank 0. Therefore rank 0 waits a second, so that the other ranks can read it."""
+        if self.rank == 0:
+            time.sleep(5 * POLL_S)
+
+    def _all_done(self, name: str) -> str:
+        """For rank 0: waits for the work of all ranks and returns the note of its end. Publishes their progress meanwhile."""
+        names = [f"{name}/{rank}" for rank in range(self.size)]
+        await_keys(self.store, names, self.clock, self.timeout_s)
+        seen, since, changes = list[bytes](), self.clock.now(), 0
+        while True:
+            found = self.store.multi_get(names)
+            notes = [json.loads(text) for text in found]
+            if failed := [text for text, note in zip(found, notes, strict=True) if "kind" in note]:
+                return failed[0].decode()
+            if all("done" in note for note in notes):
+                return _note(done=True)
+            if found != seen:
+                seen, since, changes = found, self.clock.now(), changes + 1
+                self.store.set(f"{name}/news", _note(progress=changes))
+                self.pulse.beat(watchdog.START)
+            elif self.clock.now() - since > self.timeout_s:
+                rank = next(rank for rank, note in enumerate(notes) if "done" not in note)
+                return _note(kind=Kind.machine, reason=self._no_progress(rank, name))
+            time.sleep(POLL_S)
+
+    def _no_progress(self, rank: int, name: str) -> str:
+        return f"{self.hosts[rank]}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+
+    def _await_news(self, name: str) -> None:
+        """Waits until rank 0 reports that all ranks have done their work.
+
+        Raises MachineError if the work failed or rank 0 makes no progress; raises Stopped if a rank was stopped.
+        """
+        seen, since = "", self.clock.now()
+        while True:
+            [text] = self.read([f"{name}/news"])
+            news = json.loads(text)
+            if "done" in news:
+                return
+            if "kind" in news:
+                self._let_others_read()
+                raise (Stopped if news["kind"] == Kind.stopped else MachineError)(news["reason"])
+            if text != seen:
+                seen, since = text, self.clock.now()
+                self.pulse.beat(watchdog.START)
+            elif self.clock.now() - since > self.timeout_s + 5:  # rank 0 notices first, and knows which rank it is
+                raise MachineError(self._no_progress(0, name))
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def telling_pulses(self) -> Iterator[None]:
+        """While entered, a thread reports this rank's progress to the store every `PULSE_S` seconds, for `behind`."""
+
+        def tell() -> None:
+            words = 0
+            while not self.silent.is_set():
+                _, step, phase = self.pulse.read()
+                try:
+                    self.store.set(f"pulse/{self.rank}", f"{words} {step} {phase}")
+                except torch.distributed.DistError:
+                    return  # rank 0 has ended, and the store with it
+                words += 1
+                self.silent.wait(PULSE_S)
+
+        teller = threading.Thread(target=tell, name="pulse", daemon=True)
+        if self.size > 1:
+            teller.start()
+        try:
+            yield
+        finally:
+            self.silent.set()
+            if teller.ident:
+                teller.join(TEARDOWN_S)
+
+    def behind(self) -> dict[str, Any] | None:
+        """Another rank that no longer reports, otherwise the rank that is furthest behind: its rank, host and place.
+
+        None if there is no such rank. It takes up to about five seconds. A rank calls it when it timed out waiting for the others.
+        """
+        answers: list[list[list[int]]] = []
+
+        def ask() -> None:
+            names = [f"pulse/{rank}" for rank in range(self.size)]
+            with contextlib.suppress(torch.distributed.DistError):
+                for wait_s in (0.0, 2.5 * PULSE_S):
+                    time.sleep(wait_s)
+                    answers.append([[int(n) for n in text.decode().split()] for text in self.store.multi_get(names)])
+
+        # The store ends with rank 0, and then may not answer.
+        asking = threading.Thread(target=ask, name="behind", daemon=True)
+        asking.start()
+        asking.join(4 * PULSE_S)
+        if len(answers) < 2:
+            return (
+                {"rank": 0, "host": self.hosts[0], "at": "a step that it does not tell any more"} if self.rank else None
+            )
+        before, now = answers
+        _, step, phase = self.pulse.read()
+        silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]
+        slow = [rank for rank in range(self.size) if tuple(now[rank][1:]) < (step, phase)]
+        if not silent and not slow:
+            return None
+        rank = min(silent or slow, key=lambda rank: now[rank][1:])
+        return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Copies rank 0's floating-point buffers of ``model``, such as the averages of batch normalisation, to every rank.
+
+        A collective: every rank must call it.
+        """
+        buffers = [b for b in model.buffers() if b.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        flat = torch.cat([b.flatten() for b in buffers])
+        with self.meeting():
+            torch.distributed.broadcast(flat, 0)
+        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+    def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
+        """``model`` in DistributedDataParallel, which averages gradients over the ranks. With one rank, ``model`` is not wrapped.
+
+        compile: compile ``model`` first. A collective: every rank must call it.
+        """
+        if compile:
+            model = cast(nn.Module, torch.compile(model))
+        if self.size == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        with self.meeting():  # its constructor compares the ranks' parameters
+            parallel = DistributedDataParallel(
+                model, device_ids=devices, gradient_as_bucket_view=True, process_group=_group_of_gradients()
+            )
+        # A forward pass begins with a broadcast of rank 0's buffers, if any. Ranks that wait for it count as ahead of ranks that have not
+        # arrived.
+        parallel.register_forward_pre_hook(
+            lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
+        )
+        return parallel
+
+
+def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
+    """In debug mode (DETAIL), a group without debug checks, since DDP crashes on a checked group (torch 2.15, gloo: SIGSEGV).
+
+    Otherwise None, which means the default group.
+    """
+    level = torch.distributed.get_debug_level()
+    if level != torch.distributed.DebugLevel.DETAIL:
+        return None
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
+    try:
+        return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
+def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:
+    """Waits until the store has these keys. Raises DistStoreError after ``timeout_s``; time in suspension does not count."""
+    end = clock.now() + timeout_s
+    while True:
+        try:
+            store.wait(names, WAIT)
+            return
+        except torch.distributed.DistStoreError:
+            if clock.now() > end:
+                raise
+
+
+def _note(**fields: object) -> str:
+    """What a rank puts into the store about its work: its progress, that it is done, or why it failed, with the kind."""
+    return json.dumps(fields)
