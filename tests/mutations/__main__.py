@@ -25,6 +25,7 @@ from tests.mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 GOAL = 0.95
+UNCHANGED_S = 3600.0  # for all tests of the chosen mutations, on the unchanged product
 TIMEOUT_S = 400.0  # for the tests of one mutation; a mutation that makes them hang longer is killed, too
 PASSED, FAILED = 0, 1  # pytest's exit statuses; the others tell of errors that are no test's
 
@@ -72,7 +73,7 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run_tests(repository: Path, selected: list[str]) -> tuple[int, str]:
+def run_tests(repository: Path, selected: list[str], timeout_s: float) -> tuple[int, str]:
     """pytest's exit status, and its output; -SIGKILL where it ran longer than allowed."""
     data = os.environ.get("RECIPES_DATA") or str(ROOT.parent / "shared" / "data")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", *selected]
@@ -81,7 +82,7 @@ def run_tests(repository: Path, selected: list[str]) -> tuple[int, str]:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        out, _ = process.communicate(timeout=TIMEOUT_S)
+        out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
@@ -94,7 +95,7 @@ def try_mutation(mutation: Mutation) -> Outcome:
         repository = copy_repository(Path(folder, "clone"))
         path = repository / mutation.file
         path.write_text(path.read_text().replace(mutation.old, mutation.new))
-        status, output = run_tests(repository, mutation.tests.split())
+        status, output = run_tests(repository, mutation.tests.split(), TIMEOUT_S)
     state = {PASSED: "survived", FAILED: "killed", -signal.SIGKILL: "killed"}.get(status, "invalid")
     return Outcome(mutation, state, time.monotonic() - begin, output)
 
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         selected = sorted({word for mutation in chosen for word in mutation.tests.split()})
-        status, output = run_tests(copy_repository(Path(folder, "clone")), selected)
+        status, output = run_tests(copy_repository(Path(folder, "clone")), selected, UNCHANGED_S)
     if status != PASSED:
         print(f"without any mutation the tests fail already:\n{output}", file=sys.stderr)
         return 2
