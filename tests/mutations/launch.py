@@ -132,7 +132,7 @@ MUTATIONS = [
         '    command srun "$@" &\n    ranks=$!',
         '    command srun "$@"\n    return\n    ranks=$!',
         "a signal that the batch shell alone gets does not reach the ranks",
-        "tests/faults/test_slurm_faults.py::test_sigusr1_saves_and_requeues_even_if_only_the_batch_shell_gets_it",
+        f"{JOB_SH}::test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks",
     ),
     Mutation(
         "recipes/core/launch/jobs.py",
@@ -342,7 +342,7 @@ MUTATIONS = [
         "#SBATCH --ntasks-per-node=8",
         "#SBATCH --ntasks-per-node=1",
         "a ready script that was edited by hand trains on one GPU of eight",
-        f"{READY_SCRIPTS}::test_ready_scripts_differ_only_in_recipe_and_size",
+        f"{READY_SCRIPTS}::test_a_ready_script_sets_its_size_in_four_directives",
     ),
     # submission
     Mutation(
@@ -965,7 +965,7 @@ MUTATIONS = [
         "export PYTHONUTF8=1 ",
         ": ",
         "under a POSIX locale a job in a folder with an umlaut is refused",
-        "tests/slurm/test_submitted_code.py::test_a_utf8_folder_under_a_posix_locale",
+        f"{JOB_SH}::test_python_uses_utf8_in_every_locale",
     ),
     Mutation(
         "recipes/core/launch/cli.py",

@@ -1,8 +1,10 @@
 """sbatch/job.sh as bash runs it in a job. The commands of Slurm and of the site are stubs."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,32 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     status_now = rundir.read_status(run_dir)
     assert status_now
     assert status_now["state"] == "failed"
+
+
+def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:
+    step = tmp_path / "srun"
+    step.write_text("#!/bin/bash\ntrap 'exit 75' USR1\necho ready\nwhile :; do sleep 0.05; done\n")
+    step.chmod(0o755)
+    script = ". sbatch/job.sh; srun; echo status $?"
+    environ = helpers.clean_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=helpers.ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as shell:
+        assert shell.stdout
+        try:
+            assert shell.stdout.readline() == "ready\n"
+            shell.send_signal(signal.SIGUSR2)
+            helpers.wait_until(lambda: shell.poll() is not None, 20, "the end of the batch shell")
+            assert shell.stdout.read() == "status 75\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+
+
+def test_python_uses_utf8_in_every_locale() -> None:
+    command = ["bash", "-c", ". sbatch/job.sh; python3 -c 'import sys; print(sys.flags.utf8_mode)'"]
+    environ = helpers.clean_environment(PYTHONUTF8="0", LC_ALL="POSIX")
+    assert subprocess.check_output(command, cwd=helpers.ROOT, env=environ, text=True) == "1\n"
 
 
 def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
