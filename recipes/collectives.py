@@ -250,7 +250,7 @@ def learn(run: Run) -> dict[str, Any]:
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:
-    """Measures each operation at each size, in each form that torch has. Rank 0 writes one row of JSON per measurement."""
+    """Measures each operation at each size. Rank 0 writes one row of JSON per measurement."""
     world, missing = run.world, []
     sizes = bandwidth.that_fit(sizes_of(cfg.sizes), world, run.say)
     found: list[Figure] = []
@@ -266,15 +266,14 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
                 run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: must be at least {least}")
             for size in (size for size in sizes if size not in small):
                 measure = partial(bandwidth.measure, operation, size, world, cfg.seconds)
-                figures, why = attempt(run, f"{operation}/{size}", measure)
+                figure, why = attempt(run, f"{operation}/{size}", measure)
                 if why:
                     missing.append(operation)
                     run.say(f"{operation:<15}{world.backend} does not support it: {why}")
                     break
-                for figure in figures:
-                    run.say(figure.line())
-                    file.write(json.dumps(figure.row()) + "\n")
-                found += figures
+                run.say(figure.line())
+                file.write(json.dumps(figure.row()) + "\n")
+                found.append(figure)
                 if reason := run.agree_to_stop():
                     raise Stopped(reason)
     if world.rank == 0 and any(figure.busbw for figure in found):

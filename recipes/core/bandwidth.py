@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,50 +22,31 @@ A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchr
 MOST_REPEATED, MOST_BATCHES, LEAST_BATCHES = 1000, 50, 3
 WIDEST = 16  # maximum number of columns of a table
 SHARE = 0.5  # maximum share of the free memory that the timed arrays use
-# Bytes that a link carries, divided by the bytes of the operation. With these factors busbw is the same for all operations and any
-# number of ranks, if only the hardware limits them.
-FACTORS: Mapping[str, Callable[[int], float]] = {
-    "send_recv": lambda ranks: 1.0,
-    "broadcast": lambda ranks: 1.0,
-    "reduce": lambda ranks: 1.0,
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "gather": lambda ranks: (ranks - 1) / ranks,
-    "scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all": lambda ranks: (ranks - 1) / ranks,
-}
 # For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
-OUT_OF_PLACE, IN_PLACE = "out of place", "in place"
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation in one form: out of place or in place.
+    """One operation.
 
     fill: tensors and the values to write into them before the call, in this order. expected: tensors and their values after the call,
     on this rank.
     """
 
-    form: str
     call: Callable[[], object]
     fill: Filled
     expected: Filled
 
 
-def cases(operation: str, size: int, world: World) -> Iterator[Case]:
-    """The forms in which torch offers an operation, on ``size`` bytes of float32. Each rank's part is a multiple of 16 bytes.
+def make_case(operation: str, size: int, world: World) -> Case:
+    """An operation on ``size`` bytes of float32, of which it uses `used_bytes`.
 
-    Yields nothing if a part would be empty. Each rank contributes its number plus 1. To a sum it contributes `addend` of its number, so
-    that sums are exact.
+    Each rank contributes its number plus 1. To a sum it contributes `addend` of its number, so that sums are exact.
     """
     count = used_bytes(operation, size, world.size) // 4
-    if count and operation in WHOLE:
-        yield _whole_case(operation, count, world)
-    elif count:
-        yield from _part_cases(operation, count // world.size, world)
+    return _whole_case(operation, count, world) if operation in WHOLE else _part_case(operation, count, world)
 
 
 def _whole_case(operation: str, count: int, world: World) -> Case:
@@ -75,48 +56,51 @@ def _whole_case(operation: str, count: int, world: World) -> Case:
     if operation == "send_recv":
         received = torch.zeros_like(data)
         right, left = (rank + 1) % world.size, (rank - 1) % world.size
-        call = partial(_ring, data, received, right, left)
-        return Case(OUT_OF_PLACE, call, ((data, rank + 1.0),), ((received, left + 1.0),))
+        return Case(partial(_ring, data, received, right, left), ((data, rank + 1.0),), ((received, left + 1.0),))
     if operation == "broadcast":
-        return Case(IN_PLACE, partial(dist.broadcast, data, 0), ((data, rank + 1.0),), ((data, 1.0),))
+        return Case(partial(dist.broadcast, data, 0), ((data, rank + 1.0),), ((data, 1.0),))
     if operation == "reduce":
-        expected = ((data, total),) if rank == 0 else ()
-        return Case(IN_PLACE, partial(dist.reduce, data, 0), ((data, addend(rank)),), expected)
-    return Case(IN_PLACE, partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
+        return Case(partial(dist.reduce, data, 0), ((data, addend(rank)),), ((data, total),) if rank == 0 else ())
+    return Case(partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
 
 
-def _part_cases(operation: str, count: int, world: World) -> Iterator[Case]:
-    """An operation for which the array is divided into one part of ``count`` numbers for each rank."""
+def _part_case(operation: str, count: int, world: World) -> Case:
+    """An operation for which the array of ``count`` numbers is divided into one part for each rank."""
     n, rank, own = world.size, world.rank, world.rank + 1.0
-    whole, part = torch.zeros(n, count, device=world.device), torch.zeros(count, device=world.device)
+    whole, part = torch.zeros(n, count // n, device=world.device), torch.zeros(count // n, device=world.device)
     ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
     of_each = tuple((row, i + 1.0) for i, row in enumerate(whole)) if rank == 0 else ()
     rows = list(whole) if rank == 0 else None
     if operation == "gather":
-        yield Case(OUT_OF_PLACE, partial(dist.gather, part, rows, 0), ((part, own),), of_each)
-    elif operation == "scatter":
-        yield Case(OUT_OF_PLACE, partial(dist.scatter, part, rows, 0), of_each, ((part, own),))
-    elif operation == "all_gather":
-        for form, data in ((OUT_OF_PLACE, part), (IN_PLACE, whole[rank])):
-            call = partial(dist.all_gather_into_tensor, whole.view(-1), data)
-            yield Case(form, call, ((whole, 0.0), (data, own)), ((whole, ranks),))
-    elif operation == "reduce_scatter":
+        return Case(partial(dist.gather, part, rows, 0), ((part, own),), of_each)
+    if operation == "scatter":
+        return Case(partial(dist.scatter, part, rows, 0), of_each, ((part, own),))
+    if operation == "all_gather":
+        call = partial(dist.all_gather_into_tensor, whole.view(-1), part)
+        return Case(call, ((whole, 0.0), (part, own)), ((whole, ranks),))
+    if operation == "reduce_scatter":
         addends = torch.tensor([addend(i) for i in range(n)], device=world.device)[:, None]
-        total = sum(map(addend, range(n)))
-        for form, data in ((OUT_OF_PLACE, part), (IN_PLACE, whole[rank])):
-            call = partial(dist.reduce_scatter_tensor, data, whole.view(-1))
-            yield Case(form, call, ((whole, addends * addend(rank)),), ((data, total * addend(rank)),))
-    elif operation == "all_to_all":
-        received = torch.zeros_like(whole)
-        call = partial(dist.all_to_all_single, received.view(-1), whole.view(-1))
-        yield Case(OUT_OF_PLACE, call, ((whole, ranks * own),), ((received, ranks * own),))
-    else:
-        raise ValueError(f"no operation {operation!r}")
+        call = partial(dist.reduce_scatter_tensor, part, whole.view(-1))
+        return Case(call, ((whole, addends * addend(rank)),), ((part, float(addends.sum()) * addend(rank)),))
+    received = torch.zeros_like(whole)
+    call = partial(dist.all_to_all_single, received.view(-1), whole.view(-1))
+    return Case(call, ((whole, ranks * own),), ((received, ranks * own),))
 
 
 def used_bytes(operation: str, size: int, ranks: int) -> int:
     """``size`` rounded down to bytes that an operation can use: whole float32 numbers, or a multiple of 16 bytes for each rank."""
     return size // 4 * 4 if operation in WHOLE else size // (16 * ranks) * 16 * ranks
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bytes that a link carries, divided by the bytes of the operation.
+
+    With it, busbw is the same for all operations and any number of ranks, if only the hardware limits them.
+    """
+    if operation in ("send_recv", "broadcast", "reduce"):
+        return 1.0
+    share = (ranks - 1) / ranks
+    return 2 * share if operation == "all_reduce" else share
 
 
 def addend(rank: int) -> float:
@@ -140,7 +124,6 @@ class Figure:
     """
 
     operation: str
-    form: str
     ranks: int
     size: int
     min_s: float
@@ -156,7 +139,7 @@ class Figure:
     @property
     def busbw(self) -> float:
         """Bus bandwidth in GB/s (1e9 bytes per second), from the median time."""
-        return self.algbw * FACTORS[self.operation](self.ranks)
+        return self.algbw * bus_factor(self.operation, self.ranks)
 
     def row(self) -> dict[str, Any]:
         return {**asdict(self), "algbw": self.algbw, "busbw": self.busbw}
@@ -164,30 +147,23 @@ class Figure:
     def line(self) -> str:
         times = "".join(f"{1e6 * seconds:>12,.1f}" for seconds in (self.min_s, self.median_s, self.max_s))
         result = f"wrong on {self.wrong} ranks" if self.wrong else "ok"
-        return (
-            f"{self.operation:<15}{self.form:<13}{self.size:>13,}{times}{self.algbw:>9.3f}{self.busbw:>9.3f}  {result}"
-        )
+        return f"{self.operation:<15}{self.size:>13,}{times}{self.algbw:>9.3f}{self.busbw:>9.3f}  {result}"
 
 
-HEADING = f"{'operation':<15}{'form':<13}{'bytes':>13}{'min us':>12}{'median us':>12}{'max us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)"
+HEADING = f"{'operation':<15}{'bytes':>13}{'min us':>12}{'median us':>12}{'max us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)"
 
 
-def measure(operation: str, size: int, world: World, budget_s: float) -> list[Figure]:
-    """Measures each form of an operation. Called by all ranks, which get the same result.
-
-    budget_s: approximate time for each form, in seconds.
-    """
-    found = []
+def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
+    """Measures an operation. Called by all ranks, which get the same result. budget_s: approximate time in seconds."""
+    case = make_case(operation, size, world)
+    seconds = seconds_of(case.call, world, budget_s)
+    for tensor, value in case.fill:
+        tensor.copy_(torch.as_tensor(value, device=world.device))
+    case.call()
+    is_correct = all(bool((tensor == value).all()) for tensor, value in case.expected)
+    times = (min(seconds), statistics.median(seconds), max(seconds))
     used = used_bytes(operation, size, world.size)
-    for case in cases(operation, size, world):
-        seconds = seconds_of(case.call, world, budget_s)
-        for tensor, value in case.fill:
-            tensor.copy_(torch.as_tensor(value, device=world.device))
-        case.call()
-        is_correct = all(bool((tensor == value).all()) for tensor, value in case.expected)
-        times = (min(seconds), statistics.median(seconds), max(seconds))
-        found.append(Figure(operation, case.form, world.size, used, *times, len(wrong_ranks(is_correct, world))))
-    return found
+    return Figure(operation, world.size, used, *times, len(wrong_ranks(is_correct, world)))
 
 
 def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> list[float]:
@@ -260,30 +236,26 @@ def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> 
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process can allocate: Linux's estimate for the machine, or less if its cgroups have a limit.
+    """Bytes of memory that this process can allocate: Linux's estimate for the machine, or the limit of its cgroups.
 
     root: the folder that contains ``proc`` and ``sys``.
     """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    left = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
+    room = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
     groups = root / "proc/self/cgroup"
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         number, controllers, path = line.split(":", 2)
-        alone = number == "0"  # cgroup version 2 has a single tree
-        if not alone and "memory" not in controllers.split(","):
+        if number == "0":  # cgroup version 2 has a single tree
+            tree, limit = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            tree, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
             continue
-        tree = root / "sys/fs/cgroup" / ("" if alone else "memory")
         folder = tree / path.lstrip("/")
-        limit, used, of_all = ("max", "current", "") if alone else ("limit_in_bytes", "usage_in_bytes", "total_")
         for place in (folder, *folder.parents):  # the limit of a parent group applies to its child groups too
-            with contextlib.suppress(OSError, ValueError):
-                most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                cached = sum(int(stat.get(f"{of_all}{name}", 0)) for name in ("active_file", "inactive_file"))
-                left.append(most - taken + cached)
-            if place == tree:
-                break
-    return max(0, min(left))
+            with contextlib.suppress(OSError, ValueError):  # no limit
+                room.append(int((place / limit).read_text()))
+    return min(room)
 
 
 def best(found: Iterable[Figure]) -> dict[str, float]:

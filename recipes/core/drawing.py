@@ -18,18 +18,15 @@ def _figure(path: Path, say: Callable[[str], None], inches: tuple[float, float])
 
 
 def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]) -> None:
-    """Plots busbw over the size, with one line for each operation and form."""
+    """Plots busbw over the size, with one line for each operation."""
     canvas = _figure(path, say, (9, 5.5))
     if canvas is None:
         return
     axes = canvas.subplots()
-    operations = list(dict.fromkeys(f.operation for f in figures))
-    for operation, form in dict.fromkeys((f.operation, f.form) for f in figures):
-        points = [(f.size, f.busbw) for f in figures if (f.operation, f.form) == (operation, form) and f.busbw]
-        if not points:  # with one rank most operations have no busbw
-            continue
-        style = {"color": f"C{operations.index(operation)}", "linestyle": "-" if form == "out of place" else "--"}
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{operation}, {form}", **style)
+    for operation in dict.fromkeys(f.operation for f in figures):
+        points = [(f.size, f.busbw) for f in figures if f.operation == operation and f.busbw]
+        if points:  # with one rank most operations have no busbw
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=operation)
     axes.set(yscale="log", xlabel="bytes of the whole array", ylabel="busbw, GB/s", title=f"{figures[0].ranks} ranks")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, _: shown_size(int(size)))
