@@ -88,7 +88,7 @@ def write_whole(
 def remove_temporary(folder: Path) -> None:
     """Removes temporary files of `write_whole` that killed processes left in ``folder``.
 
-    The caller must hold the folder's lock.
+    The caller must hold the folder's lock, or own the run directory.
     """
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):

@@ -76,7 +76,7 @@ def sides(world: World) -> dict[str, Callable[[], float]]:
 
     return {
         "tcp": lambda: gb_per_s(LARGE, lambda: one_way(connection, world.rank)),
-        "all_reduce": lambda: bandwidth.measure("all_reduce", LARGE, world, SECONDS)[0].busbw,
+        "all_reduce": lambda: bandwidth.measure("all_reduce", LARGE, world, SECONDS).busbw,
         "tensors": lambda: gb_per_s(total, one_by_one),
         "parallel": lambda: gb_per_s(total, in_buckets),
     }

@@ -236,8 +236,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        '    if python := states.get("python"):\n',
-        '    if python := states.get("Python"):\n',
+        'random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))',
+        'tuple(python["numbers"].tolist())',
         "Python's random state is not restored",
         "tests/distributed/train/test_exact_resume.py::test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped",
     ),
@@ -250,8 +250,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        "if usage.total and usage.free < need:",
-        "if usage.total and usage.total < need:",
+        "            files.check_free(self._folder, need)\n",
+        "            files.check_free(self._folder, 0)\n",
         "a full disk is noticed only while writing",
         "tests/faults/test_checkpoints.py::test_a_full_disk_is_reported_and_the_last_checkpoint_stays",
     ),

@@ -454,9 +454,9 @@ MUTATIONS = [
         FIT,
     ),
     Mutation(
-        CHECKPOINT,
-        'for name in ("step-", "latest.", "best."):',
-        'for name in ("latest.", "best."):',
+        "recipes/core/files.py",
+        r'if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):',
+        r'if re.fullmatch(r"\.\w+\.\d+\.[0-9a-f]{8}", name):',
         "parts of checkpoints of killed attempts stay, and fill the disk",
         "tests/faults/test_checkpoints.py::test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid",
     ),

@@ -27,7 +27,7 @@ class Asked:
 class Found:
     """The findings of a dry run. A value is None if the run does not have it.
 
-    checkpoint_bytes: size of one checkpoint file, including the optimiser's state.
+    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state.
     """
 
     parameters: int | None = None

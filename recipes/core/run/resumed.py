@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import convert, declare, key_value, recipe_conf, yaml_file
+from recipes.core.config import convert, declare, key_value, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
@@ -50,15 +50,8 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
 
 
 def recipe_of(run_dir: Path) -> str:
-    """The recipe of a run directory, from its records, else from the names of its keys; "" if neither shows it."""
-    begun = rundir.owner(run_dir) or {}
-    if begun.get("recipe"):
-        return str(begun["recipe"])
-    try:
-        keys = set(yaml_file.load(run_dir / "config.yaml", "")) - declare.names_of(RunKeys)
-        return next((name for name in recipe_conf.names() if recipe_conf.keys_of(name) == keys), "")
-    except ConfigError:
-        return ""
+    """The recipe of a run directory, from its records; "" if there are none."""
+    return str((rundir.owner(run_dir) or {}).get("recipe") or "")
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:

@@ -73,11 +73,12 @@ def write_status(
     reason: str = "",
     kind: Kind | None = None,
     first: Mapping[str, Any] | None = None,
-) -> None:
-    """Replaces ``status.json``.
+    may_fail: bool = False,
+) -> dict[str, Any]:
+    """Replaces ``status.json`` and returns its content.
 
     kind: why the attempt ended; None while it runs or if it is done. first: the record of the first failing rank, from
-    `verdict`. `note_next` adds ``next`` later.
+    `verdict`. may_fail: ignore an error of the file system. `note_next` adds ``next`` later.
     """
     assert state in STATES
     first = first or {}
@@ -93,7 +94,9 @@ def write_status(
         "exit_status": first.get("exit_status"),
         "updated": round(time.time(), 3),
     }
-    files.write_json(run_dir / "status.json", content)
+    with contextlib.suppress(OSError) if may_fail else contextlib.nullcontext():
+        files.write_json(run_dir / "status.json", content)
+    return content
 
 
 def note_next(run_dir: Path, word: Next, attempt: int) -> None:
@@ -269,26 +272,10 @@ def close(
         found = Verdict("every rank exited with status 0 before the end of the run", None, Kind.exited)
     elif first and (found.first is None or found.kind is Kind.killed):
         found = Verdict(reason, dict(first), kind)
-    step = status["step"] if status else 0
-    with contextlib.suppress(OSError):  # the disk may be full; the caller gets the status in any case
-        write_status(
-            run_dir,
-            state,
-            attempt=attempt["attempt"],
-            step=step,
-            reason=found.reason,
-            kind=found.kind,
-            first=found.first,
-        )
-        return read_status(run_dir)
-    return {
-        "state": state,
-        "attempt": attempt["attempt"],
-        "step": step,
-        "reason": found.reason,
-        "kind": found.kind,
-        "exit_status": (found.first or {}).get("exit_status"),
-    }
+    return write_status(
+        run_dir, state, attempt=attempt["attempt"], step=status["step"] if status else 0,
+        reason=found.reason, kind=found.kind, first=found.first, may_fail=True,  # the disk may be full
+    )  # fmt: skip
 
 
 def _runs_elsewhere(status: Mapping[str, Any] | None, attempt: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,15 +48,8 @@ def _files_of(folder: Path) -> Iterator[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and not name.endswith(".pyc") and stat.S_ISREG(_mode(Path(path, name))):
+            if not name.startswith(".") and not name.endswith(".pyc") and os.path.isfile(Path(path, name)):
                 yield Path(path, name)
-
-
-def _mode(path: Path) -> int:
-    """The mode of the file that a path leads to; 0 for a broken symbolic link, which some editors create."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mode
-    return 0
 
 
 def commit(code: Path) -> str | None:

@@ -5,7 +5,6 @@ any changed bit. torch.load reads such a file like any other.
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 import random
@@ -65,8 +64,8 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-    if python := states.get("python"):
-        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     if (numpy := states.get("numpy")) and "numpy" in sys.modules:
         keys = sys.modules["numpy"].array(numpy["keys"].tolist(), dtype="uint32")
         state = (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"])
@@ -156,7 +155,7 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
-    """Size in bytes of a checkpoint file, with the optimiser's state. Nothing is written.
+    """Bytes of the tensors in a checkpoint, with the optimiser's state. Nothing is written.
 
     It performs one optimiser step to create that state, so ``state`` must not be trained afterwards. ranks: number of ranks of the
     run; the checkpoint holds random states of each.
@@ -166,24 +165,7 @@ def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.dev
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()
-    counted = _Counted()
-    torch.save(content_of(state, sampler, [rng_state(device) for _ in range(ranks)]), cast(IO[bytes], counted))
-    return counted.bytes + COMMENT_BYTES
-
-
-class _Counted:
-    """A file that discards what is written and counts the bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.bytes += size
-        return size
-
-    def flush(self) -> None:
-        pass
+    return size_of(content_of(state, sampler, [rng_state(device)] * ranks))
 
 
 @dataclass(frozen=True)
@@ -214,7 +196,11 @@ class Saver:
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
-        self._want_room(size_of(content))
+        need = size_of(content)
+        try:
+            files.check_free(self._folder, need)
+        except OSError as error:
+            raise MachineError(self._words(error, need)) from None
         copied = self._copy.take(dict(content))
         self._writing = threading.Thread(target=self._write, args=(copied, best), name="checkpoint")
         self._writing.start()
@@ -232,14 +218,6 @@ class Saver:
             raise MachineError(self._words(error, 0)) from None
         if error:
             raise error
-
-    def _want_room(self, need: int) -> None:
-        try:
-            usage = shutil.disk_usage(self._folder)
-        except OSError as error:
-            raise MachineError(self._words(error, need)) from None
-        if usage.total and usage.free < need:  # some network file systems report 0 of 0
-            raise MachineError(self._words(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), need))
 
     def _words(self, error: OSError, need: int) -> str:
         size = f" of {files.size_text(need)}" if need else ""
@@ -363,14 +341,6 @@ def after_a_restart(folder: Path) -> str:
     if not there:
         return "there is no checkpoint yet: started again, the run begins at step 0"
     return f"started again, the run continues from {there[0].name}"
-
-
-def sweep(folder: Path) -> None:
-    """Removes temporary files of attempts that were killed during a save. Only rank 0 calls it, before any save."""
-    for name in ("step-", "latest.", "best."):
-        for path in folder.glob(f".{name}*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:

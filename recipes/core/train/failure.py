@@ -153,8 +153,10 @@ def _cause(run: "Run", error: BaseException) -> Cause:
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
-    if line := _known_words(error):
-        return Cause(Kind.out_of_memory if _is_out_of_memory(error) else Kind.error, line)
+    if _is_out_of_memory(error):
+        text = errors.one_line(error)
+        fix = "a smaller global_batch_size=, or accumulate=, takes less"
+        return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := peers.peer_kind(error):
         return _lost_peers(run, kind, peers.peer_words(error))
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
@@ -232,16 +234,6 @@ def _record(run: "Run", cause: Cause, moment: float, behind: Mapping[str, Any] |
     except OSError:
         return False
     return True
-
-
-def _known_words(error: BaseException) -> str:
-    """The problem and the fix in one line, for errors of torch that the user can fix; "" for any other error."""
-    text = errors.one_line(error)
-    if _is_out_of_memory(error):
-        return f"out of memory: {text.partition(': ')[2] or text}: a smaller global_batch_size=, or accumulate=, takes less"
-    if "InvalidCxxCompiler" in text or "C++ compiler" in text:
-        return "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
-    return ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

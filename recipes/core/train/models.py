@@ -1,7 +1,6 @@
 """torchvision's classifiers by name, with weights that are already on this machine."""
 
 import contextlib
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torchvision.models import WeightsEnum
 
 from recipes.core import errors, files
+from recipes.core.config import declare
 from recipes.core.errors import InputError, MachineError
 
 
@@ -93,9 +93,7 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
 def _check_arch(arch: str) -> None:
     known = torchvision.models.list_models(module=torchvision.models)
     if arch not in known:
-        close = difflib.get_close_matches(arch, known, n=3, cutoff=0.5)
-        near = f"; near it: {', '.join(close)}" if close else ""
-        raise InputError(f"arch={arch}: torchvision has no such classifier{near}")
+        raise InputError(f"arch={arch}: torchvision has no such classifier{declare.nearest(arch, known)}")
 
 
 def fault_of(path: Path) -> str:

@@ -1,11 +1,11 @@
 """The start of an attempt: its run directory, whether all nodes see it, and the first lines of the log."""
 
-import json
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
@@ -30,41 +30,49 @@ def open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
     Returns its path, the number and the launch id of this attempt, and whether the run was already done. Raises InputError if another
     job uses the directory, MachineError if it cannot be written.
     """
-    message: dict[str, Any] = {}
-    if world.rank == 0:
-        # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
-        run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
-        path = rundir.choose(start.settings.run.run_dir, start.settings.recipe, run_id, ROOT)
-        if start.settings.config.evaluate:
-            path = rundir.for_evaluation(path)
-        patience_s = min(liveness.ENDING_S, start.settings.run.timeout_s / 2)
-        try:
-            found = liveness.check(path, os.environ, start.settings.run.takeover, patience_s)
-            if found.note:
-                print(f"{start.settings.recipe}: {found.note}", flush=True)
-            if found.problem:
-                message = {"used": found.problem}
-            else:
-                for name in ("logs", "checkpoints", "failures"):
-                    (path / name).mkdir(parents=True, exist_ok=True)
-                status = rundir.read_status(path)
-                launch, about = rundir.launch_id(os.environ), liveness.describe_process(os.environ)
-                attempt = rundir.open_attempt(
-                    path, list(world.hosts), launch, _job(os.environ), recipe=start.settings.recipe, **about
-                )
-                was_done = bool(status and status["state"] == "done")
-                message = {"dir": str(path), "attempt": attempt, "launch": launch, "was_done": was_done}
-        except OSError as error:
-            message = {"error": f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir"}
-    message = json.loads(world.broadcast_text("run_dir", json.dumps(message)))
-    if "error" in message or "used" in message:
-        world.await_readers("run_dir")
-        raise InputError(message["used"]) if "used" in message else MachineError(message["error"])
-    path = Path(message["dir"])
+    folder, attempt, launch, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world))
+    path = Path(folder)
     if world.rank != 0:
         for name in ("logs", "failures"):
             (path / name).mkdir(parents=True, exist_ok=True)
-    return path, message["attempt"], message["launch"], message["was_done"]
+    return path, attempt, launch, was_done
+
+
+def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, str, bool]:
+    # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
+    run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    recipe, keys = start.settings.recipe, start.settings.run
+    path = rundir.choose(keys.run_dir, recipe, run_id, ROOT)
+    if start.settings.config.evaluate:
+        path = rundir.for_evaluation(path)
+    try:
+        found = liveness.check(path, os.environ, keys.takeover, min(liveness.ENDING_S, keys.timeout_s / 2))
+        if found.note:
+            print(f"{recipe}: {found.note}", flush=True)
+        if found.problem:
+            raise InputError(found.problem)
+        for name in ("logs", "checkpoints", "failures"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        status = rundir.read_status(path)
+        launch, about = rundir.launch_id(os.environ), liveness.describe_process(os.environ)
+        attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ), recipe=recipe, **about)
+    except OSError as error:
+        raise MachineError(f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir") from None
+    return str(path), attempt, launch, bool(status and status["state"] == "done")
+
+
+def await_seen(run: "Run", is_seen: Callable[[], object], folder: Path, problem: str) -> None:
+    """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
+
+    Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is less.
+    """
+    deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
+    while not is_seen():
+        if time.monotonic() > deadline:
+            raise MachineError(problem)
+        with contextlib.suppress(FileNotFoundError):
+            os.listdir(folder)  # makes NFS refresh its cache
+        time.sleep(0.1)
 
 
 def check_shared(run: "Run") -> None:
@@ -75,14 +83,9 @@ def check_shared(run: "Run") -> None:
     world = run.world
 
     def look(tell: Callable[[object], None]) -> None:
-        deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
-        while world.ranks.local_rank == 0 and not rundir.owner(run.dir, attempt=run.attempt, launch=run.launch):
-            if time.monotonic() > deadline:
-                raise MachineError(
-                    f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
-                )
-            os.listdir(run.dir)  # makes NFS refresh its cache
-            time.sleep(0.1)
+        problem = f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
+        if world.ranks.local_rank == 0:
+            await_seen(run, lambda: rundir.owner(run.dir, attempt=run.attempt, launch=run.launch), run.dir, problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("run_dir", look)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.core import files
 from recipes.core.config import declare
 from recipes.core.config.run_keys import RESUME_WORDS
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import InputError
 from recipes.core.run import resumed, rundir
 from recipes.core.train import checkpoint, opening
 
@@ -26,21 +25,7 @@ OF_THE_BITS = ("torch", "world_size", "cpu_threads")
 
 
 def choose(run: "Run") -> str:
-    """Path of the checkpoint to resume from; "" for none. Rank 0 selects it for all ranks. Called by all ranks."""
-    chosen, error = "", ""
-    if run.world.rank == 0:
-        try:
-            chosen = _choose_on_rank_0(run)
-        except InputError as problem:
-            error = str(problem)
-    found = json.loads(run.world.broadcast_text("checkpoint", json.dumps([chosen, error])))
-    if found[1]:
-        run.world.await_readers("checkpoint")
-        raise InputError(found[1])
-    return str(found[0])
-
-
-def _choose_on_rank_0(run: "Run") -> str:
+    """Path of the checkpoint to resume from; "" for none. Only rank 0 calls it. Raises InputError."""
     wanted, there = run.keys.resume, checkpoint.candidates(run.checkpoints)
     if there and _has_saved_before_requeue(run):
         wanted = "auto"  # continue from this job's own newest checkpoint
@@ -96,7 +81,8 @@ def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:
     sampler: the values that determine the order of samples. Raises InputError if a key of the run differs that may not, or if the
     checkpoint cannot be read. Raises MachineError if this node does not see it.
     """
-    _await_file(run, path)
+    problem = f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
+    opening.await_seen(run, path.exists, path.parent, problem)
     state, content = run.state, checkpoint.read(path)
     meta, evaluate = content["meta"], run.settings.config.evaluate
     if evaluate:
@@ -158,21 +144,6 @@ def _changed_length(run: "Run", path: Path, meta: Mapping[str, Any]) -> list[str
             f"checkpoint {path}: {'; '.join(changed)}, and there is no config.yaml of its run: give the same, or force=true"
         )
     return changed
-
-
-def _await_file(run: "Run", path: Path) -> None:
-    """Waits until this node sees the file that rank 0 has chosen: a network file system can show it later on some nodes.
-
-    Raises MachineError after `SEEN_S`, or half of ``timeout_s`` if that is less.
-    """
-    deadline = time.monotonic() + min(opening.SEEN_S, run.keys.timeout_s / 2)
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise MachineError(
-                f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
-            )
-        os.listdir(path.parent) if path.parent.is_dir() else None  # makes NFS refresh its cache
-        time.sleep(0.1)
 
 
 def compare_keys(run: "Run", keys: dict[str, Any]) -> None:

@@ -130,8 +130,7 @@ class Run:
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         resume.compare_keys(self, state.meta["config"])
-        chosen = resume.choose(self)
-        if chosen:
+        if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
             resume.load(self, Path(chosen), sampler)
         # The dry run of an evaluation ends later, in `evaluate_only`, when there is something to evaluate.
         if not self.settings.config.evaluate:
@@ -167,7 +166,7 @@ class Run:
     def _begin(self) -> None:
         if self.world.rank == 0:
             self.check_mine()
-            checkpoint.sweep(self.dir / "checkpoints")
+            files.remove_temporary(self.dir / "checkpoints")
             (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()

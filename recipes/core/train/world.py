@@ -95,14 +95,24 @@ class World:
         self.store.add(f"read/{name}", 1)
         return text
 
-    def await_readers(self, name: str) -> None:
-        """Rank 0 waits, at most `READERS_S`, until all ranks have read what it broadcast as ``name``.
+    def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
+        """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
 
-        Required before rank 0 exits: the store ends with it. On the other ranks it returns at once.
+        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run.
         """
-        end = time.monotonic() + READERS_S
-        while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
-            time.sleep(0.02)
+        message: dict[str, Any] = {"result": None}
+        if self.rank == 0:
+            try:
+                message = {"result": work()}
+            except (InputError, MachineError) as error:
+                message = {"error": str(error), "is_input": isinstance(error, InputError)}
+        message = json.loads(self.broadcast_text(name, json.dumps(message)))
+        if "error" in message:
+            end = time.monotonic() + READERS_S  # rank 0 ends after this, and the store with it
+            while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
+                time.sleep(0.02)
+            raise (InputError if message["is_input"] else MachineError)(message["error"])
+        return cast(T, message["result"])
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
         """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.

@@ -508,13 +508,6 @@ def test_latest_names_the_newest_checkpoint(tmp_path: Path) -> None:
     assert [int(p.stem[5:]) for p in checkpoint.candidates(tmp_path)] == steps
 
 
-def test_files_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000020.pt.node1.77.abcd").touch()
-    (tmp_path / "step-00000010.pt").touch()
-    checkpoint.sweep(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000010.pt"]
-
-
 @pytest.mark.parametrize(
     ("listed", "count"),
     [

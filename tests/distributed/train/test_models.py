@@ -23,7 +23,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(InputError, match=r"arch=resnet51: torchvision has no such classifier; near it: .*resnet50"):
+    with pytest.raises(InputError, match=r"arch=resnet51: torchvision has no such classifier; did you mean 'resnet"):
         models.classifier("resnet51", "", 10)
     with pytest.raises(InputError, match="no such classifier"):
         models.classifier("fcn_resnet50", "", 10)  # of torchvision's, and no classifier

@@ -677,9 +677,8 @@ def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> No
     assert (found.resumes, found.from_run) == (None, {})
 
 
-def test_the_recipe_of_a_run_is_found_from_its_keys(tmp_path: Path) -> None:
-    keys = parse("recipe=toy").saved
-    run = a_run(tmp_path / "run", 5, recipe="", **dict(keys))
+def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 5, recipe="toy")
     assert resumed.recipe_of(run) == "toy"
     with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
         parse(f"run_dir={run}")
