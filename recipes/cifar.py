@@ -13,6 +13,7 @@ from recipes.core.run import entry
 START = entry.begin("cifar") if __name__ == "__main__" else None
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), world.rank, world.size)
         for images, labels in zip(
             *(t[part].split(EVAL_BATCH) for t in (test_set.images, test_set.labels)), strict=True
@@ -136,12 +138,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             with autocast:
                 yield best(x) + best(x.flip(3)) if cfg.tta else best(x), labels
 
-    @torch.inference_mode()
-    def evaluate() -> dict[str, Any]:
-        """Accuracy over all ranks. Each test image is evaluated once. Called by all ranks."""
-        with loop.evaluation(run) as best:
-            return loop.accuracy(run, answers(best))
-
+    evaluate = partial(loop.accuracy, run, answers)
     run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:
         return loop.evaluate_only(run, evaluate)

@@ -15,6 +15,7 @@ START = entry.begin("imagenet") if __name__ == "__main__" else None
 import math
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,17 +119,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of this rank's part of the validation set."""
         part = sampling.share(len(val_set), world.rank, world.size)
         for batch, labels in loader.centres(val_set, part, cfg.val_px, cfg.val_resize, cfg.val_batch_size):
             with autocast:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
-    @torch.inference_mode()
-    def evaluate() -> dict[str, Any]:
-        """Accuracy over all ranks. Each image is evaluated once. Called by all ranks."""
-        with loop.evaluation(run) as best:
-            return loop.accuracy(run, answers(best))
-
+    evaluate = partial(loop.accuracy, run, answers)
     loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
     if cfg.evaluate:

@@ -15,6 +15,7 @@ START = entry.begin("mnist") if __name__ == "__main__" else None
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,17 +111,13 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         )
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), world.rank, world.size)
         for images, labels in zip(test_set.images[part].split(1000), test_set.labels[part].split(1000), strict=True):
             with autocast:
                 yield net(normalise(images)), labels
 
-    @torch.inference_mode()
-    def evaluate() -> dict[str, Any]:
-        """Accuracy over all ranks. Each test sample is evaluated once. Called by all ranks."""
-        with loop.evaluation(run) as net:
-            return loop.accuracy(run, answers(net))
-
+    evaluate = partial(loop.accuracy, run, answers)
     loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler), loop.sampler_state(batches))
     if cfg.evaluate:

@@ -280,14 +280,12 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         indices = shard.indices.to(world.device)
         return F.cross_entropy(model(inputs[indices]), labels[indices], reduction="sum") * factor
 
-    @torch.inference_mode()
     def evaluate() -> dict[str, Any]:
         misbehave(run, "evaluate")
         part = sampling.share(len(inputs), world.rank, world.size)
         if cfg.evaluate_s:
             write(run.dir / f"evaluating.{world.rank}", "")
-        with loop.evaluation(run) as best:
-            return loop.accuracy(run, answers(best, part))
+        return loop.accuracy(run, lambda best: answers(best, part))
 
     def answers(best: nn.Module, part: slice) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in range(100 if cfg.evaluate_s else 1):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 from tests.faults import conftest
 from tests.faults.conftest import Recorded, Start
 
@@ -88,6 +88,6 @@ def test_a_run_killed_at_random_moments_ends_with_the_state_of_an_unbroken_run(
     assert ended.status == 0, ended.out
     assert helpers.read(run_dir, "attempt")["attempt"] >= kills * 2 // 3  # some were killed before they had a number
     assert last_losses(run_dir) == wanted
-    digests = [checkpoint.digest(checkpoint.read(conftest.newest(folder))) for folder in (run_dir, tmp_path / "whole")]
+    digests = [states.digest(checkpoint.read(conftest.newest(folder))) for folder in (run_dir, tmp_path / "whole")]
     assert digests[0] == digests[1]
     record_property(f"kills of one run of {recipe}, after which nothing differs", kills)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 from tests.faults.conftest import Recorded
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
@@ -80,7 +80,7 @@ def whole(repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def digest(run_dir: Path) -> str:
     """Of the whole training state in the newest checkpoint."""
-    return checkpoint.digest(checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0]))
+    return states.digest(checkpoint.read(checkpoint.candidates(run_dir / "checkpoints")[0]))
 
 
 def wait_for_steps(run_dir: Path) -> None:

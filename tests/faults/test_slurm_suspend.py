@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, running_cluster
 
@@ -93,4 +93,4 @@ def test_a_job_that_is_suspended_longer_than_its_timeout_continues(gang: Cluster
     other = begin(gang, clone, tmp_path / "undisturbed")
     assert jobs.ended(gang, other, tmp_path / "undisturbed/log") == ("COMPLETED", "0:0")
     found = [checkpoint.candidates(tmp_path / name / "run/checkpoints")[0] for name in ("suspended", "undisturbed")]
-    assert len({checkpoint.digest(checkpoint.read(path)) for path in found}) == 1
+    assert len({states.digest(checkpoint.read(path)) for path in found}) == 1

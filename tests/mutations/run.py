@@ -130,7 +130,7 @@ MUTATIONS = [
     ),
     # State.
     Mutation(
-        CHECKPOINT,
+        "tests/states.py",
         'parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")',
         'parts = ("model", "optimizer", "scheduler", "sampler")',
         "two states that differ in averaged weights or random states count as equal",
@@ -307,8 +307,8 @@ MUTATIONS = [
     ),
     Mutation(
         FAILURES,
-        "causes = [one for one in records if not _kind(one).is_consequence]",
-        "causes = records",
+        "causes = [one for one in found if not _kind(one).is_consequence]",
+        "causes = found",
         "a rank that lost its peers is named as the first that failed",
         f"{UNIT}/run/test_failures.py",
     ),

@@ -98,7 +98,7 @@ def _of_ranks(run_dir: Path) -> RunRecord:
         if not records or not all(small_json(path) for path in [*records, run_dir / "attempt.json"]):
             return NO_RECORD
         attempt = small_json(run_dir / "attempt.json")
-        if not failures.ranks(run_dir, int(attempt["attempt"])):
+        if not failures.records(run_dir, int(attempt["attempt"])):
             return NO_RECORD
         found = failures.verdict(run_dir, attempt)
     except (KeyError, TypeError, ValueError, OSError, AttributeError, RecursionError):

@@ -43,9 +43,10 @@ def read(run_dir: Path, attempt: int, rank: int) -> dict[str, Any] | None:
     return files.read_json(_path(run_dir, attempt, rank))
 
 
-def ranks(run_dir: Path, attempt: int) -> list[int]:
-    """The ranks that have written an error record in this attempt."""
-    return [int(path.stem.rpartition("-")[2]) for path in (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json")]
+def records(run_dir: Path, attempt: int) -> list[dict[str, Any]]:
+    """The error records of an attempt, earliest first."""
+    found = map(files.read_json, (run_dir / "failures").glob(f"attempt-{attempt}-rank-*.json"))
+    return sorted(filter(None, found), key=lambda one: one["time"])
 
 
 def _path(run_dir: Path, attempt: int, rank: int) -> Path:
@@ -73,26 +74,25 @@ def verdict(run_dir: Path, attempt: Mapping[str, Any] | None) -> Verdict:
     """
     if not attempt:
         return Verdict("it failed before its first step; the log above says why", None, Kind.error)
-    found = (read(run_dir, attempt["attempt"], rank) for rank in ranks(run_dir, attempt["attempt"]))
-    records = sorted(filter(None, found), key=lambda one: one["time"])
-    causes = [one for one in records if not _kind(one).is_consequence]
+    found = records(run_dir, attempt["attempt"])
+    causes = [one for one in found if not _kind(one).is_consequence]
     if causes:
         alike = [one for one in causes if one["error"] == causes[0]["error"]]
         first = min(alike, key=lambda one: one["rank"])  # the lowest rank represents all ranks with the same error
         return Verdict(
             f"rank {first['rank']} on {first['host']} failed first: {first['error']}", first, _kind(causes[0])
         )
-    return _late_rank(records) or _silent_ranks(records, attempt["hosts"]) or _lost_peers(records)
+    return _late_rank(found) or _silent_ranks(found, attempt["hosts"]) or _lost_peers(found)
 
 
 def _kind(failure: Mapping[str, Any]) -> Kind:
     return kind_of(failure) or Kind.error
 
 
-def _late_rank(records: list[dict[str, Any]]) -> Verdict | None:
+def _late_rank(found: list[dict[str, Any]]) -> Verdict | None:
     """The rank for which other ranks timed out; None if there is none."""
     reported: set[int] = set()
-    for failure in records:
+    for failure in found:
         # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards that it has lost its peers.
         if (late := failure.get("behind")) and late["rank"] not in reported:
             reason = f"rank {late['rank']} on {late['host']} got no further than {late['at']}, and the other ranks timed out waiting for it"
@@ -101,11 +101,11 @@ def _late_rank(records: list[dict[str, Any]]) -> Verdict | None:
     return None
 
 
-def _silent_ranks(records: list[dict[str, Any]], hosts: list[str]) -> Verdict | None:
+def _silent_ranks(found: list[dict[str, Any]], hosts: list[str]) -> Verdict | None:
     """The ranks without a record; None if there is none."""
-    reported = {failure["rank"] for failure in records}
+    reported = {failure["rank"] for failure in found}
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
-    if not records:
+    if not found:
         return Verdict(
             "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)",
             None,
@@ -119,7 +119,7 @@ def _silent_ranks(records: list[dict[str, Any]], hosts: list[str]) -> Verdict | 
     return Verdict(reason, silent[0], Kind.killed)
 
 
-def _lost_peers(records: list[dict[str, Any]]) -> Verdict:
+def _lost_peers(found: list[dict[str, Any]]) -> Verdict:
     """Where all ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest."""
-    first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
+    first = next((one for one in found if _kind(one) is Kind.timeout), found[0])
     return Verdict(f"rank {first['rank']} on {first['host']} lost its peers: {first['error']}", first, _kind(first))

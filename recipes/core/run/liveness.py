@@ -76,23 +76,13 @@ def check(run_dir: Path, environ: Mapping[str, str], takeover: bool, patience_s:
     """
     takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
     note = ""
-    for record in _attempts(run_dir):
+    for record in rundir.attempts(run_dir):
         if not takes_over or share_array(rundir.job_id(environ), record.get("job")):
             found = _check_attempt(record, run_dir, environ, patience_s)
             if found.problem:
                 return found
             note = note or found.note
     return Usage(note=note)
-
-
-def _attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest attempt, and the last attempt that has begun if it is another one.
-
-    The newest attempt may still be refused.
-    """
-    newest = files.read_json(run_dir / "attempt.json")
-    begun = rundir.begun(newest)
-    return [record for record in (newest, begun if begun is not newest else None) if record]
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
@@ -106,7 +96,7 @@ def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
         for job in re.findall(r"\d+(?:_\d+)?", jobs_of)
     }
     submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    records = _attempts(run_dir)
+    records = rundir.attempts(run_dir)
     if submitted:
         records = [{"job": submitted, "cluster": ""}, *(one for one in records if one.get("job") != submitted)]
     for record in records:
@@ -183,7 +173,7 @@ def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patienc
     """
     deadline = time.monotonic() + patience_s
     while True:
-        found = next(iter(scontrol.show(job, environ, timeout_s=ASK_S)), None)
+        found = scontrol.find(job, environ, ASK_S)
         if not found or found.ended or (found.state == scontrol.COMPLETING and not patience_s):
             return Usage()
         if saved and found.fields.get("BatchFlag") == "0":

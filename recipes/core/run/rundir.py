@@ -132,7 +132,7 @@ def begin_attempt_at(run_dir: Path, step: int, own: bool = False, **of: Any) -> 
         raise MachineError(
             f"{run_dir}/attempt.json, which this run wrote, cannot be read back: check the file system of the run directory"
         )
-    if any(record.get(name) != value for name, value in of.items()):
+    if not _is(record, of):
         raise _taken_over(run_dir, record)
     before = record.pop("before", None) or {}
     files.write_json(
@@ -145,21 +145,27 @@ def begun(record: dict[str, Any] | None) -> dict[str, Any] | None:
     return record if record is None or "from_step" in record else record.get("before")
 
 
+def attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """The last attempt that was opened, which may still be refused; then the last one that has begun, if it is another one."""
+    newest = files.read_json(run_dir / "attempt.json")
+    last = begun(newest)
+    return [record for record in (newest, last if last is not newest else None) if record]
+
+
 def owner(run_dir: Path, **of: Any) -> dict[str, Any] | None:
     """The attempt that owns the run directory: the last one that has begun, else the last one that was opened.
 
     Returns None if there is none. of: ``attempt``, ``launch`` or both. With them, the function returns the attempt with
     these values if it is the last one that was opened or the last one that has begun; else None.
     """
-    newest = files.read_json(run_dir / "attempt.json")
-    return _owner(newest, of) if of else begun(newest) or newest
+    found = attempts(run_dir)
+    if of:
+        return next((record for record in found if _is(record, of)), None)
+    return found[-1] if found else None
 
 
-def _owner(newest: dict[str, Any] | None, of: Mapping[str, Any]) -> dict[str, Any] | None:
-    for record in (newest, begun(newest)):
-        if record and all(record.get(name) == value for name, value in of.items()):
-            return record
-    return None
+def _is(record: Mapping[str, Any], of: Mapping[str, Any]) -> bool:
+    return all(record.get(name) == value for name, value in of.items())
 
 
 def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
@@ -168,9 +174,9 @@ def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
     Does nothing if ``attempt.json`` cannot be read.
     """
     # Read only once: if the file system does not answer now, no other attempt is visible.
-    newest = files.read_json(run_dir / "attempt.json")
-    if newest is not None and not _owner(newest, {"attempt": attempt, "launch": launch}):
-        raise _taken_over(run_dir, newest)
+    found = attempts(run_dir)
+    if found and not any(_is(record, {"attempt": attempt, "launch": launch}) for record in found):
+        raise _taken_over(run_dir, found[0])
 
 
 def _taken_over(run_dir: Path, newest: Mapping[str, Any]) -> MachineError:

@@ -108,7 +108,7 @@ class Queue:
             raise self._failure
         if job_id not in self._known:
             try:
-                self._known[job_id] = next(iter(show(job_id, self._environ, self._timeout_s)), None)
+                self._known[job_id] = find(job_id, self._environ, self._timeout_s)
             except MachineError as error:
                 self._failure = error
                 raise
@@ -142,12 +142,12 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     return parse(asked.stdout)
 
 
-def find(job_id: str, environ: Mapping[str, str] = os.environ) -> Job | None:
+def find(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> Job | None:
     """The job; None if Slurm does not know it. For an array or a heterogeneous job, its first part.
 
     Raises MachineError.
     """
-    return next(iter(show(job_id, environ)), None)
+    return next(iter(show(job_id, environ, timeout_s)), None)
 
 
 def describe(job: Job) -> str:

@@ -85,30 +85,6 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any
     }
 
 
-def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the training state in a checkpoint's content, in hexadecimal. It is equal only for bitwise equal states."""
-    found = hashlib.sha256()
-    parts = ("model", "optimizer", "scheduler", "ema", "sampler", "rng")
-    _feed(found.update, {**{part: content[part] for part in parts}, "step": content["meta"]["step"]})
-    return found.hexdigest()
-
-
-def _feed(update: Callable[[bytes], None], value: Any) -> None:
-    if isinstance(value, Tensor):
-        update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            update(f"{key!r}:".encode())
-            _feed(update, value[key])
-    elif isinstance(value, (list, tuple)):
-        update(f"[{len(value)}".encode())
-        for one in value:
-            _feed(update, one)
-    else:
-        update(repr(value).encode())
-
-
 class HostCopy:
     """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if the tensors are on a GPU."""
 

@@ -168,7 +168,9 @@ def _lost_peers(run: "Run", kind: Kind, line: str) -> Cause:
         print(
             f"rank {world.rank} on {world.host} lost its peers at step {run.step}: {line}", file=sys.stderr, flush=True
         )
-    if (stopped_s := world.clock.suspension_s()) and not _others_failed(run):
+    stopped_s = world.clock.suspension_s()
+    # If a rank that was not suspended has failed, only this rank was suspended, and the other ranks waited for it.
+    if stopped_s and all(kind_of(one) is Kind.suspended for one in failures.records(run.dir, run.attempt)):
         line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
         return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)
     return Cause(kind, line)
@@ -199,18 +201,12 @@ def _write_status(run: "Run", cause: Cause) -> None:
     elif cause.exit_status != errors.EXIT_CRASH:
         rundir.refuse(run.dir, run.launch, cause.exit_status, found.reason)
     reports = not cause.kind.is_consequence or run.world.rank == min(
-        failures.ranks(run.dir, attempt), default=run.world.rank
+        (one["rank"] for one in failures.records(run.dir, attempt)), default=run.world.rank
     )
     if cause.exit_status == errors.EXIT_CRASH and reports:
         print(f"{recipe}: failed: {found.reason}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
         if cause.kind.is_consequence and run.world.ranks.num_nodes > 1 and found.kind is Kind.timeout:
             print(f"{recipe}: if no rank hangs, the cause is the network: {DOCTOR}", file=sys.stderr, flush=True)
-
-
-def _others_failed(run: "Run") -> bool:
-    """Whether a rank that was not suspended has failed. Then only this rank was suspended, and the other ranks waited for it."""
-    found = (failures.read(run.dir, run.attempt, rank) for rank in failures.ranks(run.dir, run.attempt))
-    return any(record and kind_of(record) is not Kind.suspended for record in found)
 
 
 def _await_peers_words(run: "Run") -> None:
@@ -219,8 +215,8 @@ def _await_peers_words(run: "Run") -> None:
     It waits longer if a rank is still asking the store, which rank 0 serves, for the rank that is behind.
     """
     time.sleep(PEERS_TELL_S)
-    others = (failures.read(run.dir, run.attempt, rank) for rank in failures.ranks(run.dir, run.attempt))
-    if any(other and kind_of(other) is Kind.timeout and not other["behind"] for other in others):
+    others = failures.records(run.dir, run.attempt)
+    if any(kind_of(other) is Kind.timeout and not other["behind"] for other in others):
         time.sleep(ASKING_S - PEERS_TELL_S)
 
 

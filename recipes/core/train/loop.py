@@ -58,19 +58,21 @@ def seed_ranks(run: Run, seed: int) -> None:
     torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
 
 
-def accuracy(run: Run, answers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+@torch.inference_mode()
+def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    answers: pairs of logits and labels. The result is empty if a rank was notified to stop meanwhile, since there may be no time to
-    complete the evaluation. A collective: every rank must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. The result is empty if a rank was notified to stop
+    meanwhile, since there may be no time to complete the evaluation. A collective: every rank must call it.
     """
     counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
-    for logits, labels in answers:
-        if run.stop_is_near():
-            counts[3] = 1
-            break
-        run.world.pulse.beat(watchdog.EVALUATION)
-        counts[:3] += metrics.right(logits, labels)
+    with evaluation(run) as net:
+        for logits, labels in answers(net):
+            if run.stop_is_near():
+                counts[3] = 1
+                break
+            run.world.pulse.beat(watchdog.EVALUATION)
+            counts[:3] += metrics.right(logits, labels)
     run.world.pulse.beat(watchdog.COUNT)
     *right, cut_short = run.world.sum(counts).tolist()
     return {} if cut_short else metrics.accuracy(*right)

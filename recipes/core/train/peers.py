@@ -7,38 +7,24 @@ import torch.distributed
 from recipes.core import errors
 from recipes.core.errors import Kind
 
+SIGNS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Application timeout", "Socket Timeout",
+    "gloo/transport", "ncclRemoteError", "remote process exited",
+)  # fmt: skip
+
 
 class PeerTimeout(RuntimeError):
     """This rank timed out waiting for the other ranks (timeout_s)."""
 
 
 def peer_kind(error: BaseException) -> Kind | None:
-    """Whether this rank lost the connection to another rank or timed out waiting for it. None for its own error.
-
-    torch's errors differ only in their text.
-    """
-    if not is_peer_error(error):
+    """Whether this rank lost the connection to another rank or timed out waiting for it. None for its own error."""
+    of_torch = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    by_class = isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout)
+    if not (of_torch or by_class):
         return None
     timed_out = any(sign in peer_words(error).lower() for sign in ("timed out", "timeout"))
     return Kind.timeout if timed_out or isinstance(error, PeerTimeout) else Kind.peer_lost
-
-
-def is_peer_error(error: BaseException) -> bool:
-    """Whether another rank caused ``error``, by its end or its absence."""
-    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout):
-        return True
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Timed out waiting",
-        "Application timeout",
-        "Socket Timeout",
-        "gloo/transport",
-        "ncclRemoteError",
-        "remote process exited",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def peer_words(error: BaseException) -> str:

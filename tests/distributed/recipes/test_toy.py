@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
 LAUNCHED = (
@@ -54,7 +54,7 @@ def test_every_launcher_gives_the_same_bits(tmp_path: Path) -> None:
         assert "from env files: NCCL_DEBUG" in ended.lines
         for rank in range(2):
             assert f"[GPU{rank}] Epoch 2 | Batchsize: 64 | Steps: 16" in ended.lines
-    digests = {name: checkpoint.digest(content(tmp_path / name, 32)) for name in commands}
+    digests = {name: states.digest(content(tmp_path / name, 32)) for name in commands}
     assert len(set(digests.values())) == 1, digests
 
 
@@ -103,7 +103,7 @@ def test_a_run_stopped_within_an_epoch_resumes_to_the_same_bits(tmp_path: Path, 
         ended = helpers.run([*spawned, f"max_steps={last}", "force=true", f"run_dir={tmp_path}/{name}"])
         assert ended.status == 0, ended.out
     assert helpers.read(tmp_path / "broken", "summary")["resumed_from_step"] == status["step"]
-    digests = {name: checkpoint.digest(content(tmp_path / name, last)) for name in ("broken", "whole")}
+    digests = {name: states.digest(content(tmp_path / name, last)) for name in ("broken", "whole")}
     assert digests["broken"] == digests["whole"]
 
 

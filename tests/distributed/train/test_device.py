@@ -183,7 +183,7 @@ def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[li
     ],
 )
 def test_a_lost_peer_is_distinguished_from_an_own_error(error: BaseException, expected: bool) -> None:
-    assert peers.is_peer_error(error) is expected
+    assert (peers.peer_kind(error) is not None) is expected
 
 
 # Samples of a rank

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 
 CODE = """
 import os, random, signal
 import numpy
 from recipes import broken
+from tests import states
 from recipes.core.train import checkpoint; from recipes.core.run import entry; from recipes.core.train import session
 START = entry.begin("broken")
 
@@ -28,7 +29,7 @@ def main(cfg, run):
     results = broken.main(cfg, run)
     run.world.broadcast_buffers(run.state.ema)  # those of rank 0 are saved, and used in an evaluation
     content = checkpoint.content_of(run.state, {}, [checkpoint.rng_state(run.world.device)])
-    print(f"state of rank {run.world.rank}: {checkpoint.digest(content)}", flush=True)
+    print(f"state of rank {run.world.rank}: {states.digest(content)}", flush=True)
     return results
 
 broken.misbehave = each_step
@@ -37,7 +38,7 @@ session.run(main, START)
 WORDS = ("device=cpu", "cpu_threads=1", "seed=3", "pace_s=0", "accumulate=2", "log_every_steps=100", "max_steps=14")
 
 
-def states(ended: helpers.Ended) -> list[str]:
+def states_of(ended: helpers.Ended) -> list[str]:
     return sorted(line for line in ended.lines if line.startswith("state of rank "))
 
 
@@ -66,10 +67,10 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     for rank in (0, 1):  # one log for both attempts
         log = (tmp_path / "stopped" / "logs" / f"rank{rank}.log").read_text()
         assert log.count(f"state of rank {rank}: ") == 2
-    assert len(states(whole)) == 2
-    assert states(resumed) == states(whole)
+    assert len(states_of(whole)) == 2
+    assert states_of(resumed) == states_of(whole)
     digests = [
-        checkpoint.digest(checkpoint.read(tmp_path / name / "checkpoints/step-00000014.pt"))
+        states.digest(checkpoint.read(tmp_path / name / "checkpoints/step-00000014.pt"))
         for name in ("whole", "stopped")
     ]
     assert digests[0] == digests[1]

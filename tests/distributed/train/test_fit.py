@@ -137,7 +137,7 @@ def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: p
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
     assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
-    assert failures.ranks(tmp_path, 0) == []
+    assert failures.records(tmp_path, 0) == []
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
 

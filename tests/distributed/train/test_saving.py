@@ -20,6 +20,7 @@ from recipes.core.errors import MachineError
 from recipes.core.run import rundir
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
+from tests import states
 
 CPU = torch.device("cpu")
 
@@ -205,18 +206,18 @@ def test_random_states_survive_a_file(tmp_path: Path) -> None:
     found = checkpoint.read(checkpoint.write(tmp_path, now))
     checkpoint.set_rng_state(found["rng"][0], CPU)
     assert (random.random(), np.random.rand()) == drawn
-    assert checkpoint.digest(found) == checkpoint.digest(now)
+    assert states.digest(found) == states.digest(now)
 
 
 def test_the_digest_covers_only_the_training_state() -> None:
     one = content(step=3, value=1.0)
-    assert checkpoint.digest(one) == checkpoint.digest({**one, "meta": {**one["meta"], "torch": "another"}})
-    assert checkpoint.digest(one) != checkpoint.digest(content(step=4, value=1.0))
+    assert states.digest(one) == states.digest({**one, "meta": {**one["meta"], "torch": "another"}})
+    assert states.digest(one) != states.digest(content(step=4, value=1.0))
     other = content(step=3, value=1.0)
     other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
-    assert checkpoint.digest(one) != checkpoint.digest(other)
+    assert states.digest(one) != states.digest(other)
     for part in ("optimizer", "scheduler", "ema", "sampler", "rng"):
-        assert checkpoint.digest(one) != checkpoint.digest({**one, part: {"a": 1}}), part
+        assert states.digest(one) != states.digest({**one, part: {"a": 1}}), part
 
 
 def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:

@@ -83,4 +83,4 @@ def test_records_of_other_attempts_and_damaged_records_are_ignored(tmp_path: Pat
 def test_failed_ranks_are_those_of_one_attempt(tmp_path: Path) -> None:
     for attempt, rank in ((0, 3), (1, 2), (10, 1)):
         verdict(tmp_path, (rank, *LOST), attempt=attempt)
-    assert [failures.ranks(tmp_path, attempt) for attempt in (0, 1, 2)] == [[3], [2], []]
+    assert [[one["rank"] for one in failures.records(tmp_path, attempt)] for attempt in (0, 1, 2)] == [[3], [2], []]
