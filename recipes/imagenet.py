@@ -131,7 +131,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     if cfg.evaluate:
         results = loop.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
     else:
-        results = loop.fit(run, cfg, model, loader, loss_sum, evaluate)
+        results = loop.fit(run, cfg, model, batches, loss_sum, evaluate, loader.epoch)
     return {**results, "skipped_samples": loader.skipped_on_all()} if results else results
 
 

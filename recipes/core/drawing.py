@@ -37,7 +37,7 @@ def bandwidths(figures: Sequence[Figure], path: Path, say: Callable[[str], None]
 
 
 def matrix(rows: Sequence[Sequence[float]], names: Sequence[str], path: Path, say: Callable[[str], None]) -> None:
-    """Plots GB/s between each pair of ``names`` as colours, and as numbers too for up to 16 names."""
+    """Plots GB/s between each pair of ``names`` as colours."""
     side = max(4.0, min(16.0, 0.5 * len(names) + 2))
     canvas = _figure(path, say, (side + 1.5, side))
     if canvas is None:
@@ -48,13 +48,6 @@ def matrix(rows: Sequence[Sequence[float]], names: Sequence[str], path: Path, sa
     ticks = range(len(names)) if few else range(0, len(names), -(-len(names) // 32))
     axes.set_xticks(list(ticks), [names[i] for i in ticks], rotation=90, fontsize="small")
     axes.set_yticks(list(ticks), [names[i] for i in ticks], fontsize="small")
-    if len(names) <= 16:
-        highest = max((value for row in rows for value in row if value == value), default=0.0)
-        for y, row in enumerate(rows):
-            for x, value in enumerate(row):
-                if value == value:
-                    colour = "black" if value > highest / 2 else "white"
-                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", color=colour, fontsize="small")
     canvas.colorbar(drawn, label="GB/s each way")
     canvas.savefig(path)
     say(f"plot: {path}")

@@ -201,8 +201,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/loader.py",
-        "generator(self.seed, epoch, AUGMENTATION, shard.batch)",
-        "generator(self.seed, epoch, AUGMENTATION)",
+        "generator(self._batches.seed, epoch, AUGMENTATION, shard.batch)",
+        "generator(self._batches.seed, epoch, AUGMENTATION)",
         "all batches of an epoch are cropped alike",
         "tests/unit/data/test_images.py::test_crops_differ_between_batches_and_epochs",
     ),

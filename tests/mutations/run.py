@@ -152,8 +152,8 @@ MUTATIONS = [
     ),
     Mutation(
         TRAIN,
-        "for shard in batches.epoch(epoch, first_batch):",
-        "for shard in batches.epoch(epoch, 0):",
+        "for shard in (shards or batches.epoch)(epoch, first_batch):",
+        "for shard in (shards or batches.epoch)(epoch, 0):",
         "a run that resumes in the middle of an epoch begins the epoch anew",
         RESUME,
     ),

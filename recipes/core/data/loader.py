@@ -77,10 +77,6 @@ class Loader:
         self._to = _Mover(device)
         self._tally = _Tally(images, self._decoder.name, warn, IN_A_ROW)
         self._centre_tallies: dict[int, _Tally] = {}
-        self.num_samples = batches.num_samples
-        self.global_batch_size = batches.global_batch_size
-        self.seed, self.data = batches.seed, batches.data
-        self.per_epoch = batches.per_epoch
 
     @property
     def skipped(self) -> int:
@@ -111,7 +107,7 @@ class Loader:
 
         def jobs() -> Iterator[_Job]:
             for shard in self._batches.epoch(epoch, first_batch):
-                random = generator(self.seed, epoch, AUGMENTATION, shard.batch)
+                random = generator(self._batches.seed, epoch, AUGMENTATION, shard.batch)
                 uniform = torch.rand(shard.global_size, 2 * crops.TRIES + 3, dtype=torch.float64, generator=random)
                 mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
                 crop = RandomCrop(mine, self._min_crop)

@@ -51,10 +51,7 @@ def _one(words: Mapping[str, str], recipe: str, environ: Mapping[str, str], to_s
 
 
 def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """Checks every combination of the swept values.
-
-    Returns the settings of the first one, with all combinations in ``sweep``.
-    """
+    """Checks every combination of the swept values. Returns the settings of the first, with all of them in ``sweep``."""
     values: dict[str, list[str]] = {}
     for word, given in swept.items():
         name = word.removeprefix(SWEEP)

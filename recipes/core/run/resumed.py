@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,21 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
     saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
     own = declare.names_of(recipe_class)
     then = convert.build(recipe_class, {k: v for k, v in saved.items() if k in own})
-    free = declare.may_change(recipe_class)
-    changed = [
-        f"{name}={convert.as_text(getattr(then, name))} becomes {convert.as_text(getattr(now, name))}"
-        for name in (f.name for f in dataclasses.fields(recipe_class))
-        if name not in free and getattr(then, name) != getattr(now, name)
-    ]
-    if changed:
+    names = [field.name for field in dataclasses.fields(recipe_class)]
+    before, after = ({name: convert.as_text(getattr(of, name)) for name in names} for of in (then, now))
+    if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
             "give the earlier values, or another run_dir"
         )
     if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):
         raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
+    """One text for each key that differs and is not in ``may_change``, with its saved value and its value now."""
+    names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
+    return [f"{name}={saved.get(name)} becomes {now.get(name)}" for name in names]
 
 
 def change_of_length(then: Any, now: Any, finished: bool) -> str:

@@ -169,11 +169,7 @@ def _is(record: Mapping[str, Any], of: Mapping[str, Any]) -> bool:
 
 
 def check_owner(run_dir: Path, attempt: int, launch: str) -> None:
-    """Raises MachineError if a later attempt has taken over the run directory.
-
-    Does nothing if ``attempt.json`` cannot be read.
-    """
-    # Read only once: if the file system does not answer now, no other attempt is visible.
+    """Raises MachineError if a later attempt, as far as the file system shows, has taken over the run directory."""
     found = attempts(run_dir)
     if found and not any(_is(record, {"attempt": attempt, "launch": launch}) for record in found):
         raise _taken_over(run_dir, found[0])
@@ -194,10 +190,7 @@ def taken_over_by(run_dir: Path, launch: str) -> str:
 
 
 def gained_nothing(run_dir: Path, launch: str) -> bool:
-    """Whether the attempt of this launch ended before it began, or at the step at which it began.
-
-    Always False for attempt 0.
-    """
+    """Whether the attempt of this launch, if it is not attempt 0, completed no step."""
     attempt, status = owner(run_dir, launch=launch), read_status(run_dir)
     if not attempt or not status or status["attempt"] != attempt["attempt"] or attempt["attempt"] == 0:
         return False
@@ -205,10 +198,7 @@ def gained_nothing(run_dir: Path, launch: str) -> bool:
 
 
 def for_evaluation(run_dir: Path) -> Path:
-    """The folder for an evaluation: ``evaluation/`` in the run directory of a training; else ``run_dir``.
-
-    The training may run at the same time.
-    """
+    """The folder for an evaluation: ``evaluation/`` in the run directory of a training, which may run; else ``run_dir``."""
     trained = (run_dir / "config.yaml").exists()  # an evaluation does not write this file
     return run_dir / EVALUATION if trained else run_dir
 

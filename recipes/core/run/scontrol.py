@@ -67,10 +67,7 @@ class Job:
         return "" if start in ("Unknown", "N/A", "None") else start
 
     def after_start(self, restarts: int) -> Next | None:
-        """What Slurm does with the job after the start with this number (the first is 0).
-
-        None while that start runs.
-        """
+        """What Slurm does with the job after the start with this number (from 0). None while that start runs."""
         if self.held:
             return Next.held
         if self.ended:
@@ -92,10 +89,7 @@ class Job:
 
 
 class Queue:
-    """Finds several jobs.
-
-    It asks the controller once per job, and never again after the controller has failed to answer.
-    """
+    """Finds several jobs. Asks the controller once per job, and never again after it has failed to answer."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
         self._environ, self._timeout_s = environ, timeout_s
@@ -143,10 +137,7 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
 
 
 def find(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> Job | None:
-    """The job; None if Slurm does not know it. For an array or a heterogeneous job, its first part.
-
-    Raises MachineError.
-    """
+    """The first entry of `show`; None if Slurm does not know the job. Raises MachineError."""
     return next(iter(show(job_id, environ, timeout_s)), None)
 
 

@@ -94,10 +94,7 @@ def difference(code: Path) -> bytes:
 
 
 def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
-    """The files of the code that are in ``listed``, as paths relative to ``code``.
-
-    Empty if the folder cannot be read.
-    """
+    """The files of the code that are in ``listed``, relative to ``code``. Empty if the folder cannot be read."""
     with contextlib.suppress(OSError):
         if listed - {b""}:
             return [path for file in code_files(code) if os.fsencode(path := file.relative_to(code)) in listed]

@@ -55,10 +55,7 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def read_run(folder: Path, now: float, queue: Queue | None = None) -> Run:
-    """Reads one run directory.
-
-    now: the current time.time(). queue: asked for the note on what happens next; None to not ask Slurm.
-    """
+    """Reads one run directory. now: time.time(). queue: for the note on what happens next; None to not ask Slurm."""
     status, job = rundir.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
@@ -108,10 +105,7 @@ def _state_and_note(
 
 
 def is_newer(folder: Path, name: str, other: str) -> bool:
-    """Whether the file ``name`` is newer than ``other``, by the file system's time stamps.
-
-    Also True if only ``name`` exists.
-    """
+    """Whether the file ``name`` is newer than ``other``, by their time stamps. Also True if only ``name`` exists."""
     try:
         return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
     except OSError:

@@ -98,10 +98,7 @@ class RunningClock:
 
 
 class Pulse:
-    """The progress of a rank. The rank calls ``beat`` at each progress.
-
-    The watchdog and the rank's own threads read it.
-    """
+    """The progress of a rank, which calls ``beat``. The watchdog and the rank's own threads read it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("pulse")
@@ -111,10 +108,7 @@ class Pulse:
         self.clock = RunningClock()
 
     def beat(self, phase: int, step: int | None = None) -> None:
-        """Records progress.
-
-        phase: the phase that begins now. step: completed optimiser steps; unchanged if it is omitted.
-        """
+        """Records that ``phase`` begins. step: completed optimiser steps; unchanged if it is omitted."""
         self._beats += 1
         PULSE.pack_into(self._memory, 0, self._beats, self.step if step is None else step, phase)
 
@@ -128,19 +122,13 @@ class Pulse:
         return beats, step, phase
 
     def tell(self, **note: Any) -> None:
-        """Sets the data for the watchdog's message and error record.
-
-        note: recipe, rank and host, and also run_dir and attempt if they exist.
-        """
+        """Tells the watchdog recipe, rank and host, and run_dir and attempt if they exist, for its message and record."""
         text = json.dumps(note).encode()
         assert len(text) < BYTES - NOTE_AT
         self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
 
     def watch(self, timeout_s: float, root: Path) -> None:
-        """Starts the watchdog and the clock of this rank.
-
-        The watchdog ends with this process, and shares only this memory with it.
-        """
+        """Starts the clock of this rank, and the watchdog, which shares only this memory and ends with this process."""
         self.beat(START)
         self.clock.start()
         # The watchdog has its own session, so that Ctrl-C at a terminal does not reach it. Of Slurm's signals, only
@@ -157,10 +145,7 @@ def place(step: int, phase: int) -> str:
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
-    """Monitors the pulse until the parent has ended.
-
-    Ends the parent if the pulse does not change for ``timeout_s`` seconds.
-    """
+    """Ends the parent if the pulse does not change for ``timeout_s`` seconds. Returns when the parent has ended."""
     clock = RunningClock()  # suspending a job stops this process too
     last, since = PULSE.unpack_from(memory), clock.now()
     while os.getppid() == parent:

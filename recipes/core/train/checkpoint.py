@@ -387,9 +387,3 @@ def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> 
     if to_train and isinstance(state.scheduler, LambdaLR):
         state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step
         state.scheduler.step()  # the learning rate of this step by the current schedule; it depends on `epochs`
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str]) -> list[str]:
-    """One text for each key that differs and is not in ``may_change``, with its saved value and its value now."""
-    names = [n for n in {**saved, **now} if n not in may_change and saved.get(n) != now.get(n)]
-    return [f"{name}={saved.get(name)} becomes {now.get(name)}" for name in names]

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data.sampling import Shard
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
@@ -24,23 +24,7 @@ from recipes.core.train.session import Run
 PROGRESS_EVERY_S = 0.5
 
 
-class Batches(Protocol):
-    """A source of shards: `GlobalBatches`, or `Loader`, which reads files in advance."""
-
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def data(self) -> str: ...
-    @property
-    def per_epoch(self) -> int: ...
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]: ...
-
-
-def total_steps(cfg: TrainKeys, batches: Batches) -> int:
+def total_steps(cfg: TrainKeys, batches: GlobalBatches) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
@@ -110,15 +94,17 @@ def fit(
     run: Run,
     cfg: TrainKeys,
     model: nn.Module,
-    batches: Batches,
+    batches: GlobalBatches,
     loss_sum: Callable[[Any], Tensor],
     evaluate: Callable[[], Mapping[str, Any]],
+    shards: Callable[[int, int], Iterator[Shard]] | None = None,
 ) -> Mapping[str, Any]:
     """Trains ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop. Returns the last evaluation.
 
     model: the result of `World.parallel`. loss_sum: forward pass through the model over a shard. It returns the *sum* of the samples'
     losses, a scalar that can be differentiated even if the shard is empty. With ``accumulate=`` it is called once for each piece of
-    the shard. evaluate: called by all ranks at the end of each epoch and of the run.
+    the shard. evaluate: called by all ranks at the end of each epoch and of the run. shards: this rank's shards of ``batches`` with more
+    than indices, by epoch and first batch; default: ``batches.epoch``.
 
     DDP averages gradients over ranks, so each rank's sum is multiplied by ``world_size / global_size``. The result is the mean over the
     global batch, whatever the sizes of the ranks' shards. Raises RunError, on all ranks, if the loss is not finite.
@@ -138,7 +124,7 @@ def fit(
     while state.step < total and not run.stopping:
         epoch, first_batch = divmod(state.step, batches.per_epoch)
         pulse.beat(watchdog.DATA, state.step)
-        for shard in batches.epoch(epoch, first_batch):
+        for shard in (shards or batches.epoch)(epoch, first_batch):
             lr = float(state.scheduler.get_last_lr()[0])
             state.optimizer.zero_grad(set_to_none=True)
             loss = _backward(model, loss_sum, shard.pieces(cfg.accumulate), world.size / shard.global_size, pulse)
@@ -172,7 +158,8 @@ def fit(
                     results = _evaluate(run, evaluate)
                     stop = run.stopping
                 best = run.is_best(results) and run.keys.keep_best
-                run.check_saved()
+                if run.saver:
+                    run.saver.check()
                 log_row(run, **row, results=results)
                 state.meta["unevaluated"] = row if (last_of_epoch or last) and stop else None
                 if save or stop or last or best:
@@ -197,7 +184,7 @@ def _check_finite(loss: float, step: int) -> None:
         raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
 
 
-def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: Batches) -> Mapping[str, Any]:
+def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: GlobalBatches) -> Mapping[str, Any]:
     """Runs an evaluation that a stop has postponed. Writes the row of that step again, with results, and saves if it is the best.
 
     Called by all ranks.
@@ -248,7 +235,7 @@ def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretraine
     return results
 
 
-def require_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> None:
+def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int) -> None:
     """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
 
     Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
@@ -264,7 +251,7 @@ def require_full_batches(cfg: TrainKeys, batches: Batches, world_size: int) -> N
         )
 
 
-def sampler_state(batches: Batches) -> dict[str, Any]:
+def sampler_state(batches: GlobalBatches) -> dict[str, Any]:
     """The values that determine the order of samples. The position in that order is the step."""
     return {
         "num_samples": batches.num_samples,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
-from recipes.core.train.loop import Batches
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.session import Run
 
 
@@ -28,7 +28,7 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=lower)
 
 
-def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: Batches) -> float:
+def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:
     """The learning rate by the linear scaling rule (Goyal et al., 2017). Rank 0 logs a rate that was changed.
 
     lr: the rate for batches of ``lr_batch_size`` samples. With ``lr_batch_size`` 0 it applies to any size.
@@ -49,7 +49,7 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
 
 
 def averaged(
-    run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: Batches
+    run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: GlobalBatches
 ) -> swa_utils.AveragedModel | None:
     """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `fit` updates it. None if decay is 0.
 
@@ -88,5 +88,5 @@ class _Average(swa_utils.AveragedModel):
         self.n_averaged += 1
 
 
-def _of_batch(size: int, batches: Batches) -> float:
+def _of_batch(size: int, batches: GlobalBatches) -> float:
     return min(batches.global_batch_size, batches.num_samples) / size if size else 1.0

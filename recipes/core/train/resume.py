@@ -111,8 +111,8 @@ def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:
 def _check_keys_to_train(run: "Run", path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
     """Raises InputError if a key or value differs that would change the result."""
     before, now = content["meta"]["config"], run.state.meta["config"]
-    changed = checkpoint.differences(before, now, declare.may_change(type(run.settings.config)))
-    changed += checkpoint.differences(content["sampler"], sampler, {"samples", *now})
+    changed = resumed.differences(before, now, declare.may_change(type(run.settings.config)))
+    changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     _refuse(run, path, content["meta"], changed)
 
 
@@ -120,8 +120,8 @@ def _check_keys_to_evaluate(run: "Run", path: Path, meta: Mapping[str, Any]) -> 
     """Raises InputError if a key of the model differs. Logs the other keys that differ."""
     before, now = meta["config"], run.state.meta["config"]
     may_change = (set(before) | set(now)) - (OF_THE_MODEL & set(now))
-    _refuse(run, path, meta, checkpoint.differences(before, now, may_change))
-    other = checkpoint.differences(before, now, OF_THE_MODEL | declare.may_change(type(run.settings.config)))
+    _refuse(run, path, meta, resumed.differences(before, now, may_change))
+    other = resumed.differences(before, now, OF_THE_MODEL | declare.may_change(type(run.settings.config)))
     if other:
         run.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
 
@@ -138,7 +138,7 @@ def _refuse(run: "Run", path: Path, meta: Mapping[str, Any], changed: list[str])
 def _changed_length(run: "Run", path: Path, meta: Mapping[str, Any]) -> list[str]:
     """The changed keys that set the length of the run, as text. Raises InputError if that is not allowed."""
     now = run.state.meta["config"]
-    changed = checkpoint.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
+    changed = resumed.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
     if changed and not (run.settings.resumes or run.keys.force):
         raise InputError(
             f"checkpoint {path}: {'; '.join(changed)}, and there is no config.yaml of its run: give the same, or force=true"

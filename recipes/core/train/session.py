@@ -253,11 +253,6 @@ class Run:
             self.world.pulse.beat(watchdog.SAVED)
             torch.distributed.barrier()
 
-    def check_saved(self) -> None:
-        """Raises MachineError, on rank 0, if the last checkpoint could not be written. Does not wait."""
-        if self.saver:
-            self.saver.check()
-
     def _saved(self, path: Path, step: int) -> None:
         self.check_mine()
         rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)

@@ -327,7 +327,6 @@ def test_plots_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         name: ([1 << 10, 1 << 20], pytest.approx([busbw, busbw]))
         for name, busbw in (("all_gather", 6.0), ("broadcast", 3.0))
     }
-    assert [text.get_text() for text in matrix.texts] == ["7.5", "7.5"]
     assert [label.get_text() for label in matrix.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
