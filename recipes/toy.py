@@ -101,7 +101,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 speed = samples / (time.perf_counter() - begin)
                 loop.log_row(run, epoch, total_loss / shard.global_size, cfg.lr, speed)
             if save or ends:
-                run.save(loop.sampler_state(batches), wait=ends)
+                run.save(wait=ends)
             if ends:
                 break
     run.samples, run.train_s = samples, time.perf_counter() - begin

@@ -103,8 +103,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/loop.py",
-        "run.save(sampler_state(batches), best=True, wait=True)",
-        "run.save(sampler_state(batches), best=False, wait=True)",
+        "run.save(best=True, wait=True)",
+        "run.save(best=False, wait=True)",
         "best does not name a checkpoint evaluated after a resume",
         "tests/distributed/train/test_fit.py::test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming",
     ),

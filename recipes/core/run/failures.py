@@ -82,7 +82,11 @@ def verdict(run_dir: Path, attempt: Mapping[str, Any] | None) -> Verdict:
         return Verdict(
             f"rank {first['rank']} on {first['host']} failed first: {first['error']}", first, _kind(causes[0])
         )
-    return _late_rank(found) or _silent_ranks(found, attempt["hosts"]) or _lost_peers(found)
+    if named := _late_rank(found) or _silent_ranks(found, attempt["hosts"]):
+        return named
+    # All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest.
+    first = next((one for one in found if _kind(one) is Kind.timeout), found[0])
+    return Verdict(f"rank {first['rank']} on {first['host']} lost its peers: {first['error']}", first, _kind(first))
 
 
 def _kind(failure: Mapping[str, Any]) -> Kind:
@@ -106,20 +110,11 @@ def _silent_ranks(found: list[dict[str, Any]], hosts: list[str]) -> Verdict | No
     reported = {failure["rank"] for failure in found}
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
     if not found:
-        return Verdict(
-            "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)",
-            None,
-            Kind.killed,
-        )
+        reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
+        return Verdict(reason, None, Kind.killed)
     if not silent:
         return None
     named = ", ".join(f"rank {one['rank']} on {one['host']}" for one in silent[:4])
     more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
     reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
     return Verdict(reason, silent[0], Kind.killed)
-
-
-def _lost_peers(found: list[dict[str, Any]]) -> Verdict:
-    """Where all ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest."""
-    first = next((one for one in found if _kind(one) is Kind.timeout), found[0])
-    return Verdict(f"rank {first['rank']} on {first['host']} lost its peers: {first['error']}", first, _kind(first))

@@ -6,9 +6,7 @@ the last lines of a rank that crashes or is killed.
 
 import contextlib
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
     """Appends the stdout and stderr of this process and its children to ``path`` within the ``with`` block.
 
     Yields the terminal if stderr was one, for a progress line that must not be in the file; else None.
-    Raises MachineError if ``path`` cannot be written or ``tee`` does not exist.
+    Raises MachineError if ``path`` cannot be written.
     """
     try:
         with open(path, "ab"):
@@ -33,10 +31,6 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         raise MachineError(
             f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): give another run_dir"
         ) from None
-    if shutil.which("tee") is None:
-        raise MachineError(
-            f"{socket.gethostname()}: tee is not on the PATH, and writes the files in logs/: install coreutils"
-        )
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

@@ -60,12 +60,6 @@ class Job:
         """Whether Slurm starts the job only after ``scontrol release``."""
         return (self.waiting or self.state == COMPLETING) and self.fields.get("Priority") == "0"
 
-    @property
-    def start(self) -> str:
-        """The expected start time of a waiting job; "" if Slurm does not know it."""
-        start = self.fields.get("StartTime", "")
-        return "" if start in ("Unknown", "N/A", "None") else start
-
     def after_start(self, restarts: int) -> Next | None:
         """What Slurm does with the job after the start with this number (from 0). None while that start runs."""
         if self.held:
@@ -147,7 +141,8 @@ def describe(job: Job) -> str:
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
     if job.waiting:
-        when = f", expected to start at {job.start}" if job.start else ""
+        start = job.fields.get("StartTime", "")
+        when = "" if start in ("", "Unknown", "N/A", "None") else f", expected to start at {start}"
         return f"job {job.id} is pending{reason}{when}"
     if job.ended:
         return f"job {job.id} has ended: {job.state}{reason}"

@@ -325,8 +325,6 @@ def read(path: Path) -> dict[str, Any]:
     With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch
     does not check the archive's checksums when it loads, so it would not detect a flipped bit in a weight.
     """
-    if path.exists() and not path.is_file():
-        raise InputError(f"checkpoint {path}: is no file")
     try:
         if fault := _fault_of(path):
             raise InputError(f"checkpoint {path}: {fault}")

@@ -112,7 +112,7 @@ def fit(
     state, world, total = run.state, run.world, total_steps(cfg, batches)
     results: Mapping[str, Any] = {}
     if state.meta.get("unevaluated") and not run.was_done:
-        results = _evaluate_late(run, evaluate, batches)
+        results = _evaluate_late(run, evaluate)
         if state.step < total:
             run.stopping = ""  # the run stops one step later, so even a job too short for an evaluation makes progress
     if state.step >= total:
@@ -163,7 +163,7 @@ def fit(
                 log_row(run, **row, results=results)
                 state.meta["unevaluated"] = row if (last_of_epoch or last) and stop else None
                 if save or stop or last or best:
-                    run.save(sampler_state(batches), best=best, wait=last or bool(stop))
+                    run.save(best=best, wait=last or bool(stop))
                 meter.lap()
             elif meter.progress_due():
                 run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
@@ -174,7 +174,7 @@ def fit(
             pulse.beat(watchdog.DATA)
     run.samples, run.train_s = meter.samples, meter.train_s
     if state.meta.get("unevaluated") and not run.stopping:
-        results = _evaluate_late(run, evaluate, batches)
+        results = _evaluate_late(run, evaluate)
     return results
 
 
@@ -184,7 +184,7 @@ def _check_finite(loss: float, step: int) -> None:
         raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
 
 
-def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches: GlobalBatches) -> Mapping[str, Any]:
+def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     """Runs an evaluation that a stop has postponed. Writes the row of that step again, with results, and saves if it is the best.
 
     Called by all ranks.
@@ -194,7 +194,7 @@ def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]], batches:
         log_row(run, **run.state.meta["unevaluated"], results=results)
         run.state.meta["unevaluated"] = None
         if run.is_best(results) and run.keys.keep_best:
-            run.save(sampler_state(batches), best=True, wait=True)
+            run.save(best=True, wait=True)
     return results
 
 

@@ -38,11 +38,9 @@ class Rows:
             ) from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `add` has already raised the error that ends the run
+        with contextlib.suppress(OSError), self._file:  # `add` has already raised the error that ends the run
             self._file.flush()
             os.fsync(self._file.fileno())
-        with contextlib.suppress(OSError):
-            self._file.close()
 
 
 def right(logits: Tensor, labels: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def await_seen(run: "Run", is_seen: Callable[[], object], folder: Path, problem:
     while not is_seen():
         if time.monotonic() > deadline:
             raise MachineError(problem)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.listdir(folder)  # makes NFS refresh its cache
         time.sleep(0.1)
 

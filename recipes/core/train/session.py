@@ -63,6 +63,7 @@ class Run:
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
+    _sampler: Mapping[str, Any] = field(init=False, repr=False)  # set by resume()
     _saved_at: float = field(init=False)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # git commit of the code, on rank 0
@@ -116,10 +117,10 @@ class Run:
     def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
-        sampler: the values that determine the order of samples besides the config. Called by all ranks. Raises InputError if the
-        checkpoint is of another run or no checkpoint can be read. Then the status of the run directory does not change.
+        sampler: the values that determine the order of samples besides the config; `save` writes them too. Called by all ranks. Raises
+        InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
-        self.state = state
+        self.state, self._sampler = state, sampler
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
@@ -235,7 +236,7 @@ class Run:
             return True
         return False
 
-    def save(self, sampler: Mapping[str, Any], *, best: bool = False, wait: bool = False) -> None:
+    def save(self, *, best: bool = False, wait: bool = False) -> None:
         """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
 
         best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
@@ -246,7 +247,7 @@ class Run:
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.saver:
             self.check_mine()
-            self.saver.save(checkpoint.content_of(self.state, sampler, rng), best)
+            self.saver.save(checkpoint.content_of(self.state, self._sampler, rng), best)
             if wait:
                 self.saver.wait()
         if wait:

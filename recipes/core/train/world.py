@@ -87,7 +87,7 @@ class World:
             torch.distributed.all_reduce(values)
         return values
 
-    def broadcast_text(self, name: str, text: str = "") -> str:
+    def broadcast_text(self, name: str, text: str) -> str:
         """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
