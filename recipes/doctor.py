@@ -112,11 +112,9 @@ def propose_env_file(words: Sequence[str]) -> int:
     """Prints the lines that an env file of this site requires on this node. Most nodes require none."""
     command_line.parse(words, recipe="doctor")
     facts, _ = probe_network.interfaces(Surroundings(os.environ, ranks.detect(os.environ), ROOT))
-    chosen = facts.get("chosen") or {"interface": "", "address": ""}
-    interface, address = chosen["interface"], chosen["address"]
-    addresses = facts["interfaces"].get(interface, {}).get("addresses", [])
-    lines = site_env.env_lines(interface, facts["infiniband"], address, addresses, proven=bool(interface))
-    print("\n".join(lines))
+    chosen = facts.get("chosen", {"interface": "", "address": ""})
+    addresses = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
+    print("\n".join(site_env.env_lines(facts["infiniband"], chosen["address"], addresses)))
     return errors.EXIT_DONE
 
 
