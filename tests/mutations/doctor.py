@@ -277,7 +277,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/reach.py",
-        'if (known["nonce"], known["node_rank"]) != (nonce, link.peer):',
+        'if (known["nonce"], known["node_rank"]) != (nonce, peer):',
         'if known["nonce"] != nonce:',
         "two nodes with the same address are not noticed",
         REACH,
@@ -476,8 +476,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
-        'return reach.Link(peer, host, fault="silent", why="no message in the run directory")',
-        "return reach.Link(peer, host)",
+        'return reach.Link(peer, "silent", "no message in the run directory")',
+        "return reach.Link(peer)",
         "a node that never reported its address counts as reached",
         f"{EXAMINE}::test_each_node_probes_some_others_at_their_ports",
     ),

@@ -17,9 +17,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def run(plan: Plan, info: RankInfo, at_exit: list[Callable[[], None]]) -> int:
         report.links = _probe_peers(meeting, info, nonce, at(REACH), 0.05 * plan.seconds)
     meeting.post(f"report-{info.rank}", report.as_json())
     if info.rank == 0:
-        with _free_port() as listener:
+        with reach.listener(0) as listener:
             meeting.post("go", _members(meeting, info, plan, listener.getsockname()[1], at(GO)))
             bandwidth = _measure(meeting, info, listener.fileno(), at(GO), at(LINKS))
     else:
@@ -107,10 +107,10 @@ def _listen(server: reach.Server, info: RankInfo) -> tuple[dict[str, Any], list[
         server.listen(info.master_port, int(os.environ.get("RECIPES_LISTEN_FD", -1)))  # launch.py listens there already
         message["master"] = True
     except OSError as error:
-        who = reach.who_listens(info.master_port)
         why = os.strerror(error.errno) if error.errno else str(error)
-        what = f"port {info.master_port}, at which the ranks meet, cannot be listened on ({why}{f': {who}' if who else ''})"
-        return message, [Finding(what, "set MASTER_PORT to a free one for all ranks, or end what listens there")]
+        what = f"port {info.master_port}, at which the ranks meet, cannot be listened on ({why})"
+        fix = "set MASTER_PORT to a free one for all ranks, or end what listens there (ss -ltnp)"
+        return message, [Finding(what, fix)]
     return message, []
 
 
@@ -127,23 +127,14 @@ def _probe_peers(meeting: Meeting, info: RankInfo, nonce: str, end: float, timeo
 
     def probe(peer: int) -> reach.Link:
         message = ports.get(f"port-{peer}", {})
-        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else str(message.get("host", ""))
-        if not isinstance(message.get("port"), int):
-            return reach.Link(peer, host, fault="silent", why="no message in the run directory")
+        if "port" not in message:
+            return reach.Link(peer, "silent", "no message in the run directory")
+        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else message["host"]
         master_port = info.master_port if message.get("master") is True else 0
         return reach.probe(peer, host, message["port"], nonce, timeout_s, master_port)
 
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
-        return [link.as_json() for link in pool.map(probe, wanted)]
-
-
-@contextlib.contextmanager
-def _free_port() -> Iterator[socket.socket]:
-    listener = reach.listener(0)
-    try:
-        yield listener
-    finally:
-        listener.close()
+        return [asdict(link) for link in pool.map(probe, wanted)]
 
 
 def _members(meeting: Meeting, info: RankInfo, plan: Plan, port: int, end: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -27,23 +27,17 @@ QUIET_S = 20.0  # after which the server closes a silent connection
 
 @dataclass(frozen=True)
 class Link:
-    """What one node found on the way to another. Times are None where the probe ended earlier.
+    """What one node found on the way to another. Times are None where the probe ended earlier. why: the reason of the fault.
 
     fault: "" for none; name (it does not resolve), connect, small (no answer), large (small messages pass and large ones do not),
     foreign (another program or node answers), master (only its master port does not answer), silent (its port is not known).
     """
 
     peer: int  # node_rank
-    host: str
-    address: str = ""
     fault: str = ""
     why: str = ""
-    name_s: float | None = None
     round_trip_s: float | None = None
     clock_s: float | None = None  # the peer's clock minus this node's
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
@@ -117,8 +111,7 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
 
     timeout_s: of each step; all steps together take at most `STEPS` times as long. master_port: probed as well, unless it is 0.
     """
-    begin = time.monotonic()
-    end = begin + STEPS * timeout_s
+    end = time.monotonic() + STEPS * timeout_s
 
     def left() -> float:
         if (remaining := end - time.monotonic()) <= 0:
@@ -128,14 +121,13 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
     try:
         found = resolve(host, timeout_s)
     except OSError as error:
-        return Link(peer, host, fault="name", why=error.strerror or str(error))
-    name_s = round(time.monotonic() - begin, 3)
+        return Link(peer, "name", error.strerror or str(error))
     why = "no address"
     for address in found:
         try:
             with socket.create_connection((address, port), left()) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = _talk(connection, left, Link(peer, host, address, name_s=name_s), nonce)
+                link = _talk(connection, left, peer, nonce)
         except OSError as error:
             why = words(error)
             continue
@@ -143,9 +135,9 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
             try:
                 socket.create_connection((address, master_port), left()).close()
             except OSError as error:
-                return _with(link, fault="master", why=words(error))
+                return replace(link, fault="master", why=words(error))
         return link
-    return Link(peer, host, found[0], "connect", why, name_s)
+    return Link(peer, "connect", why)
 
 
 def resolve(host: str, timeout_s: float) -> list[str]:
@@ -170,36 +162,31 @@ def resolve(host: str, timeout_s: float) -> list[str]:
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers[0]))
 
 
-def _talk(connection: socket.socket, left: Callable[[], float], link: Link, nonce: str) -> Link:
+def _talk(connection: socket.socket, left: Callable[[], float], peer: int, nonce: str) -> Link:
     """Measures round trips and the clock, and whether large messages pass."""
     try:
         begin, sent = time.monotonic(), time.time()
         known = json.loads(_echo(connection, left, b"who"))
         took = time.monotonic() - begin
         clock_s = float(known["time"]) - sent - took / 2
-        if (known["nonce"], known["node_rank"]) != (nonce, link.peer):
-            return _with(
-                link, fault="foreign", why=f"node {known['node_rank']}, {str(known.get('host'))[:64]}, answers there"
-            )
+        if (known["nonce"], known["node_rank"]) != (nonce, peer):
+            return Link(peer, "foreign", f"node {known['node_rank']}, {str(known.get('host'))[:64]}, answers there")
     except OSError as error:
-        return _with(link, fault="small", why=words(error))
+        return Link(peer, "small", words(error))
     except (ValueError, KeyError, TypeError):
-        return _with(link, fault="foreign", why="another program answers there")
+        return Link(peer, "foreign", "another program answers there")
+    link = Link(peer)
     try:
         trips = []
         for _ in range(ECHOES):
             begin = time.monotonic()
             _echo(connection, left, bytes(SMALL))
             trips.append(time.monotonic() - begin)
-        link = _with(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
+        link = replace(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
         _echo(connection, left, bytes(LARGE))
     except OSError as error:
-        return _with(link, fault="large" if link.round_trip_s else "small", why=words(error))
+        return replace(link, fault="large" if link.round_trip_s else "small", why=words(error))
     return link
-
-
-def _with(link: Link, **changes: Any) -> Link:
-    return Link(**{**asdict(link), **changes})
 
 
 def _echo(connection: socket.socket, left: Callable[[], float], data: bytes) -> bytes:
@@ -226,22 +213,3 @@ def _exactly(connection: socket.socket, left: Callable[[], float], count: int) -
 def words(error: OSError) -> str:
     """The reason as text. The text of a timeout is empty in some Python versions."""
     return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error) or type(error).__name__)
-
-
-def who_listens(port: int) -> str:
-    """The process of this machine that listens on a port; "" if it cannot be seen (another user's)."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{fields[9]}]")
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(FileNotFoundError):  # closed since, like the descriptor of the listing itself
-                    if os.readlink(f"/proc/{pid}/fd/{name}") in inodes:
-                        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-                            return f"process {pid} ({file.read().strip()})"
-    return ""

@@ -239,8 +239,7 @@ def test_a_master_port_that_is_taken_is_the_first_nodes_fault(tmp_path: Path) ->
             port = taken.getsockname()[1]
             word, (found,) = _listen(server, replace(place(0), master_port=port))
             assert (word["master"], found.bad, found.leave_out) == (False, True, True)
-            what = f"port {port}, at which the ranks meet, cannot be listened on (Address already in use: process {os.getpid()} "
-            assert found.what.startswith(what)
+            assert found.what == f"port {port}, at which the ranks meet, cannot be listened on (Address already in use)"
             assert _listen(server, replace(place(1), master_port=port))[1] == []  # the first one alone listens there
         word, found_now = _listen(server, replace(place(0), master_port=port))
         assert (word["master"], found_now) == (True, [])
@@ -269,7 +268,7 @@ def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch
 
     def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> reach.Link:
         asked.append((peer, host, port, nonce, master_port))
-        return reach.Link(peer, host)
+        return reach.Link(peer)
 
     monkeypatch.setattr(reach, "probe", probe)
     meeting = Meeting(tmp_path, True)

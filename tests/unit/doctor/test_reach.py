@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import struct
 import threading
@@ -145,7 +144,7 @@ def test_the_round_trip_is_the_median_and_the_clock_is_asked_half_way(monkeypatc
 
     monkeypatch.setattr(reach, "_echo", echo)
     monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
-    link = reach._talk(None, lambda: 1.0, reach.Link(3, "node3"), "this run")  # type: ignore[arg-type]
+    link = reach._talk(None, lambda: 1.0, 3, "this run")  # type: ignore[arg-type]
     assert (link.fault, link.round_trip_s, link.clock_s) == ("", 1.0, 7.5)
     assert sizes == [3, *[reach.SMALL] * reach.ECHOES, reach.LARGE]
     assert reach.LARGE > 65_536  # more than any MTU
@@ -155,11 +154,10 @@ def test_of_several_addresses_the_one_that_answers_counts(server: Server, monkey
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = server.listen(0, listener.fileno())
         monkeypatch.setattr(reach, "resolve", lambda host, timeout_s: ["127.0.0.2", "127.0.0.1"])
-        link = reach.probe(3, "node3", port, "this run", 5)
-        assert (link.fault, link.address, link.host) == ("", "127.0.0.1", "node3")
+        assert reach.probe(3, "node3", port, "this run", 5).fault == ""
         monkeypatch.setattr(reach, "resolve", lambda host, timeout_s: ["127.0.0.2", "127.0.0.3"])
         link = reach.probe(3, "node3", port, "this run", 5)
-        assert (link.fault, link.why, link.address) == ("connect", "Connection refused", "127.0.0.2")
+        assert (link.fault, link.why) == ("connect", "Connection refused")
 
 
 def test_garbage_does_not_stop_the_server(server: Server) -> None:
@@ -175,11 +173,3 @@ def test_a_port_that_is_taken_in_one_family_is_taken(server: Server) -> None:
         pytest.skip("this machine has no IPv6")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
         server.listen(other.getsockname()[1])
-
-
-def test_who_listens(server: Server) -> None:
-    gap = os.open("/dev/null", os.O_RDONLY)
-    port = server.listen()
-    os.close(gap)  # a listing of this process's descriptors takes its number, and is closed before it is looked at
-    assert "(py" in reach.who_listens(port)
-    assert reach.who_listens(1) == ""
