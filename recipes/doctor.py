@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         errors.show(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
-    disable_gc()
+    gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)
     settings = command_line.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
     info = ranks.detect(os.environ)
@@ -83,11 +83,6 @@ def _shared_id(info: RankInfo) -> str | None:
     launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another value
     run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
     return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
-
-
-def disable_gc() -> None:
-    """Disables Python's garbage collector, which would walk all reports repeatedly. This process is short and keeps them all."""
-    gc.disable()
 
 
 def check_env_files(files: Sequence[str]) -> int:
