@@ -31,8 +31,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "silent = [node for node in range(len(expected.hosts)) if node not in nodes",
-        "silent = [node for node in range(len(expected.hosts) - 1) if node not in nodes",
+        "silent = [node for node in range(len(verdict.hosts)) if node not in nodes",
+        "silent = [node for node in range(len(verdict.hosts) - 1) if node not in nodes",
         "the last node of an allocation is not named when it gives no report",
         VERDICT,
     ),
@@ -434,8 +434,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
-        '        and report["node_rank"] not in bad\n',
-        "",
+        'for rank, report in sorted(reports.items()) if report["node_rank"] not in bad',
+        "for rank, report in sorted(reports.items())",
         "a bad node takes part in the bandwidth test and makes all others hang",
         f"{EXAMINE}::test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth",
     ),

@@ -459,13 +459,6 @@ MUTATIONS = [
         "tests/distributed/train/test_messages.py::test_the_slow_node_and_the_slow_pair_are_named",
     ),
     Mutation(
-        "recipes/core/doctor/examine.py",
-        "_is_usable(found[name], bad)",
-        "_is_usable(found[name], set())",
-        "a bad node takes part in the bandwidth test",
-        "tests/unit/doctor/test_examine.py::test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth",
-    ),
-    Mutation(
         "recipes/core/doctor/reach.py",
         "if not link.fault and master_port:",
         "if link.fault and master_port:",

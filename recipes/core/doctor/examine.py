@@ -25,7 +25,6 @@ from typing import Any
 
 from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
-from recipes.core.doctor.judge import Expected
 from recipes.core.doctor.meeting import POLL_S, Meeting
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.errors import Kind
@@ -77,7 +76,7 @@ def run(plan: Plan, info: RankInfo, at_exit: list[Callable[[], None]]) -> int:
     examination = meeting.name
     if info.local_rank == 0:
         report.links = _probe_peers(meeting, info, nonce, at(REACH), 0.05 * plan.seconds)
-    meeting.post(f"report-{info.rank}", report.as_json())
+    meeting.post(f"report-{info.rank}", asdict(report))
     if info.rank == 0:
         with reach.listener(0) as listener:
             meeting.post("go", _members(meeting, info, plan, listener.getsockname()[1], at(GO)))
@@ -87,7 +86,7 @@ def run(plan: Plan, info: RankInfo, at_exit: list[Callable[[], None]]) -> int:
     # Before rank 0 began, the ports may have been those of an older examination, which is gone.
     if info.local_rank == 0 and meeting.name != examination:
         report.links = _probe_peers(meeting, info, nonce, at(LINKS), 0.02 * plan.seconds)
-    meeting.post(f"final-{info.rank}", {**report.as_json(), "bandwidth": bandwidth})
+    meeting.post(f"final-{info.rank}", {**asdict(report), "bandwidth": bandwidth})
     if info.rank == 0:
         code = _give_verdict(meeting, info, plan, at(VERDICT))
     else:
@@ -142,40 +141,25 @@ def _members(meeting: Meeting, info: RankInfo, plan: Plan, port: int, end: float
 
     tokens: of the ranks whose reports rank 0 has read.
     """
-    names = [f"report-{rank}" for rank in range(info.world_size)]
-    found = meeting.collect(names, end)
-    bad = judge.verdict_of(_expected(info), found.values()).bad_nodes
-    members = {
-        rank: int(found[name]["node_rank"])
-        for rank, name in enumerate(names)
-        if name in found and _is_usable(found[name], bad)
-    }
+    found = meeting.collect([f"report-{rank}" for rank in range(info.world_size)], end)
+    reports = {report["rank"]: report for report in found.values()}
+    bad = judge.verdict_of(_hosts(info), info.world_size, found.values()).bad_nodes
+    members = {rank: report["node_rank"] for rank, report in sorted(reports.items()) if report["node_rank"] not in bad}
     if not plan.bandwidth or len(members) < 2 or 0 not in members:
         members = {}
-    backend = "nccl" if all(map(_has_gpu_per_rank, (found[f"report-{rank}"] for rank in members))) else "gloo"
-    tokens = {str(rank): meeting.tokens[name] for rank, name in enumerate(names) if name in found}
+    backend = "nccl" if all(_has_gpu_per_rank(reports[rank]) for rank in members) else "gloo"
+    tokens = {str(rank): meeting.tokens[f"report-{rank}"] for rank in reports}
     return {"ranks": list(members), "nodes": list(members.values()), "port": port, "backend": backend, "tokens": tokens}
 
 
 def _has_gpu_per_rank(report: Mapping[str, Any]) -> bool:
     """Whether a node has a GPU for each of its ranks, by the report of its first rank. True for other ranks without GPUs: they did not
     look."""
-    facts = report["facts"].get("gpus") or {}
-    seen = facts.get("gpus")
-    ranks_there = facts.get("ranks", 0)
-    if report.get("local_rank") and not seen:
+    facts = report["facts"].get("gpus", {})
+    seen, ranks_there = len(facts.get("gpus", [])), facts.get("ranks", 1)
+    if report["local_rank"] and not seen:
         return True
-    return isinstance(seen, list) and (
-        len(seen) >= ranks_there or (len(seen) == 1 and facts.get("granted", 0) >= ranks_there)
-    )
-
-
-def _is_usable(report: Mapping[str, Any], bad: set[int]) -> bool:
-    return (
-        isinstance(report.get("node_rank"), int)
-        and isinstance(report.get("facts"), dict)
-        and report["node_rank"] not in bad
-    )
+    return seen >= ranks_there or (seen == 1 and facts.get("granted", 0) >= ranks_there)
 
 
 def _go(meeting: Meeting, info: RankInfo, end: float) -> dict[str, Any]:
@@ -218,20 +202,19 @@ def _measure(meeting: Meeting, info: RankInfo, listener: int, go_end: float, end
     return found
 
 
-def _expected(info: RankInfo) -> Expected:
-    return Expected(info.nodes or ("",) * info.num_nodes, info.world_size)
+def _hosts(info: RankInfo) -> tuple[str, ...]:
+    """The host of each node by node_rank, "" where unknown."""
+    return info.nodes or ("",) * info.num_nodes
 
 
 def _give_verdict(meeting: Meeting, info: RankInfo, plan: Plan, end: float) -> int:
     """Waits for all final reports until ``end``, writes and prints the verdict. Returns the exit status."""
-    known = range(
-        0 if info.rank == 0 or meeting.is_known_to_first else 1, info.world_size
-    )  # otherwise rank 0's may be old
+    # Unless rank 0 has read this rank's report, its messages may be old.
+    known = range(0 if info.rank == 0 or meeting.is_known_to_first else 1, info.world_size)
     finals = meeting.collect([f"final-{rank}" for rank in known], end)
     early = meeting.collect([f"report-{rank}" for rank in known if f"final-{rank}" not in finals], 0)
-    found = judge.verdict_of(
-        _expected(info), [*finals.values(), *({**report, "early": True} for report in early.values())]
-    )
+    reports = [*finals.values(), *({**report, "early": True} for report in early.values())]
+    found = judge.verdict_of(_hosts(info), info.world_size, reports)
     write_json(plan.run_dir / "doctor.json", verdict.as_json(found))
     meeting.post("verdict", {"exclude": found.exclude, "healthy": found.healthy})
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
@@ -243,10 +226,8 @@ def _give_verdict(meeting: Meeting, info: RankInfo, plan: Plan, end: float) -> i
         rundir.write_status(plan.run_dir, state, attempt=attempt, step=0, reason=worst, kind=kind, first=first)
     print(json.dumps(verdict.as_json(found)) if plan.as_json else "\n".join(verdict.lines(found)), flush=True)
     # With srun --kill-on-bad-exit this rank must end last: otherwise srun kills the others and reports their status.
-    gone = meeting.collect(
-        [f"gone-{name.partition('-')[2]}" for name in finals if name != f"final-{info.rank}"],
-        time.monotonic() + LEAVE_S,
-    )
+    others = [name.replace("final", "gone") for name in finals if name != f"final-{info.rank}"]
+    gone = meeting.collect(others, time.monotonic() + LEAVE_S)
     if len(gone) + 1 < info.world_size:
         _end_step()
     meeting.remove()

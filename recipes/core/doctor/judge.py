@@ -5,7 +5,7 @@ proportion to the number of reports.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -32,14 +32,6 @@ ALIKE = (
 )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What was started. hosts: of each node by node_rank, "" where unknown. ranks: their number."""
-
-    hosts: tuple[str, ...]
-    ranks: int
-
-
 @dataclass
 class NodeReport:
     """What a node reported. first: the report of its first rank, {} where that is missing. others: those of its other ranks."""
@@ -60,13 +52,14 @@ class NodeReport:
         return list(unique.values())
 
 
-def verdict_of(expected: Expected, reports: Iterable[object]) -> Verdict:
-    """The verdict on ``reports``, each of which is any JSON value."""
-    verdict = Verdict(hosts=list(expected.hosts))
-    nodes = _by_node(expected, reports, verdict)
-    for node, report in nodes.items():
-        verdict.hosts[node] = verdict.hosts[node] or next(filter(None, (text_at(r, "host") for r in report.all)), "")
-    _missing(expected, nodes, verdict)
+def verdict_of(hosts: Sequence[str], ranks: int, reports: Iterable[object]) -> Verdict:
+    """The verdict on ``reports``, each of which is any JSON value.
+
+    hosts: of each node that was started, by node_rank, "" where unknown. ranks: the number of ranks that were started.
+    """
+    verdict = Verdict(hosts=list(hosts))
+    nodes = _by_node(reports, verdict)
+    _missing(ranks, nodes, verdict)
     _ended_early(nodes, verdict)
     _own_findings(nodes, verdict)
     gpus = {node: report.gpus() for node, report in nodes.items()}
@@ -87,18 +80,17 @@ def verdict_of(expected: Expected, reports: Iterable[object]) -> Verdict:
     return verdict
 
 
-def _by_node(expected: Expected, reports: Iterable[object], verdict: Verdict) -> dict[int, NodeReport]:
+def _by_node(reports: Iterable[object], verdict: Verdict) -> dict[int, NodeReport]:
+    """The reports of each node. Adds hosts that are unknown to the verdict."""
     nodes: dict[int, NodeReport] = {}
     by_host: dict[str, int] = {}
     for report in reports:
         node = value_at(report, "node_rank")
-        if not isinstance(report, dict) or not isinstance(node, int) or not 0 <= node < len(expected.hosts):
+        if not isinstance(report, dict) or not isinstance(node, int) or not 0 <= node < len(verdict.hosts):
             verdict.add([], "a report is invalid and is not counted", "look at the folder of reports in run_dir", False)
             continue
-        host, started = text_at(report, "host"), expected.hosts[node]
-        if started and host and host.split(".")[0] != started.split(".")[0]:
-            fix = "two machines have one name, or its name was never set: hostname there"
-            verdict.add([node], f"reports the host name {host}", fix, False)
+        host = text_at(report, "host")
+        verdict.hosts[node] = verdict.hosts[node] or host
         if by_host.setdefault(host, node) != node:
             fix = "give each machine its own host name"
             verdict.add([by_host[host], node], f"both report the host name {host}", fix, False)
@@ -110,10 +102,10 @@ def _by_node(expected: Expected, reports: Iterable[object], verdict: Verdict) ->
     return nodes
 
 
-def _missing(expected: Expected, nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
-    silent = [node for node in range(len(expected.hosts)) if node not in nodes or not nodes[node].first]
+def _missing(ranks: int, nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
+    silent = [node for node in range(len(verdict.hosts)) if node not in nodes or not nodes[node].first]
     # If only one of several nodes is seen, the others probably wrote to a folder of their own.
-    not_shared = len(silent) == len(expected.hosts) - 1 > 1
+    not_shared = len(silent) == len(verdict.hosts) - 1 > 1
     for node in silent:
         fix = "log in there, or leave it out; without a shared file system, run the doctor on each node alone"
         if not_shared:
@@ -126,7 +118,7 @@ def _missing(expected: Expected, nodes: Mapping[int, NodeReport], verdict: Verdi
         wanted = value_at(nodes[node].first, "local_world_size")
         if untrusted.is_positive(wanted) and count[node] < wanted:
             few.append(node)
-    if few or (len(count) == len(expected.hosts) and sum(count.values()) < expected.ranks):
+    if few or (len(count) == len(verdict.hosts) and sum(count.values()) < ranks):
         what = "not all of its ranks answered: they hang, or have ended" if few else "not all ranks answered"
         verdict.add(few, what, "the lines above may say why; otherwise log in there, or leave it out", True)
 
@@ -144,20 +136,14 @@ def _own_findings(nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
     found: dict[tuple[str, str, bool, bool], set[int]] = {}
     for node, report in nodes.items():
-        for finding in _findings(report):
-            found.setdefault(finding, set()).add(node)
+        for of_rank in report.all:
+            for one in untrusted.dicts_at(of_rank, "findings"):
+                bad, leave_out = one.get("bad") is True, one.get("leave_out") is not False
+                found.setdefault((text_at(one, "what"), text_at(one, "fix"), bad, leave_out), set()).add(node)
     for (what, fix, bad, leave_out), where in found.items():
         # A fault that all nodes have is not fixed by leaving all of them out.
         is_shared = len(where) == len(nodes) > 1
         verdict.add(sorted(where), what, fix, bad, leave_out and not is_shared)
-
-
-def _findings(report: NodeReport) -> Iterator[tuple[str, str, bool, bool]]:
-    for one in report.all:
-        for found in untrusted.dicts_at(one, "findings"):
-            if found.get("what"):
-                is_bad, leave_out = found.get("bad") is True, found.get("leave_out") is not False
-                yield text_at(found, "what"), text_at(found, "fix"), is_bad, leave_out
 
 
 def _compare(nodes: Mapping[int, NodeReport], gpus: Mapping[int, list[dict[str, Any]]], verdict: Verdict) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ class Report:
     facts: Facts = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     links: list[Facts] = field(default_factory=list)
-
-    def as_json(self) -> Facts:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,10 @@ def _selects(value: str, interface: str, is_exact: bool) -> bool:
     """Whether a list of interfaces selects this one, as NCCL reads it (prefixes; = exact; ^ all others), or gloo (is_exact)."""
     if is_exact:
         return interface in value.split(",")
-    if value.startswith("^"):
-        rest = value[1:].removeprefix("=").split(",")
-        return interface not in rest if value.startswith("^=") else not any(interface.startswith(one) for one in rest)
-    if value.startswith("="):
-        return interface in value[1:].split(",")
-    return any(interface.startswith(one) for one in value.split(","))
+    body = value.removeprefix("^")
+    listed = body.removeprefix("=").split(",")
+    is_listed = interface in listed if body.startswith("=") else any(map(interface.startswith, listed))
+    return is_listed != value.startswith("^")
 
 
 def names(here: Surroundings) -> tuple[Facts, list[Finding]]:

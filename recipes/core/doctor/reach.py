@@ -13,9 +13,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 LENGTH = struct.Struct("!I")
 LARGEST = 1 << 20  # bytes of a message; a longer one comes from another program
@@ -142,24 +143,16 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
 
 def resolve(host: str, timeout_s: float) -> list[str]:
     """The addresses of a name, in the resolver's order. Raises OSError, also if the resolver does not answer in time."""
-    answers: list[Any] = []
-
-    def look_up() -> None:
-        try:
-            answers.append(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=look_up, daemon=True)  # the resolver has no time limit
-    thread.start()
-    thread.join(timeout_s)
-    if not answers:
-        raise OSError(errno.ETIMEDOUT, f"the resolver did not answer in {timeout_s:g} s")
-    if isinstance(answers[0], OSError):
-        raise answers[0]
-    if isinstance(answers[0], UnicodeError):
-        raise OSError(errno.EINVAL, "not a host name")
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers[0]))
+    pool = ThreadPoolExecutor(1)  # the resolver has no time limit
+    answer = pool.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    pool.shutdown(wait=False)
+    try:
+        found = answer.result(timeout_s)
+    except futures.TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"the resolver did not answer in {timeout_s:g} s") from None
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "not a host name") from None
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
 
 
 def _talk(connection: socket.socket, left: Callable[[], float], peer: int, nonce: str) -> Link:

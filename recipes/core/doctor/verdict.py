@@ -26,7 +26,7 @@ class Verdict:
     entries: list[Entry] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
-    table: list[dict[str, Any]] = field(default_factory=list)
+    table: list[dict[str, str]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -73,12 +73,10 @@ def _summary(verdict: Verdict) -> str:
 def _table(verdict: Verdict) -> list[str]:
     """A row per node; of many nodes, only the bad ones."""
     rows = verdict.table
-    if not rows:
-        return []
     shown = rows if len(rows) <= 2 * MANY else [rows[node] for node in sorted(verdict.bad_nodes)]
     shown = [{name: name for name in rows[0]}, *shown]
-    widths = {name: max(len(str(row[name])) for row in shown) for name in rows[0]}
-    return ["  ".join(f"{row[name]!s:<{widths[name]}}" for name in widths).rstrip() for row in shown]
+    widths = {name: max(len(row[name]) for row in shown) for name in rows[0]}
+    return ["  ".join(f"{row[name]:<{widths[name]}}" for name in widths).rstrip() for row in shown]
 
 
 def _names(nodes: Sequence[int], verdict: Verdict) -> str:

@@ -98,7 +98,6 @@ BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", 
         ([report(0), report(1), report(3)], [0, 1, 3]),  # node 2 has not answered
         ([report(0, findings=[BROKEN]), report(1), report(2), report(3)], []),  # the first one has the store
         ([report(0)], []),
-        ([report(0), report(1), report(2, facts="none"), report(3)], [0, 1, 3]),
     ],
 )
 def test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth(

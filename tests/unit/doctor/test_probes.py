@@ -54,7 +54,7 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report.facts["torch"]["torch"]
     assert report.facts["disks"]["run"]["free"] > 0
     assert report.facts["interfaces"]["interfaces"]["lo"]["addresses"]
-    assert report.as_json()["rank"] == 0
+    assert report.rank == 0
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipes.core.doctor import judge, reach, verdict
-from recipes.core.doctor.judge import Expected
 
 Report = dict[str, Any]
 
@@ -48,7 +47,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
 
 
 def judged(reports: list[Any], count: int) -> verdict.Verdict:
-    return judge.verdict_of(Expected(hosts(count), count), json.loads(json.dumps(reports)))
+    return judge.verdict_of(hosts(count), count, json.loads(json.dumps(reports)))
 
 
 def bad(found: verdict.Verdict) -> dict[str, str]:
@@ -352,11 +351,11 @@ def test_a_nodes_gpus_are_those_of_all_its_ranks() -> None:
             }
             reports.append({"rank": 2 + 3 * node + local_rank, "node_rank": node, "local_rank": local_rank, "host": f"node{node}",
                             "facts": {"gpus": {"gpus": [card]}}})  # fmt: skip
-    found = judge.verdict_of(Expected(hosts(2), 8), reports)
+    found = judge.verdict_of(hosts(2), 8, reports)
     assert [row["gpus"] for row in found.table] == ["4/4", "4/4"]
     assert bad(found) == {"node1": "GPU 0 (GPU-1-2) is slow: 90 TFLOP/s, where the median is 700"}
     reports[-1]["findings"] = [{"what": "GPU 0 computes a matrix product wrongly", "fix": "drain it", "bad": True}]
-    assert any("wrongly" in entry.what for entry in judge.verdict_of(Expected(hosts(2), 8), reports).entries)
+    assert any("wrongly" in entry.what for entry in judge.verdict_of(hosts(2), 8, reports).entries)
 
 
 def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
@@ -424,7 +423,7 @@ def test_no_report_whatever_is_in_it_stops_the_judge(data: st.DataObject) -> Non
                 target.append(data.draw(JUNK))
             elif isinstance(target, dict):
                 target[data.draw(st.text(max_size=5))] = data.draw(JUNK)
-    found = judge.verdict_of(Expected(hosts(3), 3), copy.deepcopy(reports))
+    found = judge.verdict_of(hosts(3), 3, copy.deepcopy(reports))
     for line in verdict.lines(found):
         assert line.isprintable()
     json.dumps(verdict.as_json(found))
@@ -453,22 +452,22 @@ def test_nodes_may_have_another_number_of_ranks_each() -> None:
         for one, size in zip(healthy(2), (8, 2), strict=True)
         for i in range(size)
     ]
-    assert judge.verdict_of(Expected(hosts(2), 10), reports).entries == []
+    assert judge.verdict_of(hosts(2), 10, reports).entries == []
     del reports[3]
-    found = judge.verdict_of(Expected(hosts(2), 10), reports)
+    found = judge.verdict_of(hosts(2), 10, reports)
     assert bad(found) == {"node0": "not all of its ranks answered: they hang, or have ended"}
 
 
 def test_a_rank_beside_the_first_that_does_not_answer_or_has_a_wrong_sum() -> None:
     reports = ranks_of_each(3, 4)
-    assert judge.verdict_of(Expected(hosts(3), 12), reports).entries == []
+    assert judge.verdict_of(hosts(3), 12, reports).entries == []
     reports[6] = {**reports[6], "bandwidth": {**reports[6]["bandwidth"], "correct": False}}
-    assert bad(judge.verdict_of(Expected(hosts(3), 12), reports)) == {"node1": "an all_reduce has a wrong sum there"}
+    assert bad(judge.verdict_of(hosts(3), 12, reports)) == {"node1": "an all_reduce has a wrong sum there"}
     del reports[10], reports[6]
-    found = judge.verdict_of(Expected(hosts(3), 12), reports)
+    found = judge.verdict_of(hosts(3), 12, reports)
     assert set(bad(found)) == {"node1", "node2"}
     assert "not all of its ranks answered" in bad(found)["node2"]
-    assert not judge.verdict_of(Expected(hosts(3), 13), ranks_of_each(3, 4)).healthy
+    assert not judge.verdict_of(hosts(3), 13, ranks_of_each(3, 4)).healthy
 
 
 def test_numbers_without_an_end_and_words_where_lists_should_be() -> None:
