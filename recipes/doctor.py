@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
     limit = threading.Timer(cfg.seconds + OVER_S, _end_late)
     limit.daemon = True
     limit.start()
-    at_exit: list[Callable[[], None]] = []
-    _end_on_signals(at_exit)
+    _end_on_signals()
     run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
     plan = examine.Plan(
         run_dir=rundir.for_examination(run_dir),
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
         bandwidth=cfg.bandwidth,
         as_json=cfg.json,
     )
-    return examine.run(plan, info, at_exit)
+    return examine.run(plan, info)
 
 
 def _shared_id(info: RankInfo) -> str | None:
@@ -120,8 +119,8 @@ def _end_late() -> NoReturn:
     os._exit(errors.EXIT_MACHINE)
 
 
-def _end_on_signals(at_exit: Sequence[Callable[[], None]]) -> None:
-    """Lets SIGINT, SIGTERM and SIGHUP end this process at once, after the functions in ``at_exit``, with all its commands.
+def _end_on_signals() -> None:
+    """Lets SIGINT, SIGTERM and SIGHUP end this process at once, with all its commands.
 
     A thread does it: Python runs signal handlers in the main thread, which may hang.
     """
@@ -131,8 +130,6 @@ def _end_on_signals(at_exit: Sequence[Callable[[], None]]) -> None:
     def end() -> NoReturn:
         number = ours.recv(1)[0]
         commands.kill_all()
-        for function in at_exit:
-            function()
         os._exit(128 + number)
 
     threading.Thread(target=end, name="end on signals", daemon=True).start()

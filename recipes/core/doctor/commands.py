@@ -31,9 +31,19 @@ def run(
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
     try:
-        return _answer(process, os.path.basename(command[0]), timeout_s)
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            out, _ = process.communicate(timeout=REAPED_S)
+        except subprocess.TimeoutExpired:
+            out = ""  # a process that waits for a dead file system or driver cannot be killed
+        return out, f"{os.path.basename(command[0])} did not answer in {timeout_s:g} s"
     finally:
         _running.discard(process)
+    if process.returncode:
+        return out, " ".join((err or out).split())[-200:] or f"status {process.returncode}"
+    return out, ""
 
 
 def kill_all() -> None:
@@ -44,18 +54,3 @@ def kill_all() -> None:
         if process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _answer(process: "subprocess.Popen[str]", name: str, timeout_s: float) -> tuple[str, str]:
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        try:
-            out, _ = process.communicate(timeout=REAPED_S)
-        except subprocess.TimeoutExpired:
-            out = ""  # a process that waits for a dead file system or driver cannot be killed
-        return out, f"{name} did not answer in {timeout_s:g} s"
-    if process.returncode:
-        return out, " ".join((err or out).split())[-200:] or f"status {process.returncode}"
-    return out, ""

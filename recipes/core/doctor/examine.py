@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,11 +51,8 @@ class Plan:
     as_json: bool = False
 
 
-def run(plan: Plan, info: RankInfo, at_exit: list[Callable[[], None]]) -> int:
-    """Runs this rank's part of the examination. Returns its exit status: 3 on the rank that gives the verdict, if a node is bad.
-
-    at_exit: gets what has to be done if a signal ends this process.
-    """
+def run(plan: Plan, info: RankInfo) -> int:
+    """Runs this rank's part of the examination. Returns its exit status: 3 on the rank that gives the verdict, if a node is bad."""
     begin = time.monotonic()
 
     def at(share: float) -> float:
@@ -63,7 +60,6 @@ def run(plan: Plan, info: RankInfo, at_exit: list[Callable[[], None]]) -> int:
 
     # The steps of a job come one after another, and each is an examination.
     meeting = Meeting(plan.run_dir / "reports" / f"{info.run_id or 'now'}-{info.restart_count}", info.rank == 0)
-    at_exit.append(meeting.withdraw)
     nonce = meeting.folder.as_posix()
     server = reach.Server(info.node_rank, nonce)
     here = Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu)

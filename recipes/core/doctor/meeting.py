@@ -20,7 +20,7 @@ NAMED = "examination.json"  # holds the examination's name; it counts whatever i
 class Meeting:
     """A folder of messages, each a JSON file that is written as a whole.
 
-    A previous examination that was killed leaves its messages. Therefore the first rank gives each examination a name, which each
+    A previous examination that was ended early leaves its messages. Therefore the first rank gives each examination a name, which each
     message carries; a rank that posted before it knew the name posts all its messages again. A rank that starts before the first
     one may still read an old name: it follows a message of the first rank only if that contains its ``token``.
     """
@@ -69,16 +69,6 @@ class Meeting:
         with contextlib.suppress(OSError):
             return (self.folder / f"{name}.json").stat().st_mtime >= self._begin
         return False
-
-    def withdraw(self) -> None:
-        """Removes this rank's messages, when the examination is abandoned. Those of a newer examination stay."""
-        own = {f"{name}.json": ("sender", self.token) for name in self._posted}
-        if self._is_first:
-            own[NAMED] = "name", self._name
-        for file, (key, value) in own.items():
-            with contextlib.suppress(OSError):
-                if (read_json(self.folder / file) or {}).get(key) == value:
-                    (self.folder / file).unlink()
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

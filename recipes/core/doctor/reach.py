@@ -67,10 +67,8 @@ class Server:
         """
         listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
 
-        async def begin() -> None:
-            self._servers.append(await asyncio.start_server(self._answer, sock=listening))
-
-        asyncio.run_coroutine_threadsafe(begin(), self._loop).result(10)
+        start = asyncio.start_server(self._answer, sock=listening)
+        self._servers.append(asyncio.run_coroutine_threadsafe(start, self._loop).result(10))
         return int(listening.getsockname()[1])
 
     def close(self) -> None:

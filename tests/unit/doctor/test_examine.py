@@ -204,7 +204,7 @@ def test_two_nodes_meet_measure_and_judge(
     port = helpers.free_port()
 
     def examined(rank: int) -> None:
-        codes[rank] = run(plan, replace(place(rank), master_port=port), [])
+        codes[rank] = run(plan, replace(place(rank), master_port=port))
 
     threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
     for thread in threads:
