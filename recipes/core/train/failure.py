@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -153,6 +153,9 @@ def _cause(run: "Run", error: BaseException) -> Cause:
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
+    if any(type(one).__name__ == "InvalidCxxCompiler" for one in _chain(error)):  # of torch._inductor
+        line = "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
+        return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if _is_out_of_memory(error):
         text = errors.one_line(error)
         fix = "a smaller global_batch_size=, or accumulate=, takes less"
@@ -230,6 +233,13 @@ def _record(run: "Run", cause: Cause, moment: float, behind: Mapping[str, Any] |
     except OSError:
         return False
     return True
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes. torch.compile keeps the error of a backend as ``inner_exception``."""
+    while error:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -51,6 +51,7 @@ class Run:
     terminal: TextIO | None
     rows: metrics.Rows | None  # on rank 0 only
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
+    sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of each checkpoint; set by resume()
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
@@ -63,7 +64,6 @@ class Run:
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
-    _sampler: Mapping[str, Any] = field(init=False, repr=False)  # set by resume()
     _saved_at: float = field(init=False)
     _store_asked_at: float = 0.0
     _commit: str | None = None  # git commit of the code, on rank 0
@@ -120,7 +120,7 @@ class Run:
         sampler: the values that determine the order of samples besides the config; `save` writes them too. Called by all ranks. Raises
         InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
-        self.state, self._sampler = state, sampler
+        self.state, self.sampler = state, sampler
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
@@ -247,7 +247,7 @@ class Run:
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.saver:
             self.check_mine()
-            self.saver.save(checkpoint.content_of(self.state, self._sampler, rng), best)
+            self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
             if wait:
                 self.saver.wait()
         if wait:

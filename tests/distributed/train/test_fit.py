@@ -77,7 +77,16 @@ class Trained:
             batches = GlobalBatches(10, 5, 0, 0, 1)
             rows = metrics.Rows(self.folder / "metrics.jsonl")
             run = Run(
-                start.settings, world, self.folder, 0, "", stop, None, rows, state=State(net, optimizer, scheduler)
+                start.settings,
+                world,
+                self.folder,
+                0,
+                "",
+                stop,
+                None,
+                rows,
+                state=State(net, optimizer, scheduler),
+                sampler=loop.sampler_state(batches),
             )
 
             def loss_sum(shard: Shard) -> Tensor:

@@ -693,3 +693,10 @@ def test_saved_keys_have_the_order_of_their_declaration() -> None:
     names = ["device", "cpu_threads", "checkpoint_every_s", "keep_checkpoints", "timeout_s"]
     saved = parse("timeout_s=9", "keep_checkpoints=1", "checkpoint_every_s=2", "cpu_threads=1", "device=cpu").saved
     assert list(saved)[-5:] == names
+
+
+def test_changed_keys_that_may_not_change_are_named() -> None:
+    saved, now = {"lr": 0.1, "epochs": 1, "seed": 0, "old": 1}, {"lr": 0.2, "epochs": 2, "seed": 0, "new": True}
+    found = resumed.differences(saved, now, {"epochs"})
+    assert found == ["lr=0.1 becomes 0.2", "old=1 becomes None", "new=None becomes True"]
+    assert resumed.differences(saved, saved, set()) == []
