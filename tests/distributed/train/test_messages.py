@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import itertools
 import json
 import math
@@ -53,6 +54,7 @@ def in_forks(folder: Path, size: int, work: Callable[[int, int, int], Any]) -> l
                 pids.append(pid)
                 continue
             try:
+                gc.freeze()  # to collect a process group of this process in a fork waits for threads that a fork lacks
                 faulthandler.dump_traceback_later(2 * GROUP_S.total_seconds(), exit=True)  # a hang prints where
                 torch.set_num_threads(1)  # a fork lacks the threads that this process may have
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
