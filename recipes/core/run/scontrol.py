@@ -96,7 +96,7 @@ class Queue:
             raise self._failure
         if job_id not in self._known:
             try:
-                self._known[job_id] = find(job_id, self._environ, self._timeout_s)
+                self._known[job_id] = next(iter(show(job_id, self._environ, self._timeout_s)), None)
             except MachineError as error:
                 self._failure = error
                 raise
