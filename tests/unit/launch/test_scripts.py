@@ -201,7 +201,9 @@ def test_each_run_of_a_sweep_has_its_own_values(make: Any, tmp_path: Path) -> No
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
-    assert "finish mnist $?" in text.splitlines()[-1]
+    last = text.splitlines()[-1]
+    assert "finish mnist $?" in last
+    assert "begin mnist" in text or last.endswith(' "$@"')  # with the words of this run, which name its run directory
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )
