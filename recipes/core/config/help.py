@@ -31,7 +31,7 @@ def help_text(recipe: str = "", of_launch: bool = False) -> str:
         datasets = recipe_conf.datasets(recipe)
         lines += _differences("variant", variants) + _differences("dataset", datasets)
     else:
-        lines.append(f"python launch.py recipe={name} --help                   shows the keys of a recipe")
+        lines.append(f"python launch.py recipe={name} --help              shows the keys of a recipe")
         lines.append(f"recipes: {', '.join(recipe_conf.names())}")
     for heading, cls in groups:
         lines += ["", f"{heading}:"]
