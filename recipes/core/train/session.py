@@ -18,12 +18,12 @@ from typing import Any, NoReturn, TextIO
 import torch
 import torch.distributed
 import yaml
-from torch import Tensor
 
 from recipes.core import errors, files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.errors import InputError, Kind, MachineError, NodeError
+from recipes.core.data.sampling import Shard, Source
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import entry, logs, rundir, signals, source, watchdog
 from recipes.core.run.dryrun import Asked, Over
@@ -60,6 +60,8 @@ class Run:
     saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
     begun: bool = False
     stopping: str = ""
+    results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
+    complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -114,13 +116,12 @@ class Run:
             except OSError:  # the terminal is closed; the run continues
                 self.terminal = None
 
-    def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
+    def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
-        sampler: the values that determine the order of samples besides the config; `save` writes them too. Called by all ranks. Raises
-        InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
+        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
-        self.state, self.sampler = state, sampler
+        self.state, self.sampler = state, batches.order
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
@@ -132,10 +133,10 @@ class Run:
         }
         resume.compare_keys(self, state.meta["config"])
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
-            resume.load(self, Path(chosen), sampler)
-        # The dry run of an evaluation ends later, in `evaluate_only`, when there is something to evaluate.
+            resume.load(self, Path(chosen), self.sampler)
+        # The dry run of an evaluation ends later, in `loop.steps`, when there is something to evaluate.
         if not self.settings.config.evaluate:
-            self.end_rehearsal(sampler)
+            self.end_rehearsal(self.sampler)
         self._begin()
 
     def begin(self) -> None:
@@ -205,15 +206,7 @@ class Run:
             _, reason, _ = Agreement(self.world, self.stop).read()
         return reason
 
-    def sum_step(self, loss: Tensor) -> Agreement:
-        """Starts the sum of this step's losses over all ranks, with the flags to stop and to save. For a step loop, after each step.
-
-        A collective: every rank must call it.
-        """
-        self.world.pulse.beat(watchdog.SUM, self.step)
-        return Agreement(self.world, self.stop, loss, self._save_is_due())
-
-    def _save_is_due(self) -> bool:
+    def save_is_due(self) -> bool:
         """Whether rank 0 requests the checkpoint of checkpoint_every_s=. Each is requested once: it is saved up to a step later."""
         now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
         due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
@@ -269,7 +262,14 @@ class Run:
         return True
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end."""
+        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
+
+        Raises RunError if the recipe has left the loop over `loop.steps` early.
+        """
+        if self.state and not self.complete:
+            raise RunError(
+                "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
+            )
         self.world.pulse.beat(watchdog.END)
         if self.world.rank != 0:
             return

@@ -120,28 +120,3 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
 
 def test_the_fence_is_checked_every_few_seconds() -> None:
     assert failure.FENCE_S <= 10
-
-
-AGREE = """
-import os, signal
-from recipes.core.run import entry
-START = entry.begin("toy")
-from recipes import toy
-from recipes.core.train import session
-sum_step = session.Run.sum_step
-def signalled(run, loss):
-    if run.step == 3 and run.world.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return sum_step(run, loss)
-session.Run.sum_step = signalled
-session.run(toy.main, START)
-"""
-
-
-def test_a_recipe_with_its_own_loop_stops_on_a_signal_to_any_rank(tmp_path: Path) -> None:
-    ended = helpers.run_ranks(AGREE, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}"], 2)
-    assert ended.status == 75, ended.out
-    assert f"stopped by SIGTERM at step 3, saved in {tmp_path}" in ended.lines
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["step"], status["reason"]) == ("preempted", 3, "SIGTERM")
-    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000003.pt\n"

@@ -59,12 +59,12 @@ import ctypes, signal, sys
 from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core.train import session
-def stuck(run, loss):
+from recipes.core.train import loop, session
+def stuck(*given):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes it
     print("stuck", flush=True)
     ctypes.CDLL(None).sleep(300)
-session.Run.sum_step = stuck
+loop.Agreement = stuck
 session.run(toy.main, START)
 """
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,8 @@ from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
 from recipes.core import errors
-from recipes.core.data.sampling import GlobalBatches, Shard
-from recipes.core.errors import Kind
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.errors import Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
@@ -59,8 +59,10 @@ class Trained:
 
     def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
         self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
-        self.values: list[float | None] = []  # None: a stop comes meanwhile
+        self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
+        self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
+        self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
         for name in ("logs", "checkpoints", "failures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -86,15 +88,8 @@ class Trained:
                 None,
                 rows,
                 state=State(net, optimizer, scheduler),
-                sampler=loop.sampler_state(batches),
+                sampler=batches.order,
             )
-
-            def loss_sum(shard: Shard) -> Tensor:
-                step = run.state.step + 1
-                self.now += 2.0
-                if step == self.stop_at:
-                    os.kill(os.getpid(), signal.SIGUSR2)
-                return net(torch.ones(len(shard.indices), 1)).sum() * self.losses.get(step, 1.0)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -102,20 +97,34 @@ class Trained:
                 value = self.values[self.evaluations - 1] if self.values else float(self.evaluations)
                 if value is None:
                     os.kill(os.getpid(), signal.SIGUSR2)
-                return {} if value is None else {"val_top1": value}
+                    raise errors.Stopped(run.agree_to_stop())
+                return {"val_top1": value} if value else {}
 
             (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
             try:
                 if resumes:
-                    run.resume(run.state, loop.sampler_state(batches))
-                results = loop.fit(run, cfg, net, batches, loss_sum, evaluate)
+                    run.resume(run.state, batches)
+                for step in loop.steps(run, cfg, net, batches, evaluate):
+                    self.now += 2.0
+                    if run.step + 1 == self.stop_at:
+                        os.kill(os.getpid(), signal.SIGUSR2)
+                    for shard in step.shards:
+                        losses = net(torch.ones(len(shard.indices), 1)) * self.losses.get(run.step + 1, 1.0)
+                        for _ in range(self.calls["backward"]):
+                            step.backward(self.reduction(losses))
+                    for _ in range(self.calls["optimizer"]):
+                        optimizer.step()
+                    for _ in range(self.calls["scheduler"]):
+                        scheduler.step()
+                    if run.step + 1 == self.leave_at:
+                        break
                 if resumes:
-                    run.finish(results)
+                    run.finish(run.results)
             finally:
                 rows.close()
                 assert run.saver
                 run.saver.wait()
-        return dict(results), run
+        return dict(run.results), run
 
 
 def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> None:
@@ -123,6 +132,51 @@ def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> Non
     assert results == {"val_top1": 3.0}
     assert run.state.step == 6
     assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("call", "times", "line"),
+    [
+        ("backward", 0, r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$"),
+        ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
+        ("optimizer", 0, r"^optimizer\.step\(\): called 0 times in step 1: call it once in each step"),
+        ("optimizer", 2, r"^optimizer\.step\(\): called 2 times in step 1"),
+        ("scheduler", 0, r"^scheduler\.step\(\): called 0 times in step 1: call it once in each step"),
+        ("scheduler", 2, r"^scheduler\.step\(\): called 2 times in step 1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_call_left_out_or_made_twice_ends_the_run(tmp_path: Path, call: str, times: int, line: str) -> None:
+    trained = Trained(tmp_path)
+    trained.calls[call] = times
+    with pytest.raises(RunError, match=line):
+        trained.run(accumulate=2)
+
+
+@pytest.mark.parametrize("reduction", [torch.mean, lambda losses: losses], ids=["mean", "(B, 1)"])
+def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduction: Any) -> None:
+    trained = Trained(tmp_path)
+    trained.reduction = reduction
+    with pytest.raises(
+        RunError, match=r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
+    ):
+        trained.run()
+
+
+def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.leave_at = 3
+    with pytest.raises(RunError, match=r"^main\(\) returned within the loop over loop\.steps\(\): leave out its break"):
+        trained.run(resumes=True, epochs=3)
+    assert helpers.read(tmp_path, "status")["state"] == "running"
+
+
+def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.0, 0.0]
+    results, run = trained.run(resumes=True, epochs=2)
+    assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
+    assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
 def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
