@@ -27,7 +27,7 @@ from recipes.core.files import ROOT
 from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line, dryrun, rundir, source
-from recipes.core.run.dryrun import Asked
+from recipes.core.run.dryrun import Asked, Found
 from recipes.core.run.watchdog import Pulse
 
 
@@ -37,7 +37,7 @@ class Start:
 
     from_files: variables set from the env files. interface: the network interface found by its route; None if none was
     found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. own_folder:
-    temporary folder of this job on this node; None if there is none. rehearsal: the input of the dry run that
+    temporary folder of this job on this node; None if there is none. dry_run: the input of the dry run that
     `launch.py check` started; None in a normal run.
     """
 
@@ -47,7 +47,7 @@ class Start:
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
     own_folder: Path | None = None
-    rehearsal: Asked | None = None
+    dry_run: Asked | None = None
 
 
 def note_refusal(settings: Settings, status: int, line: str) -> None:
@@ -143,7 +143,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     own_folder = _make_own_folder(os.environ, prints=prints)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
-    return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=dryrun.asked(os.environ))
+    return Start(settings, info, from_files, interface, own_folder=own_folder, dry_run=dryrun.asked(os.environ))
 
 
 def _set_interface(info: RankInfo) -> network.Choice | None:
@@ -205,5 +205,7 @@ def _exit(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
     """Ends the process with one line. Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first."""
     if not prints:
         time.sleep(1.5)
+    if asked := dryrun.asked(os.environ):
+        asked.write(Found(error=line, exit_status=status))
     print(f"{recipe}: {line}", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import files
 from recipes.core.errors import InputError, MachineError
+from recipes.core.train.lars import LARS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 COMMENT = re.compile(rb"sha256:([0-9a-f]{64})")
@@ -130,18 +131,20 @@ def size_of(content: Any) -> int:
     return content.nbytes if isinstance(content, Tensor) else 0
 
 
-def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
-    """Bytes of the tensors in a checkpoint, with the optimiser's state. Nothing is written.
+def size_in_training(state: State, device: torch.device, ranks: int) -> int:
+    """Bytes of the tensors in a checkpoint of ``state`` in training, when the optimiser has its state.
 
-    It performs one optimiser step to create that state, so ``state`` must not be trained afterwards. ranks: number of ranks of the
-    run; the checkpoint holds random states of each.
+    ranks: number of ranks of the run; the checkpoint holds random states of each.
     """
+    content = content_of(state, {}, [rng_state(device)] * ranks)
+    if state.optimizer.state:  # loaded from a checkpoint
+        return size_of(content)
+    once = isinstance(state.optimizer, (torch.optim.SGD, LARS))  # a momentum; Adam and most others keep two averages
+    kept = 0
     for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    state.optimizer.step()
-    return size_of(content_of(state, sampler, [rng_state(device)] * ranks))
+        tensors = bool(group["momentum"]) if once else 2
+        kept += tensors * sum(p.nbytes for p in group["params"] if p.requires_grad)
+    return size_of(content) + kept
 
 
 @dataclass(frozen=True)

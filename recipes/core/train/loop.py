@@ -227,12 +227,12 @@ class _StepEnds:
     def begin(self, pretrained: bool) -> bool:
         """Evaluates, if there is nothing else to do or a stop has postponed it. Returns whether there are steps."""
         run, state = self.run, self.run.state
+        if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
+            raise InputError(
+                f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
+            )
+        run.end_dry_run()
         if self.cfg.evaluate:
-            if run.resumed_from_step is None and not pretrained:
-                raise InputError(
-                    f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
-                )
-            run.end_rehearsal()
             if self._evaluate():
                 run.say(_shown(run.results))
             return False

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -26,7 +26,7 @@ from recipes.core.data.sampling import Shard, Source
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import entry, logs, rundir, signals, source, watchdog
-from recipes.core.run.dryrun import Asked, Over
+from recipes.core.run.dryrun import Asked, Found, Over
 from recipes.core.run.entry import Start
 from recipes.core.train import agreement, checkpoint, failure, metrics, opening, peers, resume
 from recipes.core.train.agreement import Agreement
@@ -55,7 +55,7 @@ class Run:
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
-    rehearsal: Asked | None = None  # set if `launch.py check` started this process
+    dry_run: Asked | None = None  # set if `launch.py check` started this process
     checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
     saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
     begun: bool = False
@@ -90,12 +90,12 @@ class Run:
     @property
     def ranks(self) -> int:
         """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
-        return self.rehearsal.ranks if self.rehearsal else self.world.size
+        return self.dry_run.ranks if self.dry_run else self.world.size
 
     @property
     def on_gpus(self) -> bool:
         """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
-        return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"
+        return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0 only."""
@@ -105,6 +105,8 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
+        if self.dry_run:
+            self.dry_run.warnings.append(text)
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
@@ -119,7 +121,8 @@ class Run:
     def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
-        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
+        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
+        checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
         self.state, self.sampler = state, batches.order
         state.meta = {
@@ -134,35 +137,26 @@ class Run:
         resume.compare_keys(self, state.meta["config"])
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
             resume.load(self, Path(chosen), self.sampler)
-        # The dry run of an evaluation ends later, in `loop.steps`, when there is something to evaluate.
-        if not self.settings.config.evaluate:
-            self.end_rehearsal(self.sampler)
         self._begin()
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
         resume.compare_keys(self, _plain(self.settings))
-        self.end_rehearsal()
+        self.end_dry_run()
         self._begin()
 
-    def end_rehearsal(self, sampler: Mapping[str, Any] | None = None) -> None:
-        """If `launch.py check` started this run, writes what it found and raises Over, which ends the run. Called by all ranks.
-
-        sampler: as in `resume`; None if no checkpoint will be written.
-        """
-        if not self.rehearsal:
+    def end_dry_run(self) -> None:
+        """If `launch.py check` started this process, writes what it found and raises Over, which ends it."""
+        if not self.dry_run:
             return
-        found: dict[str, Any] = {
-            "resumed_from_step": self.resumed_from_step,
-            "evaluates": self.settings.config.evaluate,
-        }
+        found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
         if self.state:
-            found["parameters"] = sum(parameter.numel() for parameter in self.state.model.parameters())
-        if sampler is not None:
-            size = checkpoint.size_in_training(self.state, sampler, self.world.device, self.rehearsal.ranks)
-            found |= {"samples": sampler.get("num_samples"), "checkpoint_bytes": size}
-        if self.world.rank == 0:
-            files.write_json(Path(self.rehearsal.file), found)
+            count = sum(parameter.numel() for parameter in self.state.model.parameters())
+            found = replace(found, parameters=count, evaluates=evaluates)
+        if self.state and not evaluates:
+            size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
+            found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
+        self.dry_run.write(found)
         raise Over
 
     def _begin(self) -> None:
@@ -353,6 +347,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         entry.note_refusal(start.settings, code, str(error))
+        if start.dry_run:
+            start.dry_run.write(Found(error=str(error), exit_status=code))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
@@ -389,7 +385,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stack.callback(rows.close)
         current = Run(
             start.settings, world, run_dir, attempt, launch, stop, terminal, rows, was_done=was_done,
-            rehearsal=start.rehearsal,
+            dry_run=start.dry_run,
         )  # fmt: skip
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
         world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
@@ -416,7 +412,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
-            return failure.fail(current, error)
+            code = failure.fail(current, error)
+            if start.dry_run:
+                known = isinstance(error, (InputError, MachineError, RunError))
+                line = str(error) if known else errors.one_line(error)
+                start.dry_run.write(Found(error=line, exit_status=code))
+            return code
 
 
 def _seed_others(seed: int, rank: int) -> None:
