@@ -272,9 +272,8 @@ def log_row(
     _check_finite(loss, run.step)
     if not run.rows:
         return
-    run.check_mine()
     row = {
-        "attempt": run.attempt,
+        "attempt": run.attempt.number,
         "step": run.state.step,
         "epoch": epoch,
         "loss": loss,

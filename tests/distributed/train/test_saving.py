@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from recipes.core.errors import MachineError
-from recipes.core.run import rundir
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
 from tests import states
@@ -224,30 +223,6 @@ def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, content(value=3.0))
     assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))
-
-
-@pytest.mark.parametrize(
-    ("attempt", "begun_at", "step", "gained"), [(0, 0, 0, True), (1, 5, 5, False), (1, 5, 6, True), (2, 7, 5, False)]
-)
-def test_an_attempt_without_progress_is_recognised(
-    tmp_path: Path, attempt: int, begun_at: int, step: int, gained: bool
-) -> None:
-    for _ in range(attempt + 1):
-        assert rundir.gained_nothing(tmp_path, "") is False  # nothing is said of it before it has ended
-        rundir.open_attempt(tmp_path, ["a"])
-    rundir.begin_attempt_at(tmp_path, begun_at)
-    rundir.write_status(tmp_path, "preempted", attempt=attempt, step=step)
-    assert rundir.gained_nothing(tmp_path, "") is not gained
-
-
-def test_an_attempt_stopped_before_its_start_has_no_progress(tmp_path: Path) -> None:
-    rundir.open_attempt(tmp_path, ["a"], "7.0")
-    rundir.begin_attempt_at(tmp_path, 0)
-    rundir.write_status(tmp_path, "preempted", attempt=0, step=5)
-    assert rundir.gained_nothing(tmp_path, "7.0") is False
-    rundir.open_attempt(tmp_path, ["a"], "7.1")
-    rundir.write_status(tmp_path, "preempted", attempt=1, step=5)
-    assert rundir.gained_nothing(tmp_path, "7.1") is True
 
 
 def test_the_step_that_a_restart_reports_is_correct(tmp_path: Path) -> None:
