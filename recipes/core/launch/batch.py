@@ -59,12 +59,11 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
     attempt = None
     if job:
+        folder = directory.for_evaluation(run_dir) if settings.config.evaluate else run_dir
         try:
-            folder = directory.for_evaluation(run_dir) if settings.config.evaluate else run_dir
             attempt = attempts.open_next(folder, recipe, environ)
-        except OSError as error:
-            line = f"run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir"
-            print(f"{recipe}: {line}", file=sys.stderr)
+        except errors.MachineError as error:
+            print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
         if problem := _several_components(recipe, environ) or _other_user(settings, run_dir, attempt, job, environ):
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
@@ -190,7 +189,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         line = outcome.first["error"] if outcome.first and "error" in outcome.first else outcome.reason
         print(f"{recipe}: {line}", file=sys.stderr)
     else:
-        print(f"{recipe}: {outcome.state}: {outcome.reason}; logs in {run_dir}/logs", file=sys.stderr)
+        logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
+        print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
         if outcome.kind is Kind.timeout and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
             print(f"{recipe}: if no rank hangs, the cause is the network: {DOCTOR}", file=sys.stderr)
     return outcome.exit_status

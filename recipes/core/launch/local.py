@@ -124,17 +124,12 @@ def supervise(
     # can come between.
     sys.stderr.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
-    attempt = None
-    if run_dir:
-        try:
-            attempt = attempts.open_next(run_dir, recipe, environ)
-        except OSError as error:
-            raise MachineError(
-                f"run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir"
-            ) from None
-        environ = {**environ, attempts.VARIABLE: str(attempt.folder)}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
+    attempt = None
+    if run_dir:
+        attempt = attempts.open_next(run_dir, recipe, environ)
+        environ = {**environ, attempts.VARIABLE: str(attempt.folder)}
     ranks: list[Rank] = []
     stop = _Stop()
     with contextlib.ExitStack() as stack:
@@ -318,7 +313,8 @@ def _report_end(attempt: Attempt, end: End) -> int:
         if first.get("rank") != 0:  # rank 0 prints its own line
             _report(str(first.get("error") or outcome.reason))
     elif outcome.state not in ("done", "preempted"):
-        _report(f"{outcome.state}: {outcome.reason}; logs in {attempt.run_dir}/logs")
+        logs = attempt.run_dir / "logs"
+        _report(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
     return outcome.exit_status
 
 

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from recipes.core import errors
+from recipes.core.errors import MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import local
 from recipes.core.launch.local import Rank
@@ -61,11 +62,19 @@ def processes(module: str, start: Start) -> None:
         set_here |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
     environ = {name: value for name, value in os.environ.items() if set_here.get(name) != value}
     entry.remove_own_folder(start)
-    sys.exit(
-        local.supervise(
-            start_rank, local.Layout((count,)), folder, start.settings.recipe, {**environ, SPAWNED: str(os.getpid())}
+    try:
+        sys.exit(
+            local.supervise(
+                start_rank,
+                local.Layout((count,)),
+                folder,
+                start.settings.recipe,
+                {**environ, SPAWNED: str(os.getpid())},
+            )
         )
-    )
+    except MachineError as error:
+        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        sys.exit(errors.EXIT_MACHINE)
 
 
 class _Process:

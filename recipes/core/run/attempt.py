@@ -114,23 +114,31 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
 
 
 def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()) -> Attempt:
-    """Opens a new attempt. The run still belongs to the last attempt that has begun. Raises OSError.
+    """Opens a new attempt. The run still belongs to the last attempt that has begun.
 
-    hosts: the host of each rank; empty if the caller is the parent of the ranks.
+    hosts: the host of each rank; empty if the caller is the parent of the ranks. Raises MachineError if the run directory cannot be
+    written.
     """
-    (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
-    _convert(run_dir)
+    try:
+        (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
+        _convert(run_dir)
+        new = _number(run_dir)
+        (new.folder / "failed").mkdir()
+        describe(new, recipe, environ, hosts)
+    except OSError as error:
+        raise MachineError(f"run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir") from None
+    return new
+
+
+def _number(run_dir: Path) -> Attempt:
+    """Creates the folder of a new attempt."""
     number = max(numbers(run_dir), default=-1) + 1
     while True:  # another launch may make the folder first, and a network file system may repeat a call that succeeded
         try:
             Attempt(run_dir, number).folder.mkdir()
-            break
+            return Attempt(run_dir, number)
         except FileExistsError:
             number += 1
-    new = Attempt(run_dir, number)
-    (new.folder / "failed").mkdir()
-    describe(new, recipe, environ, hosts)
-    return new
 
 
 def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]) -> None:
@@ -175,6 +183,12 @@ def begin(attempt: Attempt, step: int, own: bool) -> None:
         raise MachineError(
             f"{attempt.folder}: another step of this job has begun this attempt: wait for its end"
         ) from None
+
+
+def leave(attempt: Attempt) -> None:
+    """Removes the empty staging folder of an attempt that has saved everything."""
+    with contextlib.suppress(OSError):
+        attempt.staging.rmdir()
 
 
 def _remove(folder: Path) -> None:

@@ -59,7 +59,7 @@ def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, e
     """
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
     if (job := directory.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
-        with files.umask(0o077), contextlib.suppress(OSError):
+        with files.umask(0o077), contextlib.suppress(errors.MachineError):
             new = attempts.open_next(directory.choose(run_dir, recipe, job, ROOT), recipe, environ)
             attempts.refuse({attempts.VARIABLE: str(new.folder)}, status, line)
 

@@ -143,11 +143,11 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
         return late
     if suspended := next((one for one in seen.records if _kind(one) is Kind.suspended), None):
         return Outcome("preempted", Kind.suspended, suspended["error"], None, EXIT_REQUEUE)
+    if not (by_parent or seen.begun or seen.records or seen.hosts):
+        return Outcome("failed", Kind.killed, "it ended before the run began; the lines above say why", None, 0)
     if end and end.exit_status == 0 and not seen.records:
         return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run", None, 0)
-    if by_parent:
-        return by_parent
-    return _silent_ranks(seen.records, seen.hosts, seen.begun) or _lost(seen.records)
+    return by_parent or _silent_ranks(seen.records, seen.hosts) or _lost(seen.records)
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -191,14 +191,12 @@ def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
     return None
 
 
-def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str], begun: bool) -> Outcome | None:
+def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Outcome | None:
     """The ranks without a record; None if there is none."""
     reported = {failure["rank"] for failure in records}
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
     if not records:
         reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
-        if not begun and not hosts:
-            reason = "it ended before the run began; the log says why"
         return Outcome("failed", Kind.killed, reason, None, 0)
     if not silent:
         return None

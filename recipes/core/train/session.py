@@ -281,6 +281,7 @@ class Run:
         if self.world.rank != 0:
             return
         self.check_mine()
+        attempts.leave(self.attempt)
         step = self.step
         if self.stopping:
             number = self.attempt.number

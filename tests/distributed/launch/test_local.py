@@ -307,8 +307,8 @@ SLEEP = "os.write(1, b'up %d %d\\n' % (rank, os.getpid())); time.sleep(30)"
 @pytest.mark.parametrize("stop", [False, True])
 def test_the_launcher_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path, stop: bool) -> None:
     """After a failure or a stop, rank 0 saves for longer than the grace time of the other ranks."""
-    part, whole = (tmp_path / "checkpoints" / name for name in (".step-00000001.pt.x", "step-00000001.pt"))
-    part.parent.mkdir()
+    part, whole = (tmp_path / "checkpoints" / name for name in (".0/.step-00000001.pt.x", "step-00000001.pt"))
+    part.parent.mkdir(parents=True)
     save = f"""if rank == 0:
     with open({str(part)!r}, "wb") as file:
         os.write(1, b"up\\n")
@@ -329,7 +329,7 @@ else:
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         launcher.terminate()
     ended = helpers.finish(launcher, timeout_s=30)
-    assert ended.status == (0 if stop else 7), ended.out
+    assert ended.status == (1 if stop else 7), ended.out  # no rank has written a status
     assert whole.read_bytes() == 15 * b"more"
 
 
@@ -492,7 +492,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = helpers.finish(helpers.start(launch(STUBBORN + code, 1, tmp_path / "evaluation")), timeout_s=20)
     assert ended.status == 137, ended.out
-    assert ended.lines[-1].endswith(f"was killed by SIGKILL; logs in {tmp_path}/evaluation/logs"), ended.out
+    assert ended.lines[-1].endswith("was killed by SIGKILL"), ended.out
     assert helpers.read(tmp_path, "status")["state"] == "done"
     assert helpers.read(tmp_path / "evaluation", "status")["state"] == "failed"
 

@@ -64,7 +64,7 @@ def test_waiting_reports_a_held_job_and_the_saved_run(
     monkeypatch.setattr(queue, "show", lambda *asked: [cancelled])
     monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
     directory.write_status(
-        tmp_path, "preempted", attempt=helpers.attempt(tmp_path, launch="7.0").number, step=5, reason="SIGUSR2"
+        tmp_path, "preempted", attempt=helpers.attempt(tmp_path, launch="7.0", job="7").number, step=5, reason="SIGUSR2"
     )
     assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == 75
     first, last = capsys.readouterr().err.splitlines()
