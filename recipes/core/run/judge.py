@@ -18,7 +18,6 @@ from recipes.core.run.attempt import Attempt
 REFUSED = (
     "refused"  # the state of an attempt that ended before it began: status.json, of an earlier attempt, is not changed
 )
-TOGETHER_S = 1.0  # failures of the same kind and type within this time are one: the lowest rank represents them
 
 
 @dataclass(frozen=True)
@@ -151,15 +150,11 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The earliest cause; of several alike at the same time, that of the lowest rank."""
+    """The earliest cause. Several ranks are often refused for the same reason: the lowest rank then represents them."""
     first = causes[0]
-    alike = [
-        one
-        for one in causes
-        if all(one.get(name) == first.get(name) for name in ("kind", "type"))
-        and one["time"] - first["time"] < TOGETHER_S
-    ]
-    return min(alike, key=lambda one: int(one["rank"]))
+    if first["exit_status"] == EXIT_CRASH:
+        return first
+    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:

@@ -126,7 +126,11 @@ def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = No
         return _stopped_early(run, str(error))
     cause = _cause(run, error)
     # Write the record at once: the other ranks lose their connections to this rank now.
-    record = _record(run, cause, error, moment, behind)
+    record = {
+        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
+        "behind": behind, "moment": moment,
+    }  # fmt: skip
+    is_recorded = _record(run, record)
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind in (Kind.peer_lost, Kind.suspended):
@@ -134,8 +138,9 @@ def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = No
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
-    if behind or not record:
-        record = _record(run, cause, error, moment, behind) or {"behind": behind}
+    if behind or not is_recorded:
+        record["behind"] = behind
+        _record(run, record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence or cause.kind is Kind.suspended:
@@ -174,16 +179,12 @@ def _cause(run: "Run", error: BaseException) -> Cause:
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
 
 
-def _record(
-    run: "Run", cause: Cause, error: BaseException, moment: float, behind: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """Writes this rank's error record and returns it; None if it cannot be written."""
+def _record(run: "Run", record: Mapping[str, Any]) -> bool:
+    """Writes this rank's error record. Returns False if it cannot be written."""
     with contextlib.suppress(OSError):
-        return attempts.record(
-            run.attempt, rank=run.world.rank, host=run.world.host, kind=cause.kind, error=cause.line,
-            exit_status=cause.exit_status, type=type(error).__name__, behind=behind, moment=moment,
-        )  # fmt: skip
-    return None
+        attempts.record(run.attempt, **record)
+        return True
+    return False
 
 
 def _print(run: "Run", cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
@@ -203,8 +204,7 @@ def _print(run: "Run", cause: Cause, error: BaseException, record: Mapping[str, 
         and not has_parent
         and (record.get("behind") or not cause.kind.is_consequence)
     ):
-        line = judge.describe({"rank": run.world.rank, "host": run.world.host, "error": cause.line, **record})
-        print(f"{recipe}: failed: {line}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+        print(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
 
 
 def _write_provisional_status(run: "Run", record: Mapping[str, Any]) -> None:

@@ -156,7 +156,7 @@ for rank in range(ranks):
     before = counted
     lost = rank != 3
     attempts.record(
-        new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x", type="ValueError"
+        new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x"
     )
     of_ranks.add(counted - before)
 before = counted

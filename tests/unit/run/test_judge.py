@@ -40,8 +40,7 @@ def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool 
     ("records", "reason", "rank", "kind"),
     [
         ([(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")], "rank 2 on b failed first: boom", 2, Kind.error),
-        ([(3, Kind.error, "boom"), (1, Kind.error, "boom", {"time": 0.5})], "rank 1 on a failed first: boom", 1, Kind.error),
-        ([(3, Kind.error, "x"), (1, Kind.error, "y", {"time": 0.5, "type": "KeyError"})], "rank 3 on b failed first: x", 3, Kind.error),
+        ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})], "rank 1 on a failed first: x", 1, Kind.input),
         ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
         ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
         ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
