@@ -185,9 +185,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     elif outcome.state == "preempted":
         line = requeue(attempt, outcome.step, settings.run.max_requeues, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
-    elif outcome.exit_status in (errors.EXIT_CONFIG, errors.EXIT_MACHINE):
-        line = outcome.first["error"] if outcome.first and "error" in outcome.first else outcome.reason
-        print(f"{recipe}: {line}", file=sys.stderr)
+    elif outcome.state == judge.REFUSED:
+        print(f"{recipe}: {outcome.line}", file=sys.stderr)
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)

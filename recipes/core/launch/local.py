@@ -309,9 +309,8 @@ def _report_end(attempt: Attempt, end: End) -> int:
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)
     if outcome.exit_status in (errors.EXIT_CONFIG, errors.EXIT_MACHINE):
-        first = outcome.first or {}
-        if first.get("rank") != 0:  # rank 0 prints its own line
-            _report(str(first.get("error") or outcome.reason))
+        if (outcome.first or {}).get("rank") != 0:  # rank 0 prints its own line
+            _report(outcome.reason)
     elif outcome.state not in ("done", "preempted"):
         logs = attempt.run_dir / "logs"
         _report(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))

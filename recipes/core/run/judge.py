@@ -68,6 +68,15 @@ class Outcome:
     exit_status: int
     step: int = 0
 
+    @property
+    def line(self) -> str:
+        """The reason; for rank 0, which represents the ranks that are refused for the same reason, without its name."""
+        return (
+            str(self.first["error"])
+            if self.first and self.first["rank"] == 0 and "error" in self.first
+            else self.reason
+        )
+
 
 def gather(attempt: Attempt) -> Evidence:
     """Reads the files of an attempt once."""
@@ -121,7 +130,7 @@ def judge(seen: Evidence, end: End | None = None) -> Outcome:
     status = end.exit_status if end else 0
     code = int((found.first or {}).get("exit_status") or found.exit_status or status or EXIT_CRASH)
     state = found.state
-    if not seen.begun and (seen.runs_elsewhere or (seen.status and code in (EXIT_CONFIG, EXIT_MACHINE))):
+    if not seen.begun and (seen.runs_elsewhere or (seen.status and not own and code in (EXIT_CONFIG, EXIT_MACHINE))):
         state = REFUSED
     return Outcome(state, found.kind, found.reason, found.first, code, step)
 

@@ -92,7 +92,8 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen((0, Kind.suspended, "x"), (1, *LOST)), End(1), "preempted", 75),
         (seen((0, Kind.suspended, "x"), (1, Kind.error, "x")), End(1), "failed", 1),
         # An attempt that has not begun.
-        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False), End(1), "refused", 3),
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "refused", 3),
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status=None), End(1), "failed", 3),
         (seen((0, Kind.error, "x"), begun=False), End(1), "failed", 1),
         (seen(begun=False, runs_elsewhere=True), End(143), "refused", 143),
