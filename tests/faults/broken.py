@@ -50,7 +50,7 @@ def fail_later(run: Run) -> float:
     """One rank fails at once, the others by themselves when it has."""
     first, end = os.environ["FAULT_RANK_FIRST"], time.monotonic() + WAIT_S
     late = run.world.rank != int(first)
-    while late and not (run.dir / "failures" / f"attempt-{run.attempt}-rank-{first}.json").exists():
+    while late and not (run.attempt.folder / "failed" / f"rank{int(first):04d}.json").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
     raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")

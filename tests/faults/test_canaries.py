@@ -714,7 +714,7 @@ def test_a_run_logs_no_secret(finished_run: tuple[Path, str]) -> None:
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {
-        "config.yaml", "status.json", "summary.json", "metrics.jsonl", "attempt.json", "rank0.log", "rank1.log",
+        "config.yaml", "status.json", "summary.json", "metrics.jsonl", "opened.json", "begun.json", "rank0.log", "rank1.log",
         "latest",
     } <= names  # fmt: skip
     for secret in (*SECRETS.values(), PLACE):

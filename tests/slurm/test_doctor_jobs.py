@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import judge
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -107,7 +108,7 @@ def test_without_enough_good_nodes_the_job_is_not_submitted_again(slurm: Cluster
         re.MULTILINE,
     )
     assert reported, done.stdout + done.stderr
-    assert jobs.read(repo / "runs/mnist" / job / "refused.json")["line"] == reported[1]
+    assert judge.refusal(repo / "runs/mnist" / job) == reported[1]
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import judge
 from tests import helpers
 from tests.helpers import ROOT, rows, wait_until
 from tests.slurm import jobs
@@ -360,7 +361,7 @@ def test_a_ready_script_in_a_heterogeneous_job_is_refused(slurm: Cluster, repo: 
     [line] = log_lines(log)
     assert "heterogeneous job has 2 components" in line
     assert "python launch.py recipe=mnist gpus=NUMBER" in line
-    assert read(tmp_path / "run/refused.json")["line"] in line
+    assert judge.refusal(tmp_path / "run") in line
 
 
 @pytest.mark.long

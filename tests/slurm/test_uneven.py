@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
@@ -36,7 +37,7 @@ def placed(run_dir: Path) -> dict[str, int]:
     """How many ranks each node had, of a run that is done."""
     summary = jobs.read(run_dir / "summary.json")
     assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (3, 2, 4)
-    hosts = jobs.read(run_dir / "attempt.json")["hosts"]
+    hosts = attempts.facts(run_dir)["hosts"]
     return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
 
 
@@ -114,7 +115,7 @@ def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) ->
              f"export SLURM_HOSTFILE={tmp_path}/hosts MASTER_ADDR=node1\nexec srun --distribution=arbitrary {recipe}\n"  # fmt: skip
     run_job(uneven, repo, tmp_path, script)
     assert placed(tmp_path / "run") == UNEVEN
-    assert jobs.read(tmp_path / "run/attempt.json")["hosts"] == hosts
+    assert attempts.facts(tmp_path / "run")["hosts"] == hosts
 
 
 @pytest.mark.long

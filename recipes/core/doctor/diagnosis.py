@@ -11,6 +11,7 @@ from recipes.core.doctor import log_events
 from recipes.core.doctor.log_events import LONGEST_LINE, Event, LogReader
 from recipes.core.doctor.signatures import Level, Signature
 from recipes.core.errors import InputError, Kind, shown
+from recipes.core.run import attempt as attempts
 
 CAUSES = (Level.cause, Level.error)
 HINTS = (Level.hint,)
@@ -112,7 +113,7 @@ def of_logs(
         no_log = f"holds no log ({', '.join('*' + suffix for suffix in log_events.SUFFIXES)})"
         raise unreadable(path, logs.unread[0] if logs.unread else no_log)
     more = [left_out] if left_out else []
-    attempt = None if is_file else log_events.small_json(path / "attempt.json").get("attempt")
+    attempt = None if is_file else attempts.facts(path).get("attempt")
     if isinstance(attempt, int) and attempt > 0:
         more.append(f"the logs also hold {attempt} earlier attempt{'s' * (attempt > 1)}: a cause may be an old one")
     if logs.unread:

@@ -12,8 +12,10 @@ from recipes.core.doctor.diagnosis import NO_RECORD, Explanation, RunRecord
 from recipes.core.doctor.log_events import LONGEST_LINE, small_json
 from recipes.core.errors import Kind, kind_of, shown
 from recipes.core.files import ROOT
-from recipes.core.run import failures, liveness, outlook, source, table
-from recipes.core.run.scontrol import Queue
+from recipes.core.run import attempt as attempts
+from recipes.core.run import judge, source, table
+from recipes.core.run import queue as slurm_queue
+from recipes.core.run.queue import Outlook, Queue
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor a line for so long, where Slurm does not know
 
@@ -43,17 +45,17 @@ def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, Explanation]]:
 
 def of_run(run_dir: Path, queue: Queue) -> Explanation:
     """The state of a run, or why it ended. Reads its logs if it failed."""
-    status, refused = small_json(run_dir / "status.json"), small_json(run_dir / "refused.json")
+    status, refused = small_json(run_dir / "status.json"), judge.refusal(run_dir)
     state, record, notes = status.get("state"), NO_RECORD, list[str]()
-    if refused.get("line") and state == "running":
-        notes.append(f"a later launch was refused: {refused['line']}")
-    elif refused.get("line") and table.is_newer(run_dir, "refused.json", "status.json"):  # removed when a run begins
-        return Explanation(f"it was refused before it began: {refused['line']}")
+    if refused and state == "running":
+        notes.append(f"a later launch was refused: {refused}")
+    elif refused:
+        return Explanation(f"it was refused before it began: {refused}")
     if state == "done":
         return Explanation("status.json says done: nothing failed")
     if state == "preempted":
-        return Explanation(outlook.after_stop(run_dir, status, queue))
-    slurm, quiet_s = outlook.of_run(run_dir, queue), _quiet_s(run_dir, status)
+        return Explanation(slurm_queue.after_stop(run_dir, status, queue))
+    slurm, quiet_s = slurm_queue.of_run(run_dir, queue), _quiet_s(run_dir, status)
     if state == "running":
         record = _of_ranks(run_dir)
         where = f"at step {table.read_run(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
@@ -73,14 +75,14 @@ def of_run(run_dir: Path, queue: Queue) -> Explanation:
             notes.append(slurm.line)
     elif (slurm.job and not slurm.job.ended) or _is_alive(run_dir, slurm, quiet_s):
         return Explanation(f"it has not begun: {slurm.line}")
-    elif not (run_dir / "attempt.json").exists():
+    elif not attempts.facts(run_dir):
         record = RunRecord(f"it never began; {slurm.line}")
     else:
         record = RunRecord(f"it ended before its first status; {slurm.line}", kind=Kind.killed)
     return diagnosis.of_logs(run_dir, record, batch_logs(run_dir, slurm), tuple(notes))
 
 
-def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
+def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
     """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its last line.
 
     An interactive job (salloc) outlives its steps.
@@ -88,21 +90,16 @@ def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
     is_batch = slurm.job is not None and slurm.job.fields.get("BatchFlag") != "0"
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
-    return min(quiet_s, time.time() - liveness.newest_heartbeat(run_dir)) < QUIET_S
+    owner = attempts.owner(run_dir)
+    return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
 
 
 def _of_ranks(run_dir: Path) -> RunRecord:
-    """The verdict of the ranks' error records, if there are any and all can be read."""
-    try:
-        records = list((run_dir / "failures").glob("attempt-*.json"))
-        if not records or not all(small_json(path) for path in [*records, run_dir / "attempt.json"]):
-            return NO_RECORD
-        attempt = small_json(run_dir / "attempt.json")
-        if not failures.records(run_dir, int(attempt["attempt"])):
-            return NO_RECORD
-        found = failures.verdict(run_dir, attempt)
-    except (KeyError, TypeError, ValueError, OSError, AttributeError, RecursionError):
+    """The judgement on the records of the ranks, if there are any."""
+    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
+    if not attempt or not attempts.records(attempt):
         return NO_RECORD
+    found = judge.judge(judge.gather(attempt))
     first = found.first or {}
     return RunRecord(found.reason, first.get("rank"), first.get("host"), found.kind)
 
@@ -119,7 +116,7 @@ def _quiet_s(run_dir: Path, status: dict[str, Any]) -> float:
     return max(0.0, time.time() - max(times))
 
 
-def batch_logs(run_dir: Path, slurm: outlook.Outlook) -> list[Path]:
+def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm, which no rank's log has.
 
     Their paths come from job.yaml, and from Slurm while it knows the job; otherwise from where ``launch.py`` and the ready scripts

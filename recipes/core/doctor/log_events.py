@@ -12,7 +12,8 @@ from typing import Any
 from recipes.core.doctor.signatures import EXCEPTION, SIGNATURES, Level, Signature
 from recipes.core.errors import shown
 from recipes.core.files import read_json
-from recipes.core.run import rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
 
 HEAD_BYTES, TAIL_BYTES = 2 << 20, 8 << 20  # of each file; the part between them is not read
 MOST_FILES = 4096
@@ -22,7 +23,7 @@ LONGEST_LINE = 2000  # characters of a line that is shown; the longest messages 
 WIDTH = 4096  # characters on either side of a match that count as its line
 FAR = 100  # lines between two exceptions; with more, the first one may have been caught
 SUFFIXES = (".log", ".out", ".err", ".txt")
-PRUNED = {"checkpoints", "node_modules", "__pycache__", rundir.EVALUATION}
+PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
 
 
 @dataclass
@@ -202,7 +203,7 @@ def small_json(path: Path) -> dict[str, Any]:
 
 
 def hosts_of(folder: Path) -> dict[int, str]:
-    hosts = small_json(folder / "attempt.json").get("hosts")
+    hosts = attempts.facts(folder).get("hosts")
     return {rank: host for rank, host in enumerate(hosts) if isinstance(host, str)} if isinstance(hosts, list) else {}
 
 

@@ -19,7 +19,7 @@ from recipes.core.launch import checks, controller, jobs, local, scripts, snapsh
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, liveness, rundir, source, table
+from recipes.core.run import command_line, directory, queue, source, table
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -122,7 +122,7 @@ def check(settings: Settings, active: str) -> int:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
-    place, keep = rundir.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
+    place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
     try:
         if settings.job.container:
             recipe, found = 0, None
@@ -154,7 +154,7 @@ def _ask_slurm(job: Job, settings: Settings) -> str:
         folder = ROOT / "runs" / name
         if folder.exists():
             files.private_folder(ROOT, name)
-        checks.require_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
+        checks.require_writable(folder, f"runs/{name}", directory.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
 
@@ -166,8 +166,8 @@ def _require_free_run_dir(settings: Settings) -> None:
     for number in range(len(settings.sweep)) or [None]:
         path = Path(run_dir) if number is None else Path(run_dir) / str(number)
         if settings.config.evaluate:
-            path = rundir.for_evaluation(path)
-        problem = liveness.queued(path, settings.job.dependency, os.environ)
+            path = directory.for_evaluation(path)
+        problem = queue.queued(path, settings.job.dependency, os.environ)
         if problem:
             raise ConfigError(problem)
 
@@ -253,13 +253,15 @@ def run_here(settings: Settings) -> int:
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
     run_dir = None
     if layout.node_rank == 0:
-        run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
+        run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT)
         words["run_dir"] = str(run_dir)
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    return local.run(command, layout, run_dir, ROOT, environ)
+    of_training = not settings.config.evaluate
+    folder = run_dir if run_dir is None or of_training else directory.for_evaluation(run_dir)
+    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

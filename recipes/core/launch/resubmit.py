@@ -14,7 +14,8 @@ from recipes.core.config.parser import Settings
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container
 from recipes.core.launch.jobs import Job
-from recipes.core.run import command_line, rundir, scontrol, source
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, directory, queue, source
 
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
@@ -58,7 +59,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     except errors.ConfigError as error:  # begin has accepted the keys: an env file was removed since then
         print(f"{recipe}: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
-    run_dir = rundir.choose(settings.run.run_dir, recipe, rundir.job_id(environ), ROOT)
+    run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
     try:
         (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
     except OSError as error:
@@ -82,7 +83,7 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             line += _submit_without(verdict["exclude"], run_dir, words, left - 1, environ)
         else:
             line += "not submitted again, since max_resubmits is used up"
-    rundir.refuse(run_dir, rundir.launch_id(environ), errors.EXIT_MACHINE, line)
+    attempts.refuse(environ, errors.EXIT_MACHINE, line)
     print(f"{recipe}: {line}", file=sys.stderr)
     return errors.EXIT_MACHINE
 
@@ -174,8 +175,8 @@ def options_as_submitted(environ: Mapping[str, str], fields: Mapping[str, str]) 
     if "MemPerTres" in fields or options["mem-per-cpu"] == "0":
         options |= {"mem": "", "mem-per-cpu": "", "mem-per-gpu": f"{per_gpu[1]}M" if per_gpu else ""}
     # GPUs and other resources
-    options["gpus"] = scontrol.gpus(fields.get("TresPerJob", ""))
-    options["gpus-per-task"] = scontrol.gpus(fields.get("TresPerTask", ""))
+    options["gpus"] = queue.gpus(fields.get("TresPerJob", ""))
+    options["gpus-per-task"] = queue.gpus(fields.get("TresPerTask", ""))
     of_node = [re.sub(r"^gres[:/]", "", one) for one in fields.get("TresPerNode", "").split(",")]
     options["gres"] = ",".join(one for one in of_node if not (options["gpus-per-node"] and one.startswith("gpu:")))
     # Tasks and nodes

@@ -16,7 +16,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.launch import allocation, controller, scripts
 from recipes.core.launch.jobs import Job
-from recipes.core.run import rundir
+from recipes.core.run import directory
 
 if TYPE_CHECKING:
     import submitit
@@ -80,7 +80,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
             raise MachineError(controller.refusal(str(error), "sbatch", job)) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {rundir.FIX_JOB_FILES}") from None
+            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {directory.FIX_JOB_FILES}") from None
     if not job.elements:
         return _describe(job, accepted[0], run_dir, commands[0])
     elements = []
@@ -123,8 +123,8 @@ def _describe(job: Job, accepted: "submitit.Job[object]", run_dir: str, command:
     command of its ranks.
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
-    folder = rundir.choose(run_dir, job.recipe, job_id, job.root)
-    folder = rundir.for_examination(folder) if job.recipe == "doctor" else folder
+    folder = directory.choose(run_dir, job.recipe, job_id, job.root)
+    folder = directory.for_examination(folder) if job.recipe == "doctor" else folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         script = Path(accepted.paths.submission_file).read_bytes()

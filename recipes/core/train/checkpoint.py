@@ -158,14 +158,12 @@ class Keep:
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
 
-    still_mine: raises MachineError if another attempt owns the folder now; called before a file is renamed to its final name.
-    saved: called from that thread with the path and the step of a checkpoint that is on disk.
+    staging: the folder in which files are written before they are renamed into ``folder``. A later attempt removes it. saved: called from
+    that thread with the path and the step of a checkpoint that is on disk, before older checkpoints are removed.
     """
 
-    def __init__(
-        self, folder: Path, keep: Keep, still_mine: Callable[[], None], saved: Callable[[Path, int], None]
-    ) -> None:
-        self._folder, self._keep, self._still_mine, self._saved = folder, keep, still_mine, saved
+    def __init__(self, folder: Path, staging: Path, keep: Keep, saved: Callable[[Path, int], None]) -> None:
+        self._folder, self._staging, self._keep, self._saved = folder, staging, keep, saved
         self._copy, self._writing = HostCopy(), threading.Thread()
         self._error: BaseException | None = None
 
@@ -210,34 +208,33 @@ class Saver:
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
         try:
-            path = write(self._folder, content, best=best, before_rename=self._still_mine)
-            prune(self._folder, self._keep)
+            path = write(self._folder, content, self._staging, best=best)
             self._saved(path, int(content["meta"]["step"]))
+            prune(self._folder, self._keep)
         except BaseException as error:  # `check` raises it in the training's thread
             self._error = error
 
 
-def write(
-    folder: Path, content: Mapping[str, Any], *, best: bool = False, before_rename: Callable[[], None] = lambda: None
-) -> Path:
+def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False) -> Path:
     """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set), and finally ``latest``.
 
-    The file gets its name only when it is completely on disk. Raises OSError if it cannot be written.
+    The file gets its name only when it is completely on disk. staging: where it is written before; default: ``folder``. Raises OSError if
+    it cannot be written, and MachineError if a later attempt has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
     # This step is written again: `best` names it first, so its new content, which says it is the best, never contradicts `best`.
     if best and named(folder, "latest") == path.name:
-        point(path, "best", before_rename)
-    files.write_whole(path, lambda file: _write_archive(file, content), before_rename)
+        point(path, "best", staging)
+    files.write_whole(path, lambda file: _write_archive(file, content), staging)
     for name in ("best", "latest") if best else ("latest",):
-        point(path, name, before_rename)
+        point(path, name, staging)
     return path
 
 
-def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. Raises OSError."""
+def point(path: Path, pointer: str, staging: Path | None = None) -> None:
+    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. staging: as for `write`. Raises OSError."""
     if named(path.parent, pointer) != path.name:
-        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
+        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), staging)
 
 
 def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:

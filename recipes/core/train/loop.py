@@ -329,8 +329,7 @@ def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None
     run.world.pulse.beat(watchdog.ROW, run.step)
     if not run.rows:
         return
-    run.check_mine()
-    row: dict[str, Any] = {"attempt": run.attempt, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}
+    row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}
     row["samples_per_second"] = round(speed, 1)
     results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})

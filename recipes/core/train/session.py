@@ -25,10 +25,12 @@ from recipes.core.config.run_keys import RunKeys
 from recipes.core.data.sampling import Shard, Source
 from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError
 from recipes.core.files import ROOT
-from recipes.core.run import entry, logs, rundir, signals, source, watchdog
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, entry, logs, queue, signals, source, watchdog
+from recipes.core.run.attempt import Attempt
 from recipes.core.run.dryrun import Asked, Found, Over
 from recipes.core.run.entry import Start
-from recipes.core.train import agreement, checkpoint, failure, metrics, opening, peers, resume
+from recipes.core.train import agreement, checkpoint, failure, metrics, opening, resume, torch_errors
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.device import resolve_device
@@ -44,12 +46,10 @@ class Run:
 
     settings: Settings
     world: World
-    dir: Path
-    attempt: int
-    launch: str  # identifies what started rank 0: `rundir.launch_id`
+    attempt: Attempt
     stop: signals.StopFlag
     terminal: TextIO | None
-    rows: metrics.Rows | None  # on rank 0 only
+    rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
     sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of each checkpoint; set by resume()
     resumed_from_step: int | None = None
@@ -71,12 +71,17 @@ class Run:
     _commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
-        trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
+        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         if self.world.rank == 0:
             keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
-            self.saver = checkpoint.Saver(self.dir / "checkpoints", keep, self.check_mine, self._saved)
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, keep, self._saved)
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.attempt.run_dir
 
     @property
     def keys(self) -> RunKeys:
@@ -96,6 +101,10 @@ class Run:
     def on_gpus(self) -> bool:
         """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
         return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
+
+    def close_rows(self) -> None:
+        if self.rows:
+            self.rows.close()
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0 only."""
@@ -163,7 +172,6 @@ class Run:
         if self.world.rank == 0:
             self.check_mine()
             files.remove_temporary(self.dir / "checkpoints")
-            (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
                 files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
@@ -175,10 +183,10 @@ class Run:
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
-            rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
+            attempts.begin(self.attempt, self.step, own)
+            self.rows = metrics.Rows(self.dir / "metrics.jsonl")
+            directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
         self.begun = True
-        if self.world.rank == 0:
-            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
 
     def stop_is_near(self) -> bool:
         """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
@@ -214,7 +222,7 @@ class Run:
 
     def check_mine(self) -> None:
         """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
-        rundir.check_owner(self.dir, self.attempt, self.launch)
+        attempts.check_owner(self.attempt)
 
     def is_mine(self) -> bool:
         """Whether no later attempt has taken over the run directory, as far as the file system shows."""
@@ -233,7 +241,6 @@ class Run:
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.saver:
-            self.check_mine()
             self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
             if wait:
                 self.saver.wait()
@@ -243,7 +250,7 @@ class Run:
 
     def _saved(self, path: Path, step: int) -> None:
         self.check_mine()
-        rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)
+        directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)
 
@@ -268,10 +275,12 @@ class Run:
         if self.world.rank != 0:
             return
         self.check_mine()
+        attempts.leave(self.attempt)
         step = self.step
         if self.stopping:
-            rundir.write_status(
-                self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping, kind=Kind.stopped
+            number = self.attempt.number
+            directory.write_status(
+                self.dir, "preempted", attempt=number, step=step, reason=self.stopping, kind=Kind.stopped
             )
             where = (
                 "before the evaluation's end"
@@ -292,7 +301,7 @@ class Run:
                 "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
                 "wall_seconds": round(time.monotonic() - self.started, 3),
                 "resumed_from_step": self.resumed_from_step,
-                "restarts": self.attempt,
+                "restarts": self.attempt.number,
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
@@ -300,9 +309,9 @@ class Run:
             before = files.read_json(self.dir / "summary.json") or {}
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
             files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
-        rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
+        directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
-        self.say(f"{ended} step {step}{rundir.accuracy(self.dir)}")
+        self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
@@ -346,13 +355,13 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        entry.note_refusal(start.settings, code, str(error))
+        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         if start.dry_run:
             start.dry_run.write(Found(error=str(error), exit_status=code))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
-            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {peers.peer_words(error)}",
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {torch_errors.peer_words(error)}",
             file=sys.stderr,
         )
     except BaseException:
@@ -369,7 +378,7 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
     if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
         yield
         return
-    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: signals.seconds_left(os.environ), tell)
+    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: queue.seconds_left(os.environ), tell)
     try:
         yield
     finally:
@@ -378,17 +387,13 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
     """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
-    run_dir, attempt, launch, was_done = opening.open_run_dir(start, world)
-    with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
-        rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
-        if rows:
-            stack.callback(rows.close)
-        current = Run(
-            start.settings, world, run_dir, attempt, launch, stop, terminal, rows, was_done=was_done,
-            dry_run=start.dry_run,
-        )  # fmt: skip
+    attempt, was_done = opening.open_run_dir(start, world)
+    log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
+    with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
+        current = Run(start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run)
+        stack.callback(current.close_rows)
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
-        world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
+        world.pulse.tell(**words, attempt=str(attempt.folder))
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core import files
 from recipes.core.run import watchdog
 from recipes.core.train import failure
 from tests import forked, helpers
@@ -76,7 +75,7 @@ def test_an_attempt_ends_during_a_wait_if_its_run_directory_is_taken_over(
 ) -> None:
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
-    files.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
+    helpers.attempt(run_dir, launch="other", step=5)
     ended = helpers.finish(held[0], timeout_s=30)
     assert ended.status == 3, ended.out
     assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"

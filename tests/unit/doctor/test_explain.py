@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+from recipes.core.run.scontrol import Job, Queue
 
 from recipes.core import files
 from recipes.core.doctor.diagnosis import Explanation
 from recipes.core.doctor.explain import explain, of_run
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import failures, liveness, rundir, table
-from recipes.core.run.scontrol import Job, Queue
 
 
 class Answers(Queue):
