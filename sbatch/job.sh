@@ -46,7 +46,7 @@ begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift
     [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
-    # A job that is requeued, or submitted again without bad nodes, already has its snapshot of the code.
+    # A job of launch.py, or one that is requeued, already has its snapshot of the code.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
     [ ! -d "$code" ] || cd "$code" || exit
@@ -92,24 +92,28 @@ site() {
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 }
 
-# find_python REPOSITORY: sets python to that of the active environment, else the profile's, else .venv, else conda's base.
+# find_python REPOSITORY: sets python to launch.py's, else that of the active environment, else the profile's, else .venv, else conda's base.
 find_python() {
     local conda=${CONDA_PREFIX:-} active
     [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users, so base comes last
     active=${VIRTUAL_ENV:-$conda}
     case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one that was activated later
-    if [ -n "$active" ] && [ -n "$environment" ] && [ ! "$active" -ef "$environment" ]; then
-        echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
-    fi
-    active=${active:-$environment}
-    [ -n "$active" ] || [ -x "$1/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
-    if [ -n "$active" ]; then
+    if [ -n "${RECIPES_PYTHON:-}" ]; then
+        python=$RECIPES_PYTHON
+    elif [ -n "$active" ]; then
         python=$active/bin/python
-        [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
-        export PATH="${python%/*}:$PATH" # before what modules put there
+        [ -z "$environment" ] || [ "$active" -ef "$environment" ] ||
+            echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
+    elif [ -n "$environment" ]; then
+        python=$environment/bin/python
     elif [ -x "$1/.venv/bin/python" ]; then
         python=$1/.venv/bin/python
+    elif [ -n "${CONDA_PREFIX:-}" ]; then
+        python=$CONDA_PREFIX/bin/python
     else
         stop "no Python environment: activate yours before sbatch, or make one here with: make install"
     fi
+    unset RECIPES_PYTHON
+    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    export PATH="${python%/*}:$PATH" # before what modules put there
 }

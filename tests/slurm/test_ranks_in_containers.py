@@ -116,7 +116,7 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [helpers.long("launch.py"), "ready"])
 def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
-    """pyxis adds options to srun. Inside the container, submitit's process runs too."""
+    """pyxis adds options to srun."""
     image = "registry#torch:2"
     (tmp_path / "run").mkdir()
     (tmp_path / "site").mkdir()

@@ -141,7 +141,7 @@ class JobKeys:
     )
     doctor: bool = declare.key(False, "examine the nodes first; if some are bad, submit the job again without them")
     max_resubmits: int = declare.key(2, "maximum number of times that doctor=true submits a job again", low=0, high=100)
-    wait: bool = declare.key(False, "wait for the job, print rank 0's log, and exit with the job's status")
+    wait: bool = declare.key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:
         declare.check(self)

@@ -58,8 +58,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         return errors.EXIT_CONFIG
     code = _code(environ) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        description = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
-        _record_submission(run_dir, Path(script), {**description, "log": fields.get("StdOut")})
+        described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
+        with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
+            jobs.record(run_dir, Path(script).read_bytes(), {**described, "log": fields.get("StdOut")})
     lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     by_clock = job and settings.run.stop_before_s and signals.is_short(environ)
@@ -100,16 +101,6 @@ def _other_user(settings: Settings, run_dir: Path, job: str, environ: Mapping[st
     if found.note:
         print(f"{settings.recipe}: {found.note}")
     return found.problem
-
-
-def _record_submission(run_dir: Path, script: Path, description: Mapping[str, object]) -> None:
-    """Copies the script to the run directory, beside a job.yaml, so that the job can be submitted again."""
-    with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = script.read_bytes()
-        # The atomic rename replaces a symbolic link that another user may have planted.
-        files.write_whole(run_dir / "job.sh", lambda file: file.write(text))
-        files.write_json(run_dir / "job.yaml", description)
 
 
 def _clock_lines(recipe: str, environ: Mapping[str, str]) -> list[str]:
@@ -168,10 +159,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         print(f"{recipe}: {run_dir} was taken over by {by}; this job is not requeued", file=sys.stderr)
         return errors.EXIT_MACHINE
     if status is None:
-        where = "the lines above"
-        if "SUBMITIT_EXECUTOR" in environ:  # each rank has its own log
-            where += f", or in {source.home(ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
-        print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
+        line = f"ended with status {srun_status} before the run began; the lines above say why"
+        print(f"{recipe}: {line}", file=sys.stderr)
         return srun_status or errors.EXIT_CRASH
     code = rundir.exit_code(status, srun_status)
     if status["state"] == "done":

@@ -111,10 +111,11 @@ def check(settings: Settings, active: str) -> int:
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     python = modules = code = 0
-    if settings.job.cluster and "environment" in profiles.cluster_profile(settings.job.cluster):
+    profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
+    if "environment" in profile:
         python, _ = checks.part("python", lambda: other_environment(settings, active) or sys.prefix)
-    if job and job.modules:
-        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
+    if job and (names := profile.get("modules")):
+        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, names, os.environ))
     if job and settings.job.snapshot:
         code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
@@ -206,7 +207,7 @@ def submit_job(settings: Settings) -> int:
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
-        job = dataclasses.replace(job, code=snapshot.take(ROOT))
+        job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
     submitted = submit.submit(job, sys.executable, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     if submitted.elements:

@@ -1,19 +1,16 @@
 """Examines the nodes of a job with the doctor, and submits the job again without bad nodes."""
 
 import contextlib
-import dataclasses
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from recipes.core import errors, files
 from recipes.core.config.parser import Settings
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container
-from recipes.core.launch.jobs import Job
 from recipes.core.run import command_line, rundir, scontrol, source
 
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
@@ -116,29 +113,12 @@ def _submit_without(bad: list[str], run_dir: Path, words: list[str], left: int, 
 
     Returns a short phrase on the result.
     """
-    description = files.read_json(run_dir / "job.yaml") or {}
     try:
-        if "directives" in description:
-            job_id = _submit_job(description, bad, words, left)
-        else:
-            job_id = _submit_script(run_dir / "job.sh", bad, words, left, environ)
+        job_id = _submit_script(run_dir / "job.sh", bad, words, left, environ)
     except (OSError, errors.MachineError, errors.ConfigError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
         return f"not submitted again ({why}): submit it with exclude={','.join(bad)}"
     return f"submitted again without them, as job {job_id} ({left} more at most)"
-
-
-def _submit_job(description: Mapping[str, Any], bad: Sequence[str], words: list[str], left: int) -> str:
-    """Submits a job of launch.py again. Returns the ID of the new job. description: the content of job.yaml."""
-    from recipes.core.launch import submit  # imported here because no other job needs submitit
-
-    job = Job.from_json(description)
-    options = dict(job.directives)
-    options.pop("dependency", None)  # it was met, or this job would not run
-    options["exclude"] = ",".join(filter(None, [options.get("exclude", ""), *bad]))
-    run_dir = command_line.parse(words, recipe=job.recipe, to_start=False).run.run_dir
-    again = dataclasses.replace(job, directives=tuple(options.items()), resubmits=left)
-    return submit.submit(again, sys.executable, run_dir).job_id
 
 
 def _submit_script(

@@ -3,17 +3,16 @@
 import json
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from recipes.core import errors
-from recipes.core.launch import allocation, batch, resubmit, submit
+from recipes.core.launch import allocation, batch, resubmit
 from tests import helpers
 from tests.helpers import ROOT
-from tests.unit.launch.stand_ins import Stubs, describe, directives
+from tests.unit.launch.stand_ins import Stubs
 
 
 def options_as_submitted(environ: dict[str, str]) -> dict[str, str]:
@@ -168,32 +167,6 @@ def test_nothing_is_trained_without_a_verdict(
     assert "the doctor gave no verdict" in capsys.readouterr().err
     stubs.add("srun", doctor_finds(healthy=True))
     assert script_job.examine() == errors.EXIT_DONE
-
-
-def test_a_job_of_launch_py_is_resubmitted_with_all_its_options(
-    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "runs").mkdir()
-    stubs.add("sbatch", "cp $1 $NOTES/again.sh; echo Submitted batch job 7")
-    stubs.add("srun", doctor_finds("n2"))
-    words = [
-        "exclude=n1",
-        "dependency=afterok:3",
-        "doctor=true",
-        "max_resubmits=3",
-        "qos=high",
-        "gpus=10",
-        "cluster=example",
-    ]
-    run_dir = submit.submit(describe(*words, "epochs=3", root=tmp_path), sys.executable, f"{tmp_path}/run").run_dir
-    first = directives((tmp_path / "again.sh").read_text())
-    assert resubmit.examine("mnist", 3, [f"run_dir={run_dir}", "epochs=3"], {**os.environ, "SLURM_JOB_ID": "7"}) == 3
-    assert "as job 7 (2 more at most)" in capsys.readouterr().err
-    assert first.pop("--dependency") == "afterok:3"  # it was met
-    text = (tmp_path / "again.sh").read_text()
-    assert directives(text) == {**first, "--exclude": "n1,n2"}
-    assert "examine mnist 2 epochs=3" in text
-    assert "load gcc/12 cuda/12.4" in text.splitlines()
 
 
 def test_a_failed_examination_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
