@@ -69,7 +69,7 @@ begin() {
     words=("$@")
 }
 
-# examine RECIPE RESUBMITS: runs the doctor before the ranks start. Ends the job if a node is bad.
+# examine RECIPE RESUBMITS: runs the doctor before the ranks start. Requeues or ends the job if a node is bad.
 examine() {
     "$python" -m recipes.core.launch.batch examine "$1" "$2" "${words[@]}" || exit
 }

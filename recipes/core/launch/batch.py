@@ -6,8 +6,8 @@ Command: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``
 Otherwise it records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
 These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the
 ranks.
-``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it submits the job
-again without them if resubmits are left, and exits with status 3.
+``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it requeues the job
+without them, at most RESUBMITS times, and exits with status 3.
 ``finish RECIPE STATUS WORDS`` reads the run's ``status.json``, since srun's own status can be masked. It requeues a
 preempted job, prints how the run ended, and exits with the exit status of the run.
 
@@ -30,7 +30,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import Next
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, container, jobs, resubmit, snapshot
+from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import command_line, entry, liveness, outlook, rundir, scontrol, signals, source
 
 
@@ -167,7 +167,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         accuracy = rundir.accuracy(rundir.of_launch(run_dir, launch))
         print(f"{recipe}: done{accuracy}; run directory {run_dir}")
     elif status["state"] == "preempted":
-        line = requeue(rundir.of_launch(run_dir, launch), status["attempt"], settings.run.max_requeues, environ)
+        most = settings.run.max_requeues + examination.requeues(run_dir, environ)
+        line = requeue(rundir.of_launch(run_dir, launch), status["attempt"], most, environ)
         print(f"{recipe}: saved at step {status['step']}; {line}; run directory {run_dir}")
     else:
         print(f"{recipe}: {status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
@@ -216,12 +217,13 @@ def main(argv: list[str]) -> int:
         print(other, file=sys.stderr)
         return errors.EXIT_CONFIG
     source.go_home(ROOT)
+    if argv[:1] != ["begin"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
-        return resubmit.examine(argv[1], int(argv[2]), argv[3:], os.environ)
+        return examination.examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job immediately, and finish has to print
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print(
         "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",

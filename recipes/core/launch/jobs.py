@@ -27,7 +27,7 @@ class Job:
     gpus_per_node: 0 requests no GPUs.
     root: the repository, where the job runs.
     directives: further options of sbatch with their values.
-    resubmits: how often a job may be submitted again without bad nodes; None if the doctor does not run.
+    resubmits: how often the job may be requeued without bad nodes; None if the doctor does not run.
     ranks: the total number of ranks, on the nodes that Slurm chooses; 0 if ``nodes`` and ``ranks_per_node`` give it.
         ``nodes`` is then the number of nodes, or 0 for any number. Each rank has a GPU if ``gpus_per_node`` is not 0.
     elements: further arguments of each element of a job array. parallel: how many elements run at the same time; 0 for
