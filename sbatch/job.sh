@@ -92,28 +92,23 @@ site() {
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 }
 
-# find_python REPOSITORY: sets python to launch.py's, else that of the active environment, else the profile's, else .venv, else conda's base.
+# find_python REPOSITORY [PYTHON]: sets python to launch.py's choice, else that of the active environment, else the profile's,
+# else PYTHON, else .venv, else conda's base.
 find_python() {
     local conda=${CONDA_PREFIX:-} active
     [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users, so base comes last
     active=${VIRTUAL_ENV:-$conda}
     case :$PATH: in *":$conda/bin:"*"${VIRTUAL_ENV:-}/bin:"*) active=${conda:-$active} ;; esac # the one that was activated later
-    if [ -n "${RECIPES_PYTHON:-}" ]; then
-        python=$RECIPES_PYTHON
-    elif [ -n "$active" ]; then
-        python=$active/bin/python
-        [ -z "$environment" ] || [ "$active" -ef "$environment" ] ||
-            echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
-    elif [ -n "$environment" ]; then
-        python=$environment/bin/python
-    elif [ -x "$1/.venv/bin/python" ]; then
-        python=$1/.venv/bin/python
-    elif [ -n "${CONDA_PREFIX:-}" ]; then
-        python=$CONDA_PREFIX/bin/python
-    else
-        stop "no Python environment: activate yours before sbatch, or make one here with: make install"
+    if [ -n "$active" ] && [ -n "$environment" ] && [ ! "$active" -ef "$environment" ]; then
+        echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
     fi
-    unset RECIPES_PYTHON
+    active=${active:-$environment}
+    python=${RECIPES_PYTHON:-${active:+$active/bin/python}}
+    python=${python:-${2:-}}
+    [ -n "$python" ] || [ ! -x "$1/.venv/bin/python" ] || python=$1/.venv/bin/python
+    python=${python:-${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}}
+    [ -n "$python" ] || stop "no Python environment: activate yours, or make one here with: make install"
     [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    unset RECIPES_PYTHON
     export PATH="${python%/*}:$PATH" # before what modules put there
 }
