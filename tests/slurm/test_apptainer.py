@@ -81,12 +81,9 @@ def submit(slurm: Cluster, site: Site, how: str, *words: str, mounts: str = "") 
         environ = {**site.environ, "RECIPES_CONTAINER": IMAGE, "RECIPES_CONTAINER_MOUNTS": mounts}
         size = ("--nodes=2", "--ntasks=3", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
         return jobs.sbatch(slurm, site.clone, log, *size, "sbatch/mnist_2x8.sh", *words, env=environ), log
-    words = ("nodes=2", f"container={IMAGE}", f"container_mounts={mounts}", f"launcher={how}", *words)
+    words = ("nodes=2", f"container={IMAGE}", f"container_mounts={mounts}", *words)
     words = words if any(word.startswith("recipe=") for word in words) else ("recipe=mnist", *words)
     done = slurm.run(sys.executable, "launch.py", *words, cwd=site.clone, env=site.environ)
-    if how == "print":
-        (site.folder / "job.sh").write_text(done.stdout)
-        return slurm.submit(f"--output={log}", site.folder / "job.sh", cwd=site.clone, env=site.environ), log
     submitted = re.search(r"^job (\d+): .*\n.*\nlog: tail -F '?(.*?)'?$", done.stdout, re.MULTILINE)
     assert submitted, done.stdout + done.stderr
     return submitted[1], Path(submitted[2])
@@ -109,7 +106,7 @@ def inside(slurm: Cluster, job: str) -> dict[int, tuple[str, Path, Path, dict[st
     return found
 
 
-@pytest.mark.parametrize(("how", "world_size"), [("slurm", 2), ("print", 2), ("ready", 3)])
+@pytest.mark.parametrize(("how", "world_size"), [("slurm", 2), ("ready", 3)])
 def test_mnist_is_signalled_requeued_and_finished(slurm: Cluster, site: Site, how: str, world_size: int) -> None:
     raw = site.folder / "data/MNIST/raw"
     helpers.write_mnist(raw)
