@@ -73,18 +73,6 @@ def test_a_job_larger_than_the_site_is_refused_with_the_sites_limits(uneven: Clu
 
 
 @pytest.mark.long
-def test_submitit_requests_the_same_gpus(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The GPUs do not exist, so the ranks fail. The test checks that three ranks are placed over both nodes."""
-    words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
-    done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert re.search("toy: node(1: .* 2|2: .* 1) GPUs and torch sees 0", done.stdout), done.stdout
-    submitted = uneven.jobs(jobs.read(tmp_path / "run/job.yaml")["job_id"])[0]
-    assert (submitted["NumTasks"], submitted["NumNodes"], submitted["NodeList"]) == ("3", "2", "node[1-2]")
-    assert re.search("gres[:/]gpu[:=]1$", submitted["TresPerTask"])
-
-
-@pytest.mark.long
 def test_the_doctor_sees_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
     """The doctor's step has one task per node. Slurm would give it only the one GPU per task of the job."""
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "doctor=true", "wait=true", f"run_dir={tmp_path}/run")

@@ -130,7 +130,7 @@ def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
     named += [slurm.job.fields.get(name) for name in ("StdOut", "StdErr")] if slurm.job else []
     number = re.escape(slurm.id)
     paths = [Path(name) for name in named if isinstance(name, str) and name.startswith("/")]
-    # launch.py: one file for the batch script and rank 0, and one for each other rank.
+    # launch.py: one file for the job. Jobs that were submitted by an older version have further files, one for each rank.
     paths += _named_in(root / "runs" / "submitit", rf"{number}_\d+_log\.(out|err)")
     if not paths:
         for folder in dict.fromkeys((root, Path.cwd())):

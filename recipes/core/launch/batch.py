@@ -6,8 +6,8 @@ Command: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``
 Otherwise it records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
 These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the
 ranks.
-``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it submits the job
-again without them if resubmits are left, and exits with status 3.
+``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it requeues the job
+without them, at most RESUBMITS times, and exits with status 3.
 ``finish RECIPE STATUS WORDS`` reads the run's ``status.json``, since srun's own status can be masked. It requeues a
 preempted job, prints how the run ended, and exits with the exit status of the run.
 
@@ -30,7 +30,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, container, jobs, resubmit, snapshot
+from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, entry, judge, queue, source
 from recipes.core.run.attempt import Attempt
@@ -71,8 +71,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             return errors.EXIT_CONFIG
     code = _code(environ) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        description = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
-        _record_submission(run_dir, Path(script), {**description, "log": fields.get("StdOut")})
+        described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
+        with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
+            jobs.record(run_dir, Path(script).read_bytes(), {**described, "log": fields.get("StdOut")})
     lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += [
@@ -115,16 +116,6 @@ def _other_user(settings: Settings, run_dir: Path, attempt: Attempt, job: str, e
     if found.note:
         print(f"{settings.recipe}: {found.note}")
     return found.problem
-
-
-def _record_submission(run_dir: Path, script: Path, description: Mapping[str, object]) -> None:
-    """Copies the script to the run directory, beside a job.yaml, so that the job can be submitted again."""
-    with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = script.read_bytes()
-        # The atomic rename replaces a symbolic link that another user may have planted.
-        files.write_whole(run_dir / "job.sh", lambda file: file.write(text))
-        files.write_json(run_dir / "job.yaml", description)
 
 
 def _clock_lines(recipe: str, environ: Mapping[str, str]) -> list[str]:
@@ -183,7 +174,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     if outcome.state == "done":
         print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")
     elif outcome.state == "preempted":
-        line = requeue(attempt, outcome.step, settings.run.max_requeues, environ)
+        most = settings.run.max_requeues + examination.requeues(run_dir, environ)
+        line = requeue(attempt, outcome.step, most, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
     elif outcome.state == judge.REFUSED:
         print(f"{recipe}: {outcome.line}", file=sys.stderr)
@@ -238,12 +230,13 @@ def main(argv: list[str]) -> int:
         print(other, file=sys.stderr)
         return errors.EXIT_CONFIG
     source.go_home(ROOT)
+    if argv[:1] != ["begin"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
-        return resubmit.examine(argv[1], int(argv[2]), argv[3:], os.environ)
+        return examination.examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job immediately, and finish has to print
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print(
         "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",

@@ -29,11 +29,8 @@ LOCAL_KEYS = (
 JOB_FILES_BYTES = 1 << 20  # free space that `check` requires for the files of a submission
 
 
-def main(argv: list[str], active: str) -> int:
-    """Runs one command line of launch.py and returns its exit status.
-
-    active: the folder of the active Python environment, or "".
-    """
+def main(argv: list[str], python: str) -> int:
+    """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
     if not argv or {"-h", "--help", "help"} & set(argv):
         return _help(argv)
     checked = argv[:1] == ["check"]
@@ -51,13 +48,10 @@ def main(argv: list[str], active: str) -> int:
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:
-            return check(settings, active)
-        if note := other_environment(settings, active):
-            print(f"launch.py: {note}", file=sys.stderr)
-        run = {Launcher.print: print_script, Launcher.local: run_here, Launcher.slurm: submit_job}[
-            settings.job.launcher
-        ]
-        return run(settings)
+            return check(settings, python)
+        if settings.job.launcher is Launcher.slurm:
+            return submit_job(settings, python)
+        return print_script(settings) if settings.job.launcher is Launcher.print else run_here(settings)
     except (ConfigError, InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
@@ -80,28 +74,7 @@ def _help(argv: list[str]) -> int:
     return 0 if argv else errors.EXIT_CONFIG
 
 
-def other_environment(settings: Settings, active: str) -> str:
-    """A phrase on the Python environment that is used instead of the profile's.
-
-    Returns "" if the profile's environment is used or the profile names none. Raises MachineError if the profile's
-    environment does not exist.
-    """
-    cluster = settings.job.cluster
-    named = str(profiles.cluster_profile(cluster).get("environment", "")) if cluster else ""
-    if not named or os.path.realpath(sys.prefix) == os.path.realpath(named):
-        return ""
-    if active:
-        return f"the active environment {active} is used, not environment: {named} of cluster={cluster}"
-    missing = (
-        f"cluster={cluster}: environment: {named} has no bin/python on this machine: make that environment, or correct"
-        f" env/clusters/{cluster}.yaml"
-    )
-    if settings.job.launcher is Launcher.print:
-        return f"{missing}, where this script is used"
-    raise MachineError(missing)
-
-
-def check(settings: Settings, active: str) -> int:
+def check(settings: Settings, python: str) -> int:
     """launch.py check: validates the job without submitting it, and prints one line per part.
 
     Returns 0, or the exit status of the first failed part.
@@ -110,11 +83,10 @@ def check(settings: Settings, active: str) -> int:
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    python = modules = code = 0
-    if settings.job.cluster and "environment" in profiles.cluster_profile(settings.job.cluster):
-        python, _ = checks.part("python", lambda: other_environment(settings, active) or sys.prefix)
-    if job and job.modules:
-        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
+    modules = code = 0
+    profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
+    if job and (names := profile.get("modules")):
+        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, names, os.environ))
     if job and settings.job.snapshot:
         code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
@@ -131,15 +103,15 @@ def check(settings: Settings, active: str) -> int:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
         if job:
-            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings))
+            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python))
         else:
             last, _ = checks.part("here", lambda: _describe_layout(local_layout(settings)))
-        return python or modules or code or recipe or disk or last
+        return modules or code or recipe or disk or last
     except KeyboardInterrupt:
         return 130
 
 
-def _ask_slurm(job: Job, settings: Settings) -> str:
+def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
     """Slurm's answer about the job that would be submitted or printed.
 
     Raises MachineError if it could not be submitted.
@@ -149,7 +121,7 @@ def _ask_slurm(job: Job, settings: Settings) -> str:
             return controller.expected_start(job, scripts.sbatch_script(job))
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
+    expected = controller.expected_start(job, submit.submission_text(job, python))
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
         if folder.exists():
@@ -194,20 +166,20 @@ def print_script(settings: Settings) -> int:
     return 0
 
 
-def submit_job(settings: Settings) -> int:
+def submit_job(settings: Settings, python: str) -> int:
     """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log.
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
     _require_free_run_dir(settings)
     job = jobs.describe(settings, ROOT, _working_folder())
-    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
+    expected = controller.expected_start(job, submit.submission_text(job, python))
     not_checked = checks.find_data(settings, ROOT, _working_folder())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
-        job = dataclasses.replace(job, code=snapshot.take(ROOT))
-    submitted = submit.submit(job, sys.executable, _run_dir(settings))
+        job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
+    submitted = submit.submit(job, python, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     if submitted.elements:
         for element, words in zip(submitted.elements, job.elements, strict=True):

@@ -24,7 +24,7 @@ def wait_for_all(submitted: Submitted) -> int:
 
 
 def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
-    """Waits for the job to end and returns its exit status. show: whether to print rank 0's log while waiting.
+    """Waits for the job to end and returns its exit status. show: whether to print the job's log while waiting.
 
     patience_s: how long to ask again, in seconds, if the controller does not answer. Raises MachineError after this
     time.

@@ -146,8 +146,11 @@ def test_max_requeues_limits_the_requeues(
 
 
 def test_a_job_below_max_requeues_is_requeued(preempted: Path, stubs: Stubs) -> None:
-    stub_scontrol(stubs, f"{RUNNING} Restarts=2")
-    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
+    """A requeue without bad nodes does not count."""
+    stub_scontrol(stubs, f"{RUNNING} Restarts=3")
+    (preempted / "doctor").mkdir()
+    files.write_json(preempted / "doctor/requeues.json", {"job_id": "7", "count": 1})
+    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="3")
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
 
 
