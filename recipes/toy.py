@@ -26,7 +26,7 @@ from recipes.core.launch import spawn
 from recipes.core.train import loop, optimisation, session
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 PROGRESS_EVERY_S = 0.5
 
