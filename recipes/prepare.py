@@ -2,7 +2,7 @@
 
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]
-    python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [encoding=raw] [size=256] [workers=N] …
+    python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME
 
 Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,10 @@ class PrepareKeys:
         declare.check(self)
 
 
-class Encoding(Enum):
-    jpeg = "jpeg"
-    raw = "raw"
-
-
 @dataclass(frozen=True)
 class ImagenetKeys:
     data_dir: str = key("", "new folder for the packed copy")
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
-    encoding: Encoding = key(Encoding.jpeg, "jpeg, or raw: pixels, about 8 times as large, not decoded in training")
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
@@ -114,8 +107,7 @@ def _help(dataset: str) -> str:
     fields = dataclasses.fields(KEYS.get(dataset, PrepareKeys))
     lines = []
     for field in fields:
-        default = field.default.name if isinstance(field.default, Enum) else field.default
-        shown = "" if default in ("", None) else f" (default {default})"
+        shown = "" if field.default in ("", None) else f" (default {field.default})"
         lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
     return "\n".join([f"  {dataset}", *lines])
 
@@ -293,9 +285,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         )
     source = Path(keys.source).expanduser().absolute()
     was_finished = format.is_finished(target)
-    options = PackOptions(
-        keys.encoding.value, keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard
-    )
+    options = PackOptions(keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard)
     meter = Meter("imagenet")
     try:
         copy = write.pack(source, target, options, _say, meter.show)

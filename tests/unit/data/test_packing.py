@@ -141,15 +141,6 @@ def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -
             assert abs(width / height - original.width / original.height) < 0.06
 
 
-def test_raw_is_the_pixels_themselves(source: Path, tmp_path: Path) -> None:
-    index = packed_index(source, tmp_path, PackOptions(encoding="raw", size=24, workers=1), say=quiet)
-    assert (index["encoding"], index["quality"]) == ("raw", None)
-    files = sorted((source / "train").rglob("*.JPEG"))
-    for path, (payload, _, height, width) in zip(files, samples(tmp_path, "train"), strict=True):
-        original = Image.open(path).convert("RGB")
-        assert payload == original.resize((width, height), Image.LANCZOS).tobytes()
-
-
 def test_quality_sets_the_quality_of_the_jpegs(tmp_path: Path) -> None:
     image = picture(1, 90, 60)
     [(payload, *_)] = pack_one(tmp_path, encoded(image, quality=100), quality=30)[1]
@@ -211,41 +202,37 @@ ODD = {  # content, kinds, what it looks like
 
 
 @pytest.mark.parametrize(("content", "kinds", "seen"), ODD.values(), ids=ODD.keys())
-@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
 def test_images_of_other_formats_are_converted_and_counted(
-    tmp_path: Path, content: bytes, kinds: dict[str, int], seen: Any, encoding: str
+    tmp_path: Path, content: bytes, kinds: dict[str, int], seen: Any
 ) -> None:
-    split, [(payload, _, height, width)] = pack_one(tmp_path, content, encoding=encoding, quality=95)
+    split, [(payload, *_)] = pack_one(tmp_path, content, quality=95)
     assert split["converted"] == kinds
     assert split["skipped"] == []
-    if encoding == "raw":
-        image = Image.frombytes("RGB", (width, height), payload)
-    else:
-        image = Image.open(io.BytesIO(payload))
-        assert image.format == "JPEG"
-        assert not kinds or payload != content
-        assert image.getexif().get(0x0112, 1) in (1, 9)
+    image = Image.open(io.BytesIO(payload))
+    assert image.format == "JPEG"
+    assert not kinds or payload != content
+    assert image.getexif().get(0x0112, 1) in (1, 9)
     assert far_apart(image, seen) < 40
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_orientation_is_stored_upright(tmp_path: Path, orientation: int) -> None:
+def test_every_orientation_is_decoded_upright(orientation: int) -> None:
     content = upright(orientation, picture(3, 40, 30))
     wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    _, [(payload, _, height, width)] = pack_one(tmp_path, content, encoding="raw", size=30)
-    assert (payload, width, height) == (wanted.tobytes(), *wanted.size)
+    image, _, plain = pillow.decode(content)
+    assert (image.tobytes(), image.size, plain) == (wanted.tobytes(), wanted.size, orientation == 1)
 
 
-def test_16_bit_colour_is_counted(tmp_path: Path) -> None:
+def test_16_bit_colour_is_counted() -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">2I5B", 2, 1, 16, 2, 0, 0, 0)
     pixels = zlib.compress(b"\0" + struct.pack(">6H", 0x1234, 0x8000, 0, 0xFF00, 0, 0x0100))
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    split, [(payload, *_)] = pack_one(tmp_path, content, encoding="raw")
-    assert split["converted"] == {"16-bit": 1, "png": 1}
-    assert payload == bytes([0x12, 0x80, 0, 0xFF, 0, 1])
+    image, kinds, _ = pillow.decode(content)
+    assert kinds == ["png", "16-bit"]
+    assert image.tobytes() == bytes([0x12, 0x80, 0, 0xFF, 0, 1])
 
 
 def bomb() -> bytes:
@@ -564,7 +551,6 @@ def test_a_file_system_without_locks_is_reported(
     [
         ({"size": 25}, "started with size=24, not size=25"),
         ({"quality": 80}, "started with quality=90, not quality=80"),
-        ({"encoding": "raw"}, "started with encoding=jpeg quality=90, not encoding=raw"),
         ({"samples_per_shard": 5}, "started with samples_per_shard=4, not samples_per_shard=5"),
         (
             {"size": 25, "quality": 80},
@@ -593,7 +579,7 @@ def test_another_source_is_refused(source: Path, unbroken: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("splits", [None, ["train"], {"train": 3}, {"train": {}}, {"train": {"samples": "x"}}])
 def test_a_damaged_packing_json_is_named(source: Path, tmp_path: Path, splits: Any) -> None:
-    plan = {"format": "packed images", "version": 1, "splits": splits}
+    plan = {**format.VERSION, "splits": splits}
     (tmp_path / "packing.json").write_text(json.dumps(plan))
     with pytest.raises(InputError) as caught:
         write.pack(source, tmp_path, OPTIONS, say=quiet)
@@ -634,9 +620,16 @@ def test_verifying_finds_every_damage(unbroken: Path, tmp_path: Path) -> None:
 def test_a_damaged_index_or_another_version_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     shutil.copytree(unbroken, target)
-    for bad in ("", "[]", "{}", '{"format": "packed images", "version": 1, "splits": {"train": {}}}', '{"version": 2}'):
-        (target / "index.json").write_text(bad)
-        with pytest.raises(InputError, match=rf"{target}/index\.json' is (damaged|not 'packed images')"):
+    good = json.loads((target / "index.json").read_bytes())
+    for name in ("index.json", "packing.json"):
+        for bad in ({"version": 2}, {"encoding": "raw"}):
+            (target / name).write_text(json.dumps({**good, **bad}))
+            with pytest.raises(InputError, match=rf"'{target}/{name}': .* is not supported.*pack again into another"):
+                write.pack(source, target, OPTIONS, say=quiet)
+        (target / name).write_bytes((unbroken / name).read_bytes())
+    for text in ("", "[]", json.dumps({**good, "splits": {"train": {}}})):
+        (target / "index.json").write_text(text)
+        with pytest.raises(InputError, match=rf"{target}/index\.json' is damaged"):
             write.pack(source, target, OPTIONS, say=quiet)
 
 

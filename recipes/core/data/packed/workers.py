@@ -59,7 +59,6 @@ def write_shards(
     setup = {
         "source": str(source),
         "target": str(target),
-        "encoding": options.encoding,
         "size": options.size,
         "quality": options.quality,
     }
@@ -220,7 +219,7 @@ def _pack_shard(task: Mapping[str, Any], setup: Mapping[str, Any], report: Calla
             relative = f"{split}/{name}"
             try:
                 data = pillow.read_file(Path(setup["source"], relative))
-                payload, height, width, kinds = pillow.encode(data, setup["encoding"], setup["size"], setup["quality"])
+                payload, height, width, kinds = pillow.encode(data, setup["size"], setup["quality"])
             except Unreadable as error:
                 skipped.append({"file": relative, "why": str(error)})
             else:
