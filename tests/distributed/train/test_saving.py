@@ -39,14 +39,14 @@ def names(folder: Path) -> list[str]:
 
 
 def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, entered, archive = threading.Event(), threading.Event(), checkpoint._write_archive
+    held, entered, archive = threading.Event(), threading.Event(), torch.save
 
-    def hold(file: IO[bytes], content: Mapping[str, Any]) -> None:
+    def hold(content: Mapping[str, Any], file: IO[bytes]) -> None:
         entered.set()
         assert held.wait(20)
-        archive(file, content)
+        archive(content, file)
 
-    monkeypatch.setattr(checkpoint, "_write_archive", hold)
+    monkeypatch.setattr(torch, "save", hold)
     saver, now = make_saver(tmp_path), content(step=4, value=1.0)
     saver.save(now)
     assert entered.wait(20)
