@@ -15,10 +15,7 @@ import math
 import os
 import random
 import resource
-import signal
 import struct
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +27,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import cifar10, crops, datasets, decode, download, idx, image_sets, pillow
+from recipes.core.data import crops, datasets, decode, idx, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.decode import Decoder
@@ -39,11 +36,10 @@ from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.train import models
-from tests.helpers import wait_until
 from tests.unit.data import serving
 from tests.unit.data import test_prepare as tiny
 from tests.unit.data import test_prepare_cifar10 as small
-from tests.unit.data.serving import Answer, Handler, Server, dropping, whole
+from tests.unit.data.serving import Handler, Server, dropping, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,16 +154,12 @@ def test_a_damaged_download_leaves_no_file(
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CIFAR-10 of few images, whose hashes are known."""
-    small.know(monkeypatch, small.ARCHIVE)
-    monkeypatch.setattr(cifar10, "BATCH_IMAGES", small.N)
-    known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
-    monkeypatch.setattr(cifar10, "PICKLE_MD5", known)
-    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
+    """A CIFAR-10 of few images."""
+    small.know(monkeypatch)
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("kind", ["tar", "py"])  # of the binary batches there are no sums
+@pytest.mark.parametrize("kind", ["tar", "py"])
 def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,7 +170,7 @@ def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
         source = small.put(tmp_path / "source", {**contents, bad: damaged(chance, contents[bad])})
         assert small.run(data, source) == 2
         out, err = capsys.readouterr()
-        one_line(err.removesuffix("\n"), Path(bad).name)
+        one_line(err.removesuffix("\n"), Path(bad).parts[0])
         assert "next:" not in out
         with pytest.raises(DataFileError, match=r"index\.json"):
             datasets.find_cifar10(data)
@@ -191,7 +183,7 @@ def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
 @pytest.mark.usefixtures("few")
 def test_a_damaged_cifar_conversion_is_repeated_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Damage in any file, index.json too. prepare detects it, and leaves a complete conversion or none."""
-    source, data = small.put(tmp_path / "source", small.BINARIES), tmp_path / "data"
+    source, data = small.put(tmp_path / "source", small.PICKLES), tmp_path / "data"
     assert small.run(data, source) == 0
     good = tree(data / "cifar10")
     seen: Counter[int] = Counter()
@@ -230,30 +222,24 @@ PHOTOS = (
 )
 
 
-@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
-def test_a_damaged_photo_is_packed_or_unreadable(encoding: str) -> None:
+def test_a_damaged_photo_is_packed_or_unreadable() -> None:
     seen: Counter[str] = Counter()
     with bounded():
         for number in range(250):
             content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
             try:
-                payload, height, width, _ = pillow.encode(content, encoding, 48, 90)
+                payload, height, width, _ = pillow.encode(content, 48, 90)
             except Unreadable as error:
                 one_line(str(error))
                 seen["unreadable"] += 1
                 continue
             seen["packed"] += 1
-            if encoding == "raw":
-                assert len(payload) == height * width * 3
-            else:
-                assert Image.open(io.BytesIO(payload)).size == (width, height)
+            assert Image.open(io.BytesIO(payload)).size == (width, height)
     assert min(seen.values()) > 30, seen
 
 
 class Alone:
     """A set of one image, given as its bytes."""
-
-    raw = False
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -366,7 +352,6 @@ def look_through(folder: Path) -> None:
     for i in range(min(len(found), 64)):
         found.label(i)
         found.name(i)
-        found.shape(i)
         found.read(i)
 
 
@@ -441,94 +426,6 @@ def test_a_packed_copy_with_false_records_is_reported(packed: Path, tmp_path: Pa
                 one_line(str(error), tmp_path)
                 seen["named"] += 1
     assert min(seen["read"], seen["named"]) > 20, seen
-
-
-# --- downloads
-
-
-def in_halves(go_on: threading.Event) -> Answer:
-    """Sends the first half, and closes the connection when the event is set; after that, whole files."""
-
-    def answer(handler: Handler) -> None:
-        if go_on.is_set():
-            whole(handler)
-            return
-        handler.head(200, Content_Length=len(handler.body))
-        handler.wfile.write(handler.body[: len(handler.body) // 2])
-        go_on.wait(60)
-
-    return answer
-
-
-def test_many_processes_download_once_from_an_unreliable_server(tmp_path: Path) -> None:
-    """One downloads and the others wait. If it is killed, the next one starts, and no partial file has the final name."""
-    go_on = threading.Event()
-    with serving.serving(tiny.SERVED) as server, contextlib.ExitStack() as stack:
-        stack.callback(go_on.set)
-        server.answers = {f"{name}.gz": in_halves(go_on) for name in tiny.PLAIN}
-        children = [stack.enter_context(tiny.process(tmp_path, [server.url]))]
-        wait_until(lambda: len(server.requests) == 1, 60, "the first half for the first process")
-        children += [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(3)]
-        for child in children[1:]:
-            assert child.stdout
-            assert "waiting for another process" in child.stdout.readline()
-        children[0].send_signal(signal.SIGKILL)
-        assert children[0].wait(60) == -signal.SIGKILL
-        wait_until(lambda: len(server.requests) == 2, 60, "the first half for another process")
-        assert not tiny.there(tmp_path).keys() & tiny.PLAIN.keys()
-        go_on.set()
-        errors = [child.communicate(timeout=100)[1] for child in children[1:]]
-        assert [(child.returncode, err) for child, err in zip(children[1:], errors, strict=True)] == [(0, "")] * 3
-        assert Counter(Path(path).name for path in server.requests) == {f"{tiny.IMAGES}.gz": 3, f"{tiny.LABELS}.gz": 1}
-        tiny.assert_complete(tmp_path)  # what the killed one left is removed
-
-
-CIFAR_RUNNER = """
-import hashlib, sys
-from dataclasses import replace
-from recipes import prepare
-from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10, DataFile
-url, size, sha256, images, data_dir = sys.argv[1:]
-file = DataFile("cifar-10-binary.tar.gz", int(size), sha256)
-datasets.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
-cifar10.BATCH_IMAGES = int(images)
-sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
-"""
-
-
-@pytest.mark.usefixtures("few")
-def test_one_of_many_processes_converts_cifar_and_the_others_name_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = small.ARCHIVE
-    sha256 = hashlib.sha256(archive).hexdigest()
-    asked, go_on = threading.Event(), threading.Event()
-
-    def start(url: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", CIFAR_RUNNER, url, str(len(archive)), sha256, str(small.N), str(tmp_path)]
-        return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    with serving.serving({"cifar-10-binary.tar.gz": archive}) as server:
-        server.answers = {"cifar-10-binary.tar.gz": serving.half_then_wait(asked, go_on)}
-        first = start(server.url)
-        try:
-            assert asked.wait(60)
-            others = [start(server.url) for _ in range(3)]
-            for other in others:
-                _, err = other.communicate(timeout=60)
-                assert other.returncode == 3
-                one_line(err.removesuffix("\n"), "prepare.lock", "another process")
-            with pytest.raises(DataFileError):
-                datasets.find_cifar10(tmp_path)
-            go_on.set()
-            assert first.wait(60) == 0
-        finally:
-            go_on.set()
-            first.kill()
-            first.communicate()
-        assert len(server.requests) == 1
-    small.assert_complete(tmp_path)
 
 
 # --- weights
