@@ -26,7 +26,7 @@ from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain, probe_network, site_env, variables
+from recipes.core.doctor import commands, examine, explain, probe_network, variables
 from recipes.core.doctor.node import Surroundings
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
@@ -108,7 +108,7 @@ def propose_env_file(words: Sequence[str]) -> int:
     facts, _ = probe_network.interfaces(Surroundings(os.environ, ranks.detect(os.environ), ROOT))
     chosen = facts.get("chosen", {"interface": "", "address": ""})
     addresses = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
-    print("\n".join(site_env.env_lines(facts["infiniband"], chosen["address"], addresses)))
+    print("\n".join(variables.env_lines(facts["infiniband"], chosen["address"], addresses)))
     return errors.EXIT_DONE
 
 

@@ -7,8 +7,7 @@
     gpucheck        a separate process: torch computes on each GPU
     linkcheck       a separate process: one rank of the bandwidth test
     judge           which nodes are bad, by the reports of all (judge_network: by links and bandwidth); verdict: the result
-    variables       invalid and conflicting environment variables, by the names in variable_tables
-    site_env        proposes the lines of an env file
+    variables       environment variables that stop a run; proposes the lines of an env file
     explain         why a run failed: its records, its job (diagnosis: its logs; log_events, signatures: known lines in them)
 
 `recipes/doctor.py` is the command. Only it may import this package. Besides gpucheck and linkcheck, no module imports torch.
