@@ -8,7 +8,7 @@
     linkcheck       a separate process: one rank of the bandwidth test
     judge           which nodes are bad, by the reports of all (judge_network: by links and bandwidth); verdict: the result
     variables       environment variables that stop a run; proposes the lines of an env file
-    explain         why a run failed: its records, its job (diagnosis: its logs; log_events, signatures: known lines in them)
+    explain         why a run failed: its records, its job, its logs (logs; patterns: known lines in them)
 
 `recipes/doctor.py` is the command. Only it may import this package. Besides gpucheck and linkcheck, no module imports torch.
 """
