@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from recipes.core.launch import allocation, container
 from recipes.core.launch.jobs import Job
 from recipes.core.run import command_line, rundir, scontrol, source
 
+JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
 # Options on sbatch's command line are known only from the job's variables and from scontrol. Both also contain the
@@ -66,7 +68,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
         )
         return errors.EXIT_MACHINE
+    shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
     _run_doctor(settings, run_dir / "doctor", environ)
+    subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
     verdict = files.read_json(run_dir / "doctor" / "doctor.json")
     if verdict and verdict["healthy"]:
         return errors.EXIT_DONE
@@ -103,7 +107,7 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *("--export=ALL", "--wait=60", "--mem=0", f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}"),
         *options,
-        *(*inside, "-u", "-m", "recipes.doctor", f"run_dir={run_dir}"),
+        *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
         *(f"{name}={value}" for name, value in keys.items() if value),
     ]
     variables = {name: value for name, value in environ.items() if name not in allocation.GPU_VARIABLES}
