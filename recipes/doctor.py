@@ -6,10 +6,11 @@
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
     python -m recipes.doctor env my.env                                      # check an env file
     python -m recipes.doctor network                                         # lines for an env file of this site
+    srun … python -m recipes.doctor report; python -m recipes.doctor judge   # in a batch job: the shell judges, after srun
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
-The nodes exchange messages as files in run_dir, since the network may be broken. This process never imports torch: checks that need
-torch or can hang run in their own processes.
+One process examines a node, and writes a report into run_dir, since the network may be broken. It never imports torch: checks that
+need torch or can hang run in their own processes.
 """
 
 import gc
@@ -26,11 +27,12 @@ from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain, probe_network, site_env, variables
+from recipes.core.doctor import commands, examine, explain, probe_network, variables
 from recipes.core.doctor.node import Surroundings
+from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
-from recipes.core.place import ranks
+from recipes.core.place import hostlist, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line, directory, source
 from recipes.core.run.queue import Queue
@@ -55,13 +57,16 @@ def main(argv: list[str]) -> int:
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)
-    settings = command_line.parse(["json=true" if word == "--json" else word for word in argv], recipe="doctor")
+    keys = words if command in (["report"], ["judge"]) else argv
+    settings = command_line.parse(["json=true" if word == "--json" else word for word in keys], recipe="doctor")
     info = ranks.detect(os.environ)
     envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
     cfg: Config = settings.config
     # A thread, since a signal handler does not run while a call hangs.
-    limit = threading.Timer(cfg.seconds + OVER_S, _end_late)
+    limit = threading.Timer(
+        cfg.seconds + OVER_S, _end, [errors.EXIT_MACHINE, "did not end within seconds= and is ended"]
+    )
     limit.daemon = True
     limit.start()
     _end_on_signals()
@@ -73,7 +78,11 @@ def main(argv: list[str]) -> int:
         data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
         bandwidth=cfg.bandwidth,
         as_json=cfg.json,
+        judge_later=keys is words,
     )
+    if command == ["judge"]:
+        hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
+        return examine.give_verdict(Reports(plan.run_dir / "reports"), hosts, plan, 0)
     return examine.run(plan, info)
 
 
@@ -108,31 +117,26 @@ def propose_env_file(words: Sequence[str]) -> int:
     facts, _ = probe_network.interfaces(Surroundings(os.environ, ranks.detect(os.environ), ROOT))
     chosen = facts.get("chosen", {"interface": "", "address": ""})
     addresses = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
-    print("\n".join(site_env.env_lines(facts["infiniband"], chosen["address"], addresses)))
+    print("\n".join(variables.env_lines(facts["infiniband"], chosen["address"], addresses)))
     return errors.EXIT_DONE
 
 
-def _end_late() -> NoReturn:
-    late = f"doctor: {socket.gethostname()}: did not end within seconds= and is ended"
-    print(late, file=sys.stderr, flush=True)
+def _end(status: int, why: str = "") -> NoReturn:
+    """Ends this process at once, with all its commands."""
+    if why:
+        print(f"doctor: {socket.gethostname()}: {why}", file=sys.stderr, flush=True)
     commands.kill_all()
-    os._exit(errors.EXIT_MACHINE)
+    os._exit(status)
 
 
 def _end_on_signals() -> None:
-    """Lets SIGINT, SIGTERM and SIGHUP end this process at once, with all its commands.
+    """Lets SIGINT, SIGTERM and SIGHUP end this process at once.
 
-    A thread does it: Python runs signal handlers in the main thread, which may hang.
+    A thread does it: Python runs signal handlers in the main thread, which may hang, or not be the thread that is interrupted.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-
-    def end() -> NoReturn:
-        number = ours.recv(1)[0]
-        commands.kill_all()
-        os._exit(128 + number)
-
-    threading.Thread(target=end, name="end on signals", daemon=True).start()
+    threading.Thread(target=lambda: _end(128 + ours.recv(1)[0]), daemon=True).start()
     signal.set_wakeup_fd(theirs.detach())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it

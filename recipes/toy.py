@@ -71,6 +71,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
         optimizer.step()
         scheduler.step()
+        step.save = step.ends_epoch and (step.shard.epoch + 1) % cfg.save_every == 0
     return run.results
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from recipes.core.doctor import examine
-from recipes.core.doctor.meeting import Meeting
+from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place.ranks import RankInfo
 from tests.benchmarks.measure import Figure, Size, interleaved
 from tests.unit.doctor.test_verdict import healthy, hosts
@@ -53,12 +53,12 @@ def microseconds(nodes: int) -> float:
 
 
 def examination(nodes: int, texts: list[str]) -> float:
-    """CPU seconds of what `examine.run` does on the first rank after its own checks, without the bandwidth test."""
+    """CPU seconds of what `examine.run` does on the first node after its own checks, without the bandwidth test."""
     info = RankInfo(0, 0, 0, nodes, 1, nodes, "node0", 29400, "env", hosts(nodes), False, "1", 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir, contextlib.redirect_stdout(io.StringIO()) as out:
         plan = examine.Plan(Path(run_dir))
-        meeting = Meeting(Path(run_dir, "reports"), True)
-        slept, arriving = 0.0, arrivals(meeting, texts)
+        reports = Reports(Path(run_dir, "reports"), 0)
+        slept, arriving = 0.0, arrivals(reports.folder, texts)
 
         def sleep(_: float) -> None:
             nonlocal slept
@@ -69,24 +69,22 @@ def examination(nodes: int, texts: list[str]) -> float:
         with mock.patch.object(time, "sleep", sleep):
             end = time.monotonic() + 600
             begin = time.process_time()
-            meeting.post("report-0", json.loads(texts[0]))
-            go = examine._members(meeting, info, plan, 0, end)
-            meeting.post("go", go)
-            meeting.post("final-0", json.loads(texts[0]))
-            status = examine._give_verdict(meeting, info, plan, end)
+            mine = json.loads(texts[0])
+            reports.write(mine, Stage.examined)
+            members = examine._members(reports.collect(range(nodes), Stage.examined, end), info, plan, 0)
+            reports.write(mine, Stage.final)
+            status = examine.give_verdict(reports, info.nodes, plan, end)
             seconds = time.process_time() - begin - slept
-    assert (status, len(go["ranks"])) == (0, nodes), out.getvalue()
+    assert (status, len(members["nodes"])) == (0, nodes), out.getvalue()
     assert out.getvalue().splitlines()[-1] == f"healthy: {nodes} nodes"
     return seconds
 
 
-def arrivals(meeting: Meeting, texts: list[str]) -> Iterator[None]:
-    """Each ``next`` lets some of the nodes write: their reports, when all have, their final ones, and that they leave."""
-    for kind in ("report", "final", "gone"):
+def arrivals(folder: Path, texts: list[str]) -> Iterator[None]:
+    """Each ``next`` lets some of the nodes write: their reports, and when all have, their final ones."""
+    for stage in (Stage.examined, Stage.final):
         for part in range(POLLS):
             for node in range(1 + part, len(texts), POLLS):
-                content = f'{{"rank": {node}}}' if kind == "gone" else texts[node]
-                word = f'{{"examination": "{meeting.name}", "sender": "{node}", "content": {content}}}'
-                (meeting.folder / f"{kind}-{node}.json").write_text(word)
+                (folder / f"{node}.json").write_text(f'{texts[node][:-1]}, "stage": {stage:d}}}')
             yield
-    raise AssertionError("the first rank waits for a node that has left")
+    raise AssertionError("the first node waits for a report that is there")

@@ -1,15 +1,14 @@
 """Examines the nodes of an allocation, checks environment variables, and explains why a run failed.
 
     examine         an examination of all nodes; uses the modules below
-    meeting         messages between the nodes, as files in the run directory
+    reports         one report file of each node, in the run directory
     probes          checks of one node: its disks, limits, versions; probe_network, probe_gpus: its network and GPUs
     reach           whether a node reaches others over TCP
     gpucheck        a separate process: torch computes on each GPU
-    linkcheck       a separate process: one rank of the bandwidth test
+    linkcheck       a separate process: one node's part of the bandwidth test
     judge           which nodes are bad, by the reports of all (judge_network: by links and bandwidth); verdict: the result
-    variables       invalid and conflicting environment variables, by the names in variable_tables
-    site_env        proposes the lines of an env file
-    explain         why a run failed: its records, its job (diagnosis: its logs; log_events, signatures: known lines in them)
+    variables       environment variables that stop a run; proposes the lines of an env file
+    explain         why a run failed: its records, its job, its logs (logs; patterns: known lines in them)
 
 `recipes/doctor.py` is the command. Only it may import this package. Besides gpucheck and linkcheck, no module imports torch.
 """

@@ -5,8 +5,7 @@ proportion to the number of reports.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -32,78 +31,34 @@ ALIKE = (
 )
 
 
-@dataclass
-class NodeReport:
-    """What a node reported. first: the report of its first rank, {} where that is missing. others: those of its other ranks."""
+def verdict_of(hosts: Sequence[str], reports: Mapping[int, dict[str, Any]]) -> Verdict:
+    """The verdict on the report of each node, which can hold any JSON values.
 
-    first: dict[str, Any] = field(default_factory=dict)
-    others: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def all(self) -> list[dict[str, Any]]:
-        return [self.first, *self.others] if self.first else self.others
-
-    def gpus(self) -> list[dict[str, Any]]:
-        """Its GPUs, each once. With --gpus-per-task, each rank reports its own."""
-        seen = [gpu for report in self.all for gpu in untrusted.dicts_at(report, "facts", "gpus", "gpus")]
-        unique: dict[str, dict[str, Any]] = {}
-        for number, gpu in enumerate(seen):
-            unique.setdefault(text_at(gpu, "uuid") or str(number), gpu)
-        return list(unique.values())
-
-
-def verdict_of(hosts: Sequence[str], ranks: int, reports: Iterable[object]) -> Verdict:
-    """The verdict on ``reports``, each of which is any JSON value.
-
-    hosts: of each node that was started, by node_rank, "" where unknown. ranks: the number of ranks that were started.
+    hosts: of each node that was started, by node_rank, "" where unknown.
     """
-    verdict = Verdict(hosts=list(hosts))
-    nodes = _by_node(reports, verdict)
-    _missing(ranks, nodes, verdict)
-    _ended_early(nodes, verdict)
-    _own_findings(nodes, verdict)
-    gpus = {node: report.gpus() for node, report in nodes.items()}
-    _compare(nodes, gpus, verdict)
+    verdict = Verdict(hosts=[host or text_at(reports.get(node), "host") for node, host in enumerate(hosts)])
+    _missing(reports, verdict)
+    _ended_early(reports, verdict)
+    _own_findings(reports, verdict)
+    gpus = {node: untrusted.dicts_at(report, "facts", "gpus", "gpus") for node, report in reports.items()}
+    _compare(reports, gpus, verdict)
     _slow_gpus(gpus, verdict)
-    first = {node: report.first for node, report in nodes.items() if report.first}
-    judge_network.shared_addresses(first, verdict)
-    judge_network.links(first, verdict)
-    judge_network.clocks(first, verdict)
-    judge_network.speeds(first, verdict)
-    judge_network.collectives({node: report.all for node, report in nodes.items()}, verdict)
+    judge_network.shared_addresses(reports, verdict)
+    judge_network.links(reports, verdict)
+    judge_network.clocks(reports, verdict)
+    judge_network.speeds(reports, verdict)
+    judge_network.collectives(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
     out = {node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes}
     verdict.exclude = [verdict.hosts[node] for node in sorted(out) if verdict.hosts[node]]
     bad = verdict.bad_nodes
     for node in range(len(verdict.hosts)):
-        verdict.table.append(_row(node, verdict, first.get(node, {}), gpus.get(node, []), node in bad))
+        verdict.table.append(_row(node, verdict, reports.get(node, {}), gpus.get(node, []), node in bad))
     return verdict
 
 
-def _by_node(reports: Iterable[object], verdict: Verdict) -> dict[int, NodeReport]:
-    """The reports of each node. Adds hosts that are unknown to the verdict."""
-    nodes: dict[int, NodeReport] = {}
-    by_host: dict[str, int] = {}
-    for report in reports:
-        node = value_at(report, "node_rank")
-        if not isinstance(report, dict) or not isinstance(node, int) or not 0 <= node < len(verdict.hosts):
-            verdict.add([], "a report is invalid and is not counted", "look at the folder of reports in run_dir", False)
-            continue
-        host = text_at(report, "host")
-        verdict.hosts[node] = verdict.hosts[node] or host
-        if by_host.setdefault(host, node) != node:
-            fix = "give each machine its own host name"
-            verdict.add([by_host[host], node], f"both report the host name {host}", fix, False)
-        one = nodes.setdefault(node, NodeReport())
-        if report.get("local_rank") != 0:
-            one.others.append(report)
-        elif not one.first:
-            one.first = report
-    return nodes
-
-
-def _missing(ranks: int, nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
-    silent = [node for node in range(len(verdict.hosts)) if node not in nodes or not nodes[node].first]
+def _missing(reports: Mapping[int, object], verdict: Verdict) -> None:
+    silent = [node for node in range(len(verdict.hosts)) if node not in reports]
     # If only one of several nodes is seen, the others probably wrote to a folder of their own.
     not_shared = len(silent) == len(verdict.hosts) - 1 > 1
     for node in silent:
@@ -112,46 +67,39 @@ def _missing(ranks: int, nodes: Mapping[int, NodeReport], verdict: Verdict) -> N
             fix = "give a run_dir= on a file system that all nodes share"
         what = "did not answer: it hangs, was never started, or does not see run_dir"
         verdict.add([node], what, fix, True, leave_out=not not_shared)
-    count = {node: len(report.all) for node, report in nodes.items() if report.first}
-    few = []
-    for node in count:
-        wanted = value_at(nodes[node].first, "local_world_size")
-        if untrusted.is_positive(wanted) and count[node] < wanted:
-            few.append(node)
-    if few or (len(count) == len(verdict.hosts) and sum(count.values()) < ranks):
-        what = "not all of its ranks answered: they hang, or have ended" if few else "not all ranks answered"
-        verdict.add(few, what, "the lines above may say why; otherwise log in there, or leave it out", True)
 
 
-def _ended_early(nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
-    """Nodes of which a rank sent its first report and not its last."""
-    gone = [node for node, report in nodes.items() if any(one.get("early") is True for one in report.all)]
+def _ended_early(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """Nodes that did not write their final report."""
+    gone = [node for node, report in reports.items() if report.get("early") is True]
     if gone:
         what = "answered at first, but not after the bandwidth test: it hangs, or has died"
         all_gone = len(gone) == len(verdict.hosts) > 1
         verdict.add(gone, what, "log in there, or leave it out", True, leave_out=not all_gone)
 
 
-def _own_findings(nodes: Mapping[int, NodeReport], verdict: Verdict) -> None:
+def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
     found: dict[tuple[str, str, bool, bool], set[int]] = {}
-    for node, report in nodes.items():
-        for of_rank in report.all:
-            for one in untrusted.dicts_at(of_rank, "findings"):
-                bad, leave_out = one.get("bad") is True, one.get("leave_out") is not False
-                found.setdefault((text_at(one, "what"), text_at(one, "fix"), bad, leave_out), set()).add(node)
+    for node, report in reports.items():
+        for one in untrusted.dicts_at(report, "findings"):
+            bad, leave_out = one.get("bad") is True, one.get("leave_out") is not False
+            found.setdefault((text_at(one, "what"), text_at(one, "fix"), bad, leave_out), set()).add(node)
     for (what, fix, bad, leave_out), where in found.items():
         # A fault that all nodes have is not fixed by leaving all of them out.
-        is_shared = len(where) == len(nodes) > 1
+        is_shared = len(where) == len(reports) > 1
         verdict.add(sorted(where), what, fix, bad, leave_out and not is_shared)
 
 
-def _compare(nodes: Mapping[int, NodeReport], gpus: Mapping[int, list[dict[str, Any]]], verdict: Verdict) -> None:
+def _compare(reports: Mapping[int, dict[str, Any]], gpus: Mapping[int, list[dict[str, Any]]], verdict: Verdict) -> None:
     """Nodes that differ from most others; without a majority, all nodes."""
     values: list[dict[int, Any]] = [{} for _ in ALIKE]
-    for node, report in nodes.items():  # one report after another, since all facts of thousands do not fit into a cache
+    for (
+        node,
+        report,
+    ) in reports.items():  # one report after another, since all facts of thousands do not fit into a cache
         for of_fact, ((part, name), _, _) in zip(values, ALIKE, strict=True):
-            if (value := _fact(report.first, gpus[node], part, name)) is not None:
+            if (value := _fact(report, gpus[node], part, name)) is not None:
                 of_fact[node] = value
     for of_fact, ((_, name), title, bad) in zip(values, ALIKE, strict=True):
         counted = Counter(of_fact.values()).most_common()
@@ -161,20 +109,15 @@ def _compare(nodes: Mapping[int, NodeReport], gpus: Mapping[int, list[dict[str, 
         is_majority = often > counted[1][1]
         odd: dict[Any, list[int]] = {}
         for node, value in of_fact.items():
-            if (value != usual or not is_majority) and not (
-                name == "count" and _as_granted(nodes[node].first, gpus[node])
-            ):
+            as_granted = name == "count" and value == value_at(
+                reports[node], "facts", "gpus", "granted"
+            )  # nodes may differ
+            if (value != usual or not is_majority) and not as_granted:
                 odd.setdefault(value, []).append(node)
         for value, where in odd.items():
             others = f"{shown(usual, SHORT)} on {often} others" if is_majority else "and the nodes have no majority"
             fix = "use the same on all nodes: NCCL requires it, and nothing else is tested"
             verdict.add(where, f"{title} is {shown(value, SHORT)}, {others}", fix, bad and is_majority)
-
-
-def _as_granted(report: Mapping[str, Any], gpus: list[dict[str, Any]]) -> bool:
-    """Whether a node has the GPUs that it was granted, or one for each of its ranks. Nodes may differ in that."""
-    facts = dict_at(report, "facts", "gpus")
-    return bool(gpus) and len(gpus) in (facts.get("granted"), facts.get("ranks"))
 
 
 def _fact(report: Mapping[str, Any], gpus: list[dict[str, Any]], part: str, name: str) -> str | int | None:

@@ -1,10 +1,7 @@
-"""Judges the network by the reports of all nodes: links that fail, clocks, bandwidth, and addresses that are not unique.
-
-``reports`` maps a node to the report of its first rank.
-"""
+"""Judges the network by the reports of all nodes: links that fail, clocks, bandwidth, and addresses that are not unique."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -139,20 +136,16 @@ def _is_pair(row: object, node: int, count: int) -> bool:
     )  # fmt: skip
 
 
-def collectives(reports: Mapping[int, Sequence[Mapping[str, Any]]], verdict: Verdict) -> None:
-    """The bandwidth test of all nodes: a wrong sum; and where it did not end, the nodes that are behind the others.
-
-    reports: of all ranks of each node.
-    """
+def collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """The bandwidth test of all nodes: a wrong sum; and where it did not end, the nodes that are behind the others."""
     places: dict[int, str] = {}  # that each node reached in the test
     errors: dict[int, str] = {}
     ended: set[int] = set()
-    for node, of_ranks in reports.items():
-        if any(value_at(one, "bandwidth", "correct") is False for one in of_ranks):
-            verdict.add(
-                [node], "an all_reduce has a wrong sum there", "memory or a link corrupts data: leave it out", True
-            )
-        measured = untrusted.dict_at(of_ranks[0], "bandwidth")
+    for node, report in reports.items():
+        measured = untrusted.dict_at(report, "bandwidth")
+        if measured.get("correct") is False:
+            fix = "memory or a link corrupts data: leave it out"
+            verdict.add([node], "an all_reduce has a wrong sum there", fix, True)
         if measured.get("at"):
             places[node], errors[node] = text_at(measured, "at"), text_at(measured, "error")
         if measured.get("ended") is True:

@@ -1,4 +1,4 @@
-"""One rank of the doctor's bandwidth test: an all_reduce over all ranks, and exchanges between pairs of nodes.
+"""One node's part of the doctor's bandwidth test: an all_reduce over one rank of each node, and exchanges between pairs of nodes.
 
 ``python -m recipes.core.doctor.linkcheck BACKEND LISTENER TIMEOUT_S``, with RANK and so on in the environment, as torchrun sets them.
 LISTENER: rank 0's listening socket, -1 on others. It prints a line of JSON after each step, so that the doctor knows where it hangs.
@@ -32,7 +32,7 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
+        device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0, timeout=timeout,
@@ -49,10 +49,8 @@ def main(backend: str, listener: int, timeout_s: float) -> None:
     say(at="meeting the others")
     seconds, is_correct = all_reduce(device, rank, size)
     say(at="an all_reduce", busbw=SIZE / seconds * 2 * (size - 1) / size / 1e9, correct=is_correct)
-    firsts = [nodes.index(node) for node in sorted(set(nodes))]
-    for mask in masks(len(firsts)):
-        if rank in firsts:
-            pair(firsts, nodes, rank, mask, device)
+    for mask in masks(size):
+        pair(nodes, rank, mask, device)
         say(at=f"pairs, {mask} apart")
         dist.barrier()
     say(at="the end", ended=True)
@@ -85,12 +83,10 @@ def masks(count: int) -> list[int]:
     return sorted({1 << bit for bit in (0, 1, bits // 2, bits - 1) if 0 <= bit < bits})
 
 
-def pair(firsts: list[int], nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
+def pair(nodes: list[int], rank: int, mask: int, device: torch.device) -> None:
     """Exchanges data with the partner of this round, in both directions at once. The lower rank prints the bandwidth."""
-    mine = firsts.index(rank)
-    if mine ^ mask >= len(firsts):
+    if (peer := rank ^ mask) >= len(nodes):
         return
-    peer = firsts[mine ^ mask]
     data, received = (torch.zeros(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
     taken = []
     for _ in range(TRIES):

@@ -26,16 +26,11 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a rank reports about its node. links: what `reach` found on the way to other nodes."""
+    """What the checks of a node found."""
 
-    rank: int
-    node_rank: int
-    local_rank: int
-    local_world_size: int
     host: str
     facts: Facts = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    links: list[Facts] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@ in a separate process (`gpucheck`)."""
 
 import csv
 import json
-import os
-import re
 import shutil
 import socket
 import sys
@@ -35,7 +33,6 @@ AS_TABLE = "--format=csv,noheader,nounits"
 SMI = (
     (f"--query-gpu={','.join(FIELDS)}", AS_TABLE),
     ("--query-compute-apps=gpu_uuid,pid,used_memory", AS_TABLE),
-    ("topo", "-m"),
 )
 
 
@@ -46,12 +43,11 @@ def examine(
 
     on_cpu: no GPU is needed. run: runs a command for at most so many seconds; its stdout, and why it failed ("" if it did not).
     """
-    facts: dict[str, Any] = {"granted": gpus.granted_gpus(environ), "ranks": info.local_world_size}
-    named = gpus.named_gpus(environ)
-    if on_cpu or (info.local_rank and (named is None or named[1] != 1)):
-        return facts, []  # the node's first rank sees the same GPUs and tests them
+    facts: dict[str, Any] = {"granted": gpus.granted_gpus(environ)}
+    if on_cpu:
+        return facts, []
     with ThreadPoolExecutor(len(SMI)) as pool:  # without persistence mode, each call loads the driver and takes seconds
-        (smi, why), (apps, _), (topology, _) = pool.map(lambda words: run(["nvidia-smi", *words], SMI_S), SMI)
+        (smi, why), (apps, _) = pool.map(lambda words: run(["nvidia-smi", *words], SMI_S), SMI)
     in_smi = parse_smi(smi)
     found: list[Finding] = []
     # Many images have no nvidia-smi, and others have it without a GPU.
@@ -68,8 +64,7 @@ def examine(
     found += _missing(environ, info, len(seen), len(in_smi))
     for gpu in seen:
         found += _of_one(gpu, in_smi.get(gpu.get("uuid", ""), {}))
-    found += _other_processes(apps, {gpu.get("uuid") for gpu in seen})
-    return facts, found + distances(topology, os.sched_getaffinity(0), info, _name_in_smi(seen, in_smi, info))
+    return facts, found + _other_processes(apps, {gpu.get("uuid") for gpu in seen})
 
 
 def _missing(environ: Mapping[str, str], info: RankInfo, seen: int, in_smi: int) -> list[Finding]:
@@ -79,8 +74,6 @@ def _missing(environ: Mapping[str, str], info: RankInfo, seen: int, in_smi: int)
     if info.in_slurm and seen == 0:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
         return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
-    if 0 < seen < info.local_world_size and not (seen == 1 and gpus.has_its_own(environ, info.local_world_size)):
-        return [Finding(f"{info.local_world_size} ranks and {seen} GPUs", "start one rank per GPU")]
     if seen < in_smi and not info.in_slurm and gpus.named_gpus(environ) is None:
         fix = "torch without CUDA, or too new for the driver: python -m torch.utils.collect_env"
         return [Finding(f"nvidia-smi shows {in_smi} GPUs and torch sees {seen}", fix, bad=seen == 0)]
@@ -109,22 +102,14 @@ def _leave_out() -> str:
 
 
 def _other_processes(apps: str, uuids: set[Any]) -> list[Finding]:
-    """Processes on these GPUs, as nvidia-smi lists them, except for checks of other ranks."""
+    """Processes on these GPUs, as nvidia-smi lists them."""
     found = []
     for row in _rows(apps):
-        if len(row) == 3 and row[0] in uuids and row[1].isdecimal() and not _is_check(int(row[1])):
+        if len(row) == 3 and row[0] in uuids and row[1].isdecimal():
             uuid, pid, memory = row
             fix = f"find its owner with ps -o user,cmd {pid} there; end it, or leave out that node"
             found.append(Finding(f"process {pid} uses {memory} MB of GPU {uuid}", fix, bad=False))
     return found
-
-
-def _is_check(pid: int) -> bool:
-    """Whether a process is the check of another rank's GPU."""
-    try:
-        return b"recipes.core.doctor.gpucheck" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def parse_smi(text: str) -> dict[str, dict[str, str]]:
@@ -136,60 +121,3 @@ def _rows(text: str) -> Iterator[list[str]]:
     """The rows of a table of nvidia-smi. Lines that are too long to be rows are ignored."""
     lines = (line for line in text.splitlines() if len(line) < LONGEST)
     return iter(csv.reader(lines, skipinitialspace=True))
-
-
-def _name_in_smi(seen: Sequence[Mapping[str, Any]], in_smi: Mapping[str, Mapping[str, str]], info: RankInfo) -> str:
-    """nvidia-smi's name of this rank's GPU, "" if unknown. It is found by UUID, since torch numbers only the visible GPUs."""
-    place = info.local_rank if len(seen) > 1 else 0
-    uuid = seen[place].get("uuid", "") if place < len(seen) else ""
-    return f"GPU{in_smi[uuid]['index']}" if uuid in in_smi else ""
-
-
-def distances(topology: str, allowed: set[int], info: RankInfo, mine: str) -> list[Finding]:
-    """Findings in the output of ``nvidia-smi topo -m``. allowed: CPUs of this process. mine: the name of its GPU there.
-
-    A rank whose CPUs are all far from its GPU; and a GPU that reaches each NIC across the sockets, while another GPU has one near.
-    """
-    rows = _matrix(topology)
-    names = [name for name in rows if name.startswith("GPU")]
-    nics = sorted({other for name in names for other in rows[name] if re.match(r"NIC\d|mlx|bnxt|irdma", other)})
-    found = []
-    near = _cpus(rows.get(mine, {}).get("CPU Affinity", ""))
-    if info.local_world_size > 1 and near and allowed and not near & allowed:
-        what = f"{mine} is near CPUs {rows[mine]['CPU Affinity']}, and its rank may use none of them"
-        fix = "give srun --cpu-bind=none, or --gpu-bind=closest, or --cpus-per-task so that each socket has its ranks"
-        found.append(Finding(what, fix, bad=False))
-    ways = {name: {rows[name].get(nic, "") for nic in nics} - {""} for name in names}
-    behind = [name for name, kinds in ways.items() if kinds and kinds <= {"SYS"}]
-    if behind and len(behind) < len(names):
-        what = f"{', '.join(behind)} reach every NIC across the sockets (SYS), others have one near"
-        fix = "a NIC is missing or down on that socket: compare with a healthy node"
-        found.append(Finding(what, fix, bad=False))
-    return found
-
-
-def _matrix(topology: str) -> dict[str, dict[str, str]]:
-    """The rows of ``nvidia-smi topo -m`` by name, each by column; {} for other text. Tabs or blanks separate columns."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in topology.splitlines()]
-    header = next((line for line in lines if re.match(r"\s*GPU\d", line)), "")
-    if not header:
-        return {}
-    columns = (
-        [one.strip() for one in header.split("\t") if one.strip()]
-        if "\t" in header
-        else re.split(r"\s{2,}|\s(?=GPU\d|NIC\d|mlx)", header.strip())
-    )
-    rows = {}
-    for line in lines:
-        parts = [one.strip() for one in line.split("\t")] if "\t" in line else line.split()
-        if parts and re.fullmatch(r"GPU\d+|NIC\d+|mlx\S+", parts[0]) and line != header:
-            rows[parts[0]] = dict(zip(columns, parts[1:], strict=False))
-    return rows
-
-
-def _cpus(text: str) -> set[int]:
-    """The CPUs of a list such as 0-31,64-95; empty for other text."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        return set()
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}

@@ -32,15 +32,10 @@ Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
 
 def run_all(here: Surroundings, deadline_s: float) -> Report:
-    """Runs all checks at once, each for at most ``deadline_s`` seconds. A check that does not end is a finding.
-
-    A node's first rank runs all of them, its other ranks only that of the GPUs.
-    """
-    info, here = here.info, dataclasses.replace(here, end=time.monotonic() + deadline_s)
-    report = Report(info.rank, info.node_rank, info.local_rank, info.local_world_size, socket.gethostname())
-    checks = CHECKS if info.local_rank == 0 else {"gpus": CHECKS["gpus"]}
-    pool = ThreadPoolExecutor(len(checks))  # not as a context manager, which waits for threads that hang
-    answers = {name: pool.submit(check, here) for name, check in checks.items()}
+    """Runs all checks at once, each for at most ``deadline_s`` seconds. A check that does not end is a finding."""
+    here, report = dataclasses.replace(here, end=time.monotonic() + deadline_s), Report(socket.gethostname())
+    pool = ThreadPoolExecutor(len(CHECKS))  # not as a context manager, which waits for threads that hang
+    answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:

@@ -3,7 +3,6 @@
 Standard library only. A node probes a fixed number of others (`peers`), so its cost is the same in a job of any size.
 """
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -48,17 +47,13 @@ def peers(node_rank: int, num_nodes: int) -> list[int]:
 
 
 class Server:
-    """Answers on its ports until it is closed: to b"who" with its identity, to other messages with the same bytes.
+    """Answers on its ports until the process ends: to b"who" with its identity, to other messages with the same bytes.
 
     nonce: distinguishes this examination from others.
     """
 
     def __init__(self, node_rank: int, nonce: str) -> None:
         self._hello = {"node_rank": node_rank, "nonce": nonce, "host": socket.gethostname()}
-        self._loop = asyncio.new_event_loop()
-        self._servers: list[asyncio.AbstractServer] = []
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reach", daemon=True)
-        self._thread.start()
 
     def listen(self, port: int = 0, descriptor: int = -1) -> int:
         """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any free one). Returns the port. Raises OSError.
@@ -66,36 +61,21 @@ class Server:
         descriptor: of a listening socket, in place of a port.
         """
         listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
-
-        start = asyncio.start_server(self._answer, sock=listening)
-        self._servers.append(asyncio.run_coroutine_threadsafe(start, self._loop).result(10))
+        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
         return int(listening.getsockname()[1])
 
-    def close(self) -> None:
-        async def end() -> None:
-            for server in self._servers:
-                server.close()
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            connection, _ = listening.accept()
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result(5)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the other side is gone, or is another program
             while True:
-                (length,) = LENGTH.unpack(await asyncio.wait_for(reader.readexactly(LENGTH.size), QUIET_S))
-                if length > LARGEST:
-                    break
-                data = await asyncio.wait_for(reader.readexactly(length), QUIET_S)
+                data = _receive(connection, time.monotonic() + QUIET_S)
                 if data == b"who":
                     data = json.dumps({**self._hello, "time": time.time()}).encode()
-                writer.write(LENGTH.pack(len(data)) + data)
-                await writer.drain()
-        except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            pass  # the other side is gone, or is another program
-        finally:
-            writer.close()
+                connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def listener(port: int) -> socket.socket:
@@ -112,10 +92,8 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
     """
     end = time.monotonic() + STEPS * timeout_s
 
-    def left() -> float:
-        if (remaining := end - time.monotonic()) <= 0:
-            raise TimeoutError
-        return min(timeout_s, remaining)
+    def step() -> float:
+        return min(time.monotonic() + timeout_s, end)
 
     try:
         found = resolve(host, timeout_s)
@@ -124,15 +102,15 @@ def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_
     why = "no address"
     for address in found:
         try:
-            with socket.create_connection((address, port), left()) as connection:
+            with socket.create_connection((address, port), _left(step())) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = _talk(connection, left, peer, nonce)
+                link = _talk(connection, step, peer, nonce)
         except OSError as error:
             why = words(error)
             continue
         if not link.fault and master_port:
             try:
-                socket.create_connection((address, master_port), left()).close()
+                socket.create_connection((address, master_port), _left(step())).close()
             except OSError as error:
                 return replace(link, fault="master", why=words(error))
         return link
@@ -153,11 +131,11 @@ def resolve(host: str, timeout_s: float) -> list[str]:
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
 
 
-def _talk(connection: socket.socket, left: Callable[[], float], peer: int, nonce: str) -> Link:
+def _talk(connection: socket.socket, step: Callable[[], float], peer: int, nonce: str) -> Link:
     """Measures round trips and the clock, and whether large messages pass."""
     try:
         begin, sent = time.monotonic(), time.time()
-        known = json.loads(_echo(connection, left, b"who"))
+        known = json.loads(_echo(connection, step(), b"who"))
         took = time.monotonic() - begin
         clock_s = float(known["time"]) - sent - took / 2
         if (known["nonce"], known["node_rank"]) != (nonce, peer):
@@ -171,34 +149,45 @@ def _talk(connection: socket.socket, left: Callable[[], float], peer: int, nonce
         trips = []
         for _ in range(ECHOES):
             begin = time.monotonic()
-            _echo(connection, left, bytes(SMALL))
+            _echo(connection, step(), bytes(SMALL))
             trips.append(time.monotonic() - begin)
         link = replace(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
-        _echo(connection, left, bytes(LARGE))
+        _echo(connection, step(), bytes(LARGE))
     except OSError as error:
         return replace(link, fault="large" if link.round_trip_s else "small", why=words(error))
     return link
 
 
-def _echo(connection: socket.socket, left: Callable[[], float], data: bytes) -> bytes:
-    """Sends ``data`` and returns the answer. left: seconds that the step may still take. Raises OSError."""
-    connection.settimeout(left())
+def _echo(connection: socket.socket, end: float, data: bytes) -> bytes:
+    """Sends ``data`` and returns the answer. Raises OSError, also at ``end`` (time.monotonic)."""
+    connection.settimeout(_left(end))
     connection.sendall(LENGTH.pack(len(data)) + data)
-    (length,) = LENGTH.unpack(_exactly(connection, left, LENGTH.size))
+    return _receive(connection, end)
+
+
+def _receive(connection: socket.socket, end: float) -> bytes:
+    """One message. Raises OSError."""
+    (length,) = LENGTH.unpack(_exactly(connection, end, LENGTH.size))
     if length > LARGEST:
         raise OSError(errno.EPROTO, "another program answers there")
-    return _exactly(connection, left, length)
+    return _exactly(connection, end, length)
 
 
-def _exactly(connection: socket.socket, left: Callable[[], float], count: int) -> bytes:
+def _exactly(connection: socket.socket, end: float, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
-        connection.settimeout(left())
+        connection.settimeout(_left(end))
         part = connection.recv(count - len(data))
         if not part:
             raise OSError(errno.ECONNRESET, "the connection was closed")
         data += part
     return bytes(data)
+
+
+def _left(end: float) -> float:
+    if (left := end - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
 
 
 def words(error: OSError) -> str:

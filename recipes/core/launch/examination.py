@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from recipes.core.launch import allocation, container
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, source
 
+JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
 
 # Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they are in no script.
@@ -48,7 +50,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
             f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
         )
         return errors.EXIT_MACHINE
+    shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
     _run_doctor(settings, run_dir / "doctor", environ)
+    subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
     verdict = files.read_json(run_dir / "doctor" / "doctor.json")
     if verdict and verdict["healthy"]:
         return errors.EXIT_DONE
@@ -80,7 +84,7 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *("--export=ALL", "--wait=60", "--mem=0", f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}"),
         *options,
-        *(*inside, "-u", "-m", "recipes.doctor", f"run_dir={run_dir}"),
+        *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
         *(f"{name}={value}" for name, value in keys.items() if value),
     ]
     variables = {name: value for name, value in environ.items() if name not in allocation.GPU_VARIABLES}

@@ -42,27 +42,25 @@ def test_as_json(tmp_path: Path) -> None:
     assert found["exclude"] == []  # it may have been typed wrongly
 
 
-@pytest.mark.long
-def test_two_ranks_of_torchrun_meet_in_the_run_directory(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.doctor"]
-    ended = helpers.run([*argv, "device=cpu", f"run_dir={tmp_path}"])
-    assert ended.status == 0, ended.out
-    assert "all_reduce busbw" in ended.out
-    assert ended.lines[-1] == "healthy: 1 node"
-    assert list((tmp_path / "reports").iterdir()) == []  # nothing for the next one to take for its own
+def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
+    ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
+    assert (ended.status, ended.out) == (0, "")
+    assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
+    ended = doctor("judge", f"run_dir={tmp_path}")
+    assert ended.status == 3, ended.out
+    assert f"data_dir={tmp_path}/none cannot be used" in ended.out
+    assert helpers.read(tmp_path, "doctor")["healthy"] is False
+    ended = doctor("judge", f"run_dir={tmp_path}")
+    assert (ended.status, ended.lines) == (3, [f"doctor: no node has written a report into {tmp_path}/reports"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_examination_after_a_killed_one_is_correct(tmp_path: Path, number: signal.Signals) -> None:
+def test_two_nodes_are_examined_after_a_killed_examination(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}"]
-    place = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(helpers.free_port()),
-    }
-    environ = [helpers.clean_environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(helpers.free_port())
+    environ = [helpers.clean_environment(**place, RANK=str(rank)) for rank in range(2)]
 
     def start() -> list[subprocess.Popen[str]]:
         return [
@@ -70,17 +68,14 @@ def test_an_examination_after_a_killed_one_is_correct(tmp_path: Path, number: si
         ]
 
     ended = start()
-    while not list(tmp_path.glob("reports/*/go.json")):
-        assert all(process.poll() is None for process in ended)
-        time.sleep(0.02)
+    helpers.wait_until(lambda: any('"measure"' in p.read_text() for p in tmp_path.glob("reports/*/0.json")), 60, "it")
     for process in ended:
         process.send_signal(number)
     for process in ended:
         process.communicate(timeout=10)
-    began = time.monotonic()
     said = [process.communicate(timeout=100)[0] for process in start()]
-    assert time.monotonic() - began < 60
-    assert said[0].splitlines()[-1] == "healthy: 1 node", said
+    assert "all_reduce busbw" in said[0]
+    assert said[0].splitlines()[-1] == "healthy: 2 nodes", said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -54,7 +54,6 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report.facts["torch"]["torch"]
     assert report.facts["disks"]["run"]["free"] > 0
     assert report.facts["interfaces"]["interfaces"]["lo"]["addresses"]
-    assert report.rank == 0
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
@@ -209,25 +208,6 @@ def test_the_drivers_version(tmp_path: Path) -> None:
         assert (facts["driver"], found) == ("550.54.15", [])
     assert facts["python"] == platform.python_version()
     assert "driver" not in probes.system(here(tmp_path, root=str(tmp_path / "none")))[0]
-
-
-def test_each_nodes_first_rank_looks_at_all_and_the_others_at_their_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
-        return {}, []
-
-    monkeypatch.setattr(probes, "CHECKS", {"disks": check, "gpus": check})
-    for rank, local_rank, expected in ((0, 0, {"disks", "gpus"}), (2, 0, {"disks", "gpus"}), (3, 1, {"gpus"})):
-        info = replace(ALONE, rank=rank, world_size=4, local_rank=local_rank, local_world_size=2, node_rank=rank // 2)
-        report = probes.run_all(here(tmp_path, info), 20)
-        assert report.facts.keys() == expected
-        assert (report.rank, report.node_rank, report.local_rank, report.local_world_size) == (
-            rank,
-            rank // 2,
-            local_rank,
-            2,
-        )
 
 
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

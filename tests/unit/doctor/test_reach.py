@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +18,8 @@ from recipes.core.doctor.reach import Server
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(3, "this run")
-    yield made
-    made.close()
+def server() -> Server:
+    return Server(3, "this run")
 
 
 def served(answer: Callable[[socket.socket], None]) -> int:
@@ -136,7 +134,7 @@ def test_the_round_trip_is_the_median_and_the_clock_is_asked_half_way(monkeypatc
     )  # the first one asks who it is, the last one is large
     now, sizes = [1000.0], []
 
-    def echo(connection: object, left: object, data: bytes) -> bytes:
+    def echo(connection: object, end: object, data: bytes) -> bytes:
         sizes.append(len(data))
         middle = now[0] + (trip := next(trips)) / 2
         now[0] += trip

@@ -1,0 +1,83 @@
+"""The reports of an examination: one file of each node in the run directory, since the network may be broken.
+
+A node writes its file again after each stage. Nothing in a report names a file.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from recipes.core.files import read_bounded, write_json
+
+POLL_S = 0.3
+LARGEST = 1 << 20  # bytes of a report
+
+
+class Stage(IntEnum):
+    """How far a node is: ``stage`` in its report."""
+
+    listening = 0  # its server answers
+    examined = 1  # its checks and links are done
+    ready = 2  # of the first node: it has chosen the nodes that measure bandwidth
+    final = 3
+
+
+def stage_of(report: Mapping[str, Any] | None) -> int:
+    stage = (report or {}).get("stage")
+    return stage if isinstance(stage, int) else -1
+
+
+class Reports:
+    """The folder of an examination's reports, for one node, or for a judge (node -1).
+
+    oldest_s: age from which a file belongs to an earlier examination that was killed.
+    """
+
+    def __init__(self, folder: Path, node: int = -1, oldest_s: float = float("inf")) -> None:
+        self.folder, self._file = folder, f"{node}.json"
+        self._oldest_s, self._since = oldest_s, 0.0
+
+    def write(self, report: Mapping[str, Any], stage: Stage) -> None:
+        """Writes the report of this node. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / self._file, {**report, "stage": stage})
+        # By the file system's clock: this node's may be wrong.
+        self._since = self._since or (self.folder / self._file).stat().st_mtime - self._oldest_s
+
+    def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, dict[str, Any]]:
+        """The reports of ``nodes`` as soon as all have reached ``stage``; at ``end`` (time.monotonic), those that are there."""
+        wanted = {f"{node}.json": node for node in nodes}
+        found: dict[int, dict[str, Any]] = {}
+        read_at: dict[str, int] = {}
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # the examination may be over
+                for entry in os.scandir(self.folder):
+                    if entry.name in wanted and entry.stat().st_mtime_ns != read_at.get(entry.name):
+                        read_at[entry.name] = entry.stat().st_mtime_ns
+                        report = _read(Path(entry.path)) if entry.stat().st_mtime >= self._since else None
+                        found |= {wanted[entry.name]: report} if report else {}
+            if all(stage_of(found.get(node)) >= stage for node in wanted.values()) or time.monotonic() > end:
+                return found
+            time.sleep(POLL_S)
+
+    def are_judged(self) -> bool:
+        """Whether the reports were removed, which the judge does after its verdict."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._file not in os.listdir(self.folder)  # a listing makes NFS refresh its cache
+        return True
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        report = json.loads(read_bounded(path, LARGEST))
+        return report if isinstance(report, dict) else None
+    return None

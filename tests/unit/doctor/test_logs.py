@@ -1,0 +1,251 @@
+"""Known lines, the first rank to fail by logs of other launchers, and files that are not logs. Hosts and addresses are changed."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.core.doctor import logs
+from recipes.core.doctor.explain import of_logs as explain
+from recipes.core.doctor.patterns import PATTERNS, Pattern
+from recipes.core.errors import InputError
+from tests.helpers import ROOT
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.\n"
+DISK = "OSError: [Errno 5] Input/output error\n"
+
+
+def said(tmp_path: Path, **files: str) -> list[str]:
+    """What is found in a folder with these files; ``__`` in a name stands for a dot."""
+    for name, text in files.items():
+        (tmp_path / name.replace("__", ".")).write_text(text)
+    return explain(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+def test_a_pattern_finds_its_own_line_and_no_other(tmp_path: Path, pattern: Pattern) -> None:
+    assert len(PATTERNS) <= 30
+    log = logs.Log("job.out", f"epoch 1  step 1  loss 2.3008\n{pattern.seen}\nbye\n", 1, None)
+    assert [(event.pattern, event.where) for event in logs.events(log, 0)] == [(pattern, "job.out:2")]
+    found = said(tmp_path, job__out=log.text)
+    assert f"{pattern.level.name}: {pattern.name} (1 " in "\n".join(found)
+    assert f"  do: {pattern.fix}" in found
+    assert all(0 < len(text) < 160 and "\n" not in text for text in (pattern.means, pattern.fix))
+
+
+def test_no_pattern_matches_what_this_project_prints() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in page.read_text().split("```")[1::2]]
+    assert len(blocks) > 40
+    ordinary = """
+        mnist: 4 ranks on 2 nodes, cpu, gloo
+        epoch 10  step 230  loss 0.5416  lr 1.6e-07  1,831 samples/s  val_top1 0.9944  val_top5 1.0000
+        mnist: failed: rank 1 on node1 exited without an error record (killed, out of memory, or its node is gone); logs in /r/logs
+        rank 1 on node1 got no further than step 9 (backward), and the other ranks timed out waiting for it
+        failed: rank 1 on node1 was killed by signal 9; logs in /r/logs
+        node0:13571:13571 [0] NCCL INFO Bootstrap : Using enp10s0:10.10.7.107<0>
+        [W socket.cpp:601] [c10d] The client socket has failed to connect to [node1]:29500 (errno: 111 - Connection refused).
+        45%|####5     | 2321/5005 [12:33<14:12,  3.15it/s, loss=2.61]
+    """
+    log = logs.Log("job.out", "\n".join([*blocks, ordinary]), 1, None)
+    assert list(logs.events(log, 0)) == []
+
+
+def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
+    found = said(
+        tmp_path,
+        rank0__log="[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n",
+        rank2__log=f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}",
+    )
+    assert found[0] == "rank 2 failed first: CUDA out of memory"
+    assert found[1].startswith("cause: CUDA out of memory (1 rank): the GPU has")
+    assert found[3:] == [
+        f"  rank2.log:3: {OOM.strip()}",
+        "also: lost another rank (1 rank)",
+        "rank2.log ends:",
+        "  | step 4",
+        "  | node7:11:12 [0] NCCL INFO x",
+        f"  | {OOM.strip()}",
+    ]
+
+
+def test_srun_names_the_host_and_the_first_of_those_that_ended(tmp_path: Path) -> None:
+    text = (
+        "srun: error: node2: task 5: Out Of Memory\n"
+        "srun: Terminating StepId=7.0\n"
+        "srun: error: node1: tasks 0-3: Killed\n"
+        "srun: error: node2: task 4: Killed\n"
+    )
+    found = said(tmp_path, slurm_7__out=text)
+    assert found[0] == "rank 5 on node2 failed first: memory is used up"
+    assert "also: killed (2 ranks)" in found
+
+
+def test_of_two_causes_the_one_of_the_lower_rank_is_first_in_numerical_order(tmp_path: Path) -> None:
+    found = said(tmp_path, rank10__log=DISK, rank9__log=DISK, rank11__log=DISK)
+    assert found[0] == "rank 9 failed first: file system failed"
+    assert found[1].startswith("cause: file system failed (3 ranks): ")
+
+
+def test_a_consequence_alone_is_reported_as_one(tmp_path: Path) -> None:
+    [line] = [pattern.seen for pattern in PATTERNS if pattern.name == "collective timed out"]
+    expected = "rank 0 reported first, but only a consequence (collective timed out); the logs do not show its cause"
+    assert said(tmp_path, a__log=line)[0] == expected
+
+
+def test_a_time_limit_blames_no_rank_unless_one_failed_before(tmp_path: Path) -> None:
+    limit = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***\n"
+    text = f"{limit}srun: error: node1: tasks 0-3: Terminated\n"
+    blames_none = "the whole job was ended, and no rank is to blame: time limit or preemption"
+    assert said(tmp_path, slurm_7__out=text)[0] == blames_none
+    assert said(tmp_path, rank2__log="Traceback (most recent call last):\n  x\nmine.Stopped: x\n")[0] == blames_none
+    assert said(tmp_path, rank2__log=DISK)[0] == "rank 2 failed first: file system failed"
+
+
+def test_an_unknown_exception_is_named_by_its_last_line_and_its_rank(tmp_path: Path) -> None:
+    text = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "train.py", line 3, in <module>\n'
+        "[rank0]: ncclRemoteError: A call failed possibly due to a network error\n"
+        "[rank1]:     x = cells[7]\n"
+        "[rank1]: KeyError: 7\n"
+    )
+    found = said(tmp_path, job__err=text)
+    assert found[0] == "rank 1 failed first: the program's own error"
+    assert "  job.err:5: [rank1]: KeyError: 7" in found
+    caught = "[rank1]: Traceback (most recent call last):\n[rank1]:  x\n[rank1]: ValueError: caught\nstep 1\n"
+    assert "  job.err:9: [rank1]: KeyError: 7" in said(tmp_path, job__err=caught + text)
+
+
+def test_a_known_exception_is_reported_once(tmp_path: Path) -> None:
+    text = "Traceback (most recent call last):\n  File \"t.py\", line 3, in <module>\nModuleNotFoundError: No module named 'x'\n"
+    found = said(tmp_path, job__err=text)
+    assert [line.split(" (")[0] for line in found if line.startswith(("cause", "error"))] == [
+        "cause: environment does not fit"
+    ]
+
+
+def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:
+    found = said(tmp_path, rank0__log=f"\fstep 1\n{OOM}\fstep 7\n{DISK}")
+    assert found[0] == "rank 0 failed first: file system failed"
+    assert f"  rank0.log:4: {DISK.strip()}" in found
+    assert "CUDA" not in "\n".join(found)
+    assert said(tmp_path, rank0__log=f"{OOM}\fstep 7\n") == [
+        "no known cause in 1 file",
+        "rank0.log ends:",
+        "  | step 7",
+    ]
+
+
+def test_labels_of_srun_are_ranks_where_all_lines_have_them(tmp_path: Path) -> None:
+    text = "".join(f" {rank}: epoch 1\n" for rank in range(12)) + f"11: {DISK}"
+    assert said(tmp_path, job__out=text)[0].startswith("rank 11 failed")
+    assert said(tmp_path, job__out="epoch 1\n" + text)[0].startswith("the first error, on a rank that the logs do not")
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("logs/rank3.log", 3), ("17_5_log.err", 5), ("17_2_5_log.out", 5), ("slurm-17.out", None), ("job_17_task_4.err", 4),
+        ("run/attempt_0/6/stderr.log", 6), ("ranking7.log", None), ("train.o17", None),
+    ],
+)  # fmt: skip
+def test_the_rank_is_read_from_the_file_name(tmp_path: Path, name: str, rank: int | None) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(DISK)
+    found = explain(tmp_path)
+    assert found[0].startswith("the first error" if rank is None else f"rank {rank} failed first")
+    assert f"  {name}:1: {DISK.strip()}" in found
+
+
+def test_folders_of_two_torchruns_name_no_rank(tmp_path: Path) -> None:
+    for node in "ab":
+        (tmp_path / node / "attempt_0" / "1").mkdir(parents=True)
+        (tmp_path / node / "attempt_0" / "1" / "stderr.log").write_text(DISK)
+    assert explain(tmp_path)[0].startswith("the first error, on a rank that the logs do not name")
+
+
+def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
+    bar = "".join(f"\r{n}%|####    | {n}/100" for n in range(100))
+    assert f"  job.out:2: {DISK.strip()}" in said(tmp_path, job__out=f"a\n{bar}\r{DISK}")
+
+
+def test_a_run_of_another_launcher_is_explained(tmp_path: Path) -> None:
+    """A process that really fails, with Python's own traceback."""
+    with open(tmp_path / "4_1_log.err", "w") as file:
+        subprocess.run([sys.executable, "-c", "import json; json.loads('{')"], stderr=file, check=False, timeout=60)
+    found = explain(tmp_path / "4_1_log.err")
+    assert found[0] == "rank 1 failed first: the program's own error"
+    assert any("json.decoder.JSONDecodeError: " in line for line in found)
+
+
+# --- files that are no logs
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: None, lambda p: p.mkdir(), lambda p: os.mkfifo(p), lambda p: p.symlink_to(p)]
+)
+def test_a_path_without_logs_is_one_line(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "x\x1b[31m\n")  # type: ignore[operator]
+    with pytest.raises(InputError) as error:
+        explain(tmp_path / "x\x1b[31m\n")
+    assert str(error.value).isprintable()
+
+
+def test_pipes_circular_links_and_unreadable_files_are_skipped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "round.log").symlink_to("round.log")
+    (tmp_path / "again").symlink_to(tmp_path)
+    (tmp_path / "zero.log").symlink_to("/dev/zero")
+    found = said(tmp_path, a__log=DISK)
+    assert found[0] == "the first error, on a rank that the logs do not name: file system failed"
+    assert found[-1].endswith(", and 2 more")
+
+
+def test_binary_content_is_escaped_and_colours_hide_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a\x1b[2J\n.log").write_bytes(
+        bytes(range(256)) * 4000
+        + b"\n\x1b[31mCUDA \x1b[1mout of\x1b[0m memory \xff\x00\x1b]0;title\x07 \xe2\x80\xae end\n"
+    )
+    found = explain(tmp_path)
+    assert "CUDA out of memory" in found[0]
+    assert all(line.isprintable() for line in found)
+    assert "\\x1b]0;title\\x07 \\u202e end" in found[3]
+
+
+@pytest.mark.parametrize(
+    "content", ["a", "Killed", "srun: error:", "[rank1", "\n", "\r", "\x1b[", "\f", "Traceback (most recent call last)\n", OOM]
+)  # fmt: skip
+def test_ten_megabytes_of_anything_take_little_time(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.log").write_text(content * (10_000_000 // len(content)))
+    begun = time.process_time()
+    explain(tmp_path)
+    assert time.process_time() - begun < 10, "it grows faster than the file"
+
+
+def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_BYTES", 2000)
+    found = said(tmp_path, a__log=OOM + "step\n" * 1000 + DISK)
+    assert found[0].endswith(": file system failed")
+    assert found[3] == f"  a.log: {DISK.strip()}"
+
+
+@pytest.mark.parametrize("name", ["{}_0_log.out", "mnist-{}.out", "slurm-{}_1.err"])
+def test_of_several_jobs_the_newest_is_explained(tmp_path: Path, name: str) -> None:
+    for at, job in enumerate((12, 9, 10)):
+        path = tmp_path / name.format(job)
+        path.write_text(DISK if job == 10 else OOM)
+        os.utime(path, (at, at))
+    assert "CUDA" not in "\n".join(explain(tmp_path))
+
+
+def test_the_number_of_files_and_lines_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_FILES", 5)
+    everything = "\n".join(pattern.seen for pattern in PATTERNS)
+    found = said(tmp_path, **{f"rank{n}__log": everything for n in range(9)})
+    assert len(found) <= 20
+    assert "cause: CUDA out of memory (5 ranks)" in found[1]
