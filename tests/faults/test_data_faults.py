@@ -1,7 +1,6 @@
 """Damaged data and interrupted downloads: the file is named, no partial file is left, and valid files are used.
 
-Bytes are changed at random, always the same for a case's number, in every kind of file that is read; downloads come
-from a real server that drops them, to several processes at once, some of which are killed.
+Bytes are changed at random, always the same for a case's number, in the kinds of files that the project parses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, datasets, decode, idx, image_sets, pillow
+from recipes.core.data import crops, decode, idx, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.decode import Decoder
@@ -38,7 +37,6 @@ from recipes.core.errors import InputError
 from recipes.core.train import models
 from tests.unit.data import serving
 from tests.unit.data import test_prepare as tiny
-from tests.unit.data import test_prepare_cifar10 as small
 from tests.unit.data.serving import Handler, Server, dropping, whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,10 +84,6 @@ def bounded(more: int = 2 << 30) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # --- IDX
 
 
@@ -115,93 +109,6 @@ def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(packed: bool,
             elif content[:1] != b"\x1f":
                 assert bytes(payload) == content[4 + 4 * len(shape) :], number
     assert min(seen["named"], seen["read"]) > 5, seen
-
-
-# --- what prepare is given
-
-
-def test_a_damaged_download_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataset = tiny.dataset()
-    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_mnist(keys, dataset))
-    monkeypatch.setitem(tiny.PACKED, tiny.LABELS, gzip.compress(tiny.PLAIN[tiny.LABELS], mtime=0))
-    source, data = tmp_path / "source", tmp_path / "data"
-    source.mkdir()
-    seen: Counter[int] = Counter()
-    for number in range(150):
-        chance = random.Random(number)
-        bad = chance.choice((tiny.IMAGES, tiny.LABELS))
-        contents, end = (tiny.PLAIN, "") if number % 2 else (tiny.PACKED, ".gz")
-        for name, content in contents.items():
-            (source / f"{name}{end}").write_bytes(damaged(chance, content) if name == bad else content)
-        status = prepare.main(["tiny", f"data_dir={data}", f"source={source}"])
-        seen[status] += 1
-        found = tiny.there(data)
-        err = capsys.readouterr().err
-        if status == 0:  # the damage is where gzip keeps a time or a name
-            assert found == tiny.PLAIN
-        else:
-            assert status == 2
-            one_line(err.removesuffix("\n"), bad)
-            assert found.items() <= tiny.PLAIN.items()
-            assert bad not in found
-        for path in (*data.rglob("*-ubyte"), *source.iterdir()):
-            path.unlink()
-    assert seen[2] > 100
-    assert seen[0] > 0
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CIFAR-10 of few images."""
-    small.know(monkeypatch)
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("kind", ["tar", "py"])
-def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    contents, data = small.SOURCES[kind], tmp_path / "data"
-    for number in range(40):
-        chance = random.Random(number)
-        bad = chance.choice(list(contents))
-        source = small.put(tmp_path / "source", {**contents, bad: damaged(chance, contents[bad])})
-        assert small.run(data, source) == 2
-        out, err = capsys.readouterr()
-        one_line(err.removesuffix("\n"), Path(bad).parts[0])
-        assert "next:" not in out
-        with pytest.raises(DataFileError, match=r"index\.json"):
-            datasets.find_cifar10(data)
-        assert {path.name for path in (data / "cifar10").iterdir()} <= {*datasets.CIFAR10_IDX, "prepare.lock"}
-    small.put(tmp_path / "source", contents)
-    assert small.run(data, tmp_path / "source") == 0
-    small.assert_complete(data)
-
-
-@pytest.mark.usefixtures("few")
-def test_a_damaged_cifar_conversion_is_repeated_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage in any file, index.json too. prepare detects it, and leaves a complete conversion or none."""
-    source, data = small.put(tmp_path / "source", small.PICKLES), tmp_path / "data"
-    assert small.run(data, source) == 0
-    good = tree(data / "cifar10")
-    seen: Counter[int] = Counter()
-    for number in range(70):
-        chance = random.Random(number)
-        bad = chance.choice(("index.json", "index.json", *datasets.CIFAR10_IDX))
-        small.put(data / "cifar10", good)
-        (data / "cifar10" / bad).write_bytes(damaged(chance, good[bad]))
-        status = small.run(data, source)
-        seen[status] += 1
-        err = capsys.readouterr().err
-        if status:
-            assert status == 2
-            one_line(err.removesuffix("\n"), "cifar10")
-        assert {name: content for name, content in tree(data / "cifar10").items() if name != "index.json"} == {
-            name: content for name, content in good.items() if name != "index.json"
-        }
-    assert seen[0] > 45
 
 
 # --- images
@@ -306,29 +213,6 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
     with bounded():
         assert "too long for its width" in cropped(buffer.getvalue(), decoder, CentreCrop(256))
         assert cropped(buffer.getvalue(), decoder, CROPS[1]) == "read"
-
-
-def test_damaged_photos_in_class_folders_are_reported_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dataset of the user's, in the form of CIFAR-10: index.json names the unreadable files, and the others are all there."""
-    for split, count in (("train", 30), ("test", 10)):
-        for number in range(count):
-            content = photo(number, 32, 32)
-            path = tmp_path / "source" / split / f"class{number % 2}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(damaged(random.Random(number), content) if number % 5 == 0 else content)
-        (path.parent / "gone.jpg").write_bytes(content[:50])
-    assert prepare.main(["cifar10", f"data_dir={tmp_path / 'data'}", f"source={tmp_path / 'source'}"]) == 0
-    out = capsys.readouterr().out
-    index = json.loads((tmp_path / "data" / "cifar10" / "index.json").read_bytes())
-    skipped = {skip["file"] for skip in index["skipped"]}
-    assert {"train/class1/gone.jpg", "test/class1/gone.jpg"} <= skipped
-    assert all(int(name.rpartition("/")[2].removesuffix(".jpg")) % 5 == 0 for name in skipped if "gone" not in name)
-    assert index["samples"]["train"] + index["samples"]["test"] + len(skipped) == 42
-    assert all(f"skipped {name}: " in out for name in list(skipped)[:10])
-    files = datasets.find_cifar10(tmp_path / "data")
-    assert idx.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
 
 
 # --- packed copies

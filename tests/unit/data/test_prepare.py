@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import errno
 import functools
 import gzip
 import hashlib
@@ -361,21 +360,6 @@ def test_too_little_disk_space_is_reported_before_fetching(
     assert code == 3
     assert "(No space left on device; 0.3 MB needed, 0.3 MB free): make room" in err
     assert server.requests == []
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_fills_up_is_reported(
-    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", full)
-    code, _, err = run(server.url)
-    assert code == 3
-    assert f"({os.strerror(number)}; 0.3 MB needed, " in err
-    assert "make room" in err
-    assert there(tmp_path / "data") == {}
 
 
 def test_a_file_size_limit_is_reported(server: Server, tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import fcntl
 import hashlib
 import io
 import json
@@ -334,28 +333,6 @@ def test_a_damaged_file_is_reported_with_the_command(tmp_path: Path) -> None:
     put(tmp_path, {"cifar10/train-labels-idx1-ubyte": b"~"})
     with pytest.raises(DataFileError, match=f"recipes.prepare cifar10 data_dir={tmp_path}$"):
         read_idx(tmp_path / "cifar10/train-labels-idx1-ubyte")
-
-
-def test_a_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = put(tmp_path / "source", PICKLES)
-    put(tmp_path, {"data/cifar10/prepare.lock": b""})
-    with (tmp_path / "data/cifar10/prepare.lock").open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert run(tmp_path / "data", source) == 3
-    assert "prepare.lock' is locked" in capsys.readouterr().err
-
-
-def test_too_little_disk_space_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = put(tmp_path / "source", PICKLES)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    assert run(tmp_path / "data", source) == 3
-    assert "needed, 1.0 kB free" in capsys.readouterr().err
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 6 * N * 3073))
-    assert run(tmp_path / "data", "http://127.0.0.1:9/") == 3
-    assert "needed, " in capsys.readouterr().err
-    assert run(tmp_path / "data", source) == 0  # there is no archive to be fetched
 
 
 @pytest.fixture
