@@ -21,6 +21,7 @@ from recipes.core.train.agreement import Agreement
 from recipes.core.train.run import Run
 
 PROGRESS_EVERY_S = 0.5
+Evaluate = Callable[[], Mapping[str, Any]]
 
 
 def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
@@ -174,12 +175,7 @@ class Step(Generic[S]):
 
 
 def steps(
-    run: Run,
-    cfg: TrainKeys,
-    model: nn.Module,
-    batches: Source[S],
-    evaluate: Callable[[], Mapping[str, Any]],
-    pretrained: bool = False,
+    run: Run, cfg: TrainKeys, model: nn.Module, batches: Source[S], evaluate: Evaluate, pretrained: bool = False
 ) -> Iterator[Step[S]]:
     """Yields the steps from ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop.
 
@@ -224,9 +220,7 @@ def _counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[str]
 class _StepEnds:
     """What happens before, between and after the steps of a run. All ranks call every method."""
 
-    def __init__(
-        self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Callable[[], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Evaluate) -> None:
         self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, _Meter(run.world.clock)
         self.total, self.first_step = total_steps(cfg, batches), run.step + 1
         self.sums: Agreement | None = None
@@ -323,7 +317,7 @@ class _StepEnds:
 
 
 def _check_finite(loss: float, step: int) -> None:
-    """Raises RunError if the loss of this step is not finite. The loss is a sum over all ranks, so all ranks raise it."""
+    """Raises RunError if the loss of this step is not finite: on all ranks, since it is a sum over them."""
     if not math.isfinite(loss):
         raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
 

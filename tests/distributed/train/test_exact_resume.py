@@ -52,7 +52,9 @@ def test_a_resumed_run_ends_with_the_state_of_one_that_never_stopped(tmp_path: P
     status = helpers.read(tmp_path / "stopped", "status")
     assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("preempted", 0, 7, "SIGTERM")
     folder = tmp_path / "stopped" / "checkpoints"
-    saved = checkpoint.read(folder / "step-00000007.pt")["rng"]
+    content = checkpoint.read(folder / "step-00000007.pt")
+    assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
+    saved = content["rng"]
     assert saved[0]["torch"].tolist() != saved[1]["torch"].tolist()  # the ranks drop different units
     assert saved[0]["python"]["numbers"].tolist() != saved[1]["python"]["numbers"].tolist()
     assert saved[0]["numpy"]["keys"].tolist() != saved[1]["numpy"]["keys"].tolist()

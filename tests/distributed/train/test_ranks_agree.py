@@ -111,14 +111,6 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path, same_run: dict[int, Path])
     assert_same_to_the_bit(tmp_path, same_run[3])
 
 
-@pytest.mark.long
-def test_one_plain_process_gives_the_same_bits(tmp_path: Path, same_run: dict[int, Path]) -> None:
-    ended = helpers.run([sys.executable, "-m", "recipes.mnist", *SAME, f"run_dir={tmp_path}"])
-    assert ended.status == 0, ended.out
-    assert "mnist: 1 rank on 1 node, cpu, gloo" in ended.lines
-    assert_same_to_the_bit(tmp_path, same_run[1])
-
-
 @pytest.mark.parametrize(
     ("optimizer", "tolerance"),
     [

@@ -15,24 +15,6 @@ from recipes.core.train import checkpoint
 from tests import helpers
 
 
-def test_checkpoints_are_saved_at_the_interval_and_resume_accepts_best_and_latest(tmp_path: Path) -> None:
-    first = [*helpers.LOCAL, "ranks_per_node=1", "epochs=1", "max_steps=10", f"run_dir={tmp_path}/first"]
-    ended = helpers.run_fork([*first, "keep_every_steps=3", "keep_checkpoints=1"])
-    assert ended.status == 0, ended.out
-    found = sorted(path.name for path in (tmp_path / "first/checkpoints").glob("step-*"))
-    assert found == [f"step-{step:08d}.pt" for step in (3, 6, 9, 10)]
-    for pointer in ("latest", "best"):
-        again = [
-            *first[:-1],
-            "max_steps=12",
-            f"run_dir={tmp_path}/{pointer}",
-            f"resume={tmp_path}/first/checkpoints/{pointer}",
-        ]
-        ended = helpers.run_fork(again)
-        assert ended.status == 0, ended.out
-        assert helpers.read(tmp_path / pointer, "summary")["resumed_from_step"] == 10
-
-
 def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: Path) -> None:
     """Also where it ends before its next checkpoint; and a checkpoint that was asked for stays the one, except for a job that was
     queued again and has trained this run already."""
