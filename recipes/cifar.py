@@ -25,7 +25,7 @@ from recipes.conf.cifar import Arch, Config
 from recipes.core.data import in_memory, sampling
 from recipes.core.train import loop, models, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 
@@ -117,17 +117,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
-    def loss_sum(shard: Shard) -> Tensor:
-        images.draw(cfg.seed, shard.epoch)
-        indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, epochs, shard.epoch)
-        x = in_memory.normalise(images.take(indices), mean, std)
-        if px < 32:
-            x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
-        with autocast:
-            logits = model(x)
-        labels = train_set.labels[indices]
-        return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
-
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), world.rank, world.size)
@@ -139,10 +128,21 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield best(x) + best(x.flip(3)) if cfg.tta else best(x), labels
 
     evaluate = partial(loop.accuracy, run, answers)
-    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
-    if cfg.evaluate:
-        return loop.evaluate_only(run, evaluate)
-    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
+    run.resume(State(net, optimizer, scheduler, ema), batches)
+    for step in loop.steps(run, cfg, model, batches, evaluate):
+        for shard in step.shards:
+            images.draw(cfg.seed, shard.epoch)
+            indices, px = shard.indices.to(world.device, non_blocking=True), side(cfg, epochs, shard.epoch)
+            x = in_memory.normalise(images.take(indices), mean, std)
+            if px < 32:
+                x = F.interpolate(x, size=px, mode="bilinear", antialias=True)
+            with autocast:
+                logits = model(x).float()
+            labels, smoothing = train_set.labels[indices], cfg.label_smoothing
+            step.backward(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing))
+        optimizer.step()
+        scheduler.step()
+    return run.results
 
 
 if START:

@@ -34,8 +34,8 @@ from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import command_line, rundir, source
-from recipes.core.run.scontrol import Queue
+from recipes.core.run import command_line, directory, source
+from recipes.core.run.queue import Queue
 
 OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
@@ -70,9 +70,9 @@ def main(argv: list[str]) -> int:
     limit.daemon = True
     limit.start()
     _end_on_signals()
-    run_dir = rundir.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
+    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
     plan = examine.Plan(
-        run_dir=rundir.for_examination(run_dir),
+        run_dir=directory.for_examination(run_dir),
         seconds=cfg.seconds,
         on_cpu=settings.run.device is Device.cpu,
         data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),

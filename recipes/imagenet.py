@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.conf.imagenet import Config, Optimizer, Schedule
-from recipes.core.data import image_sets, in_memory, sampling
-from recipes.core.train import loop, models, optimisation, session
+from recipes.core.data import in_memory, sampling
+from recipes.core.train import images, loop, models, optimisation, session
 from recipes.core.data.loader import LoadedShard, Loader
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
@@ -86,7 +86,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
-    train_set, val_set = image_sets.open_sets(cfg, run)
+    train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     loop.require_full_batches(cfg, batches, run.ranks)
     steps = loop.total_steps(cfg, batches)
@@ -105,18 +105,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     autocast = optimisation.autocast(run, cfg)
     mean, std = (torch.tensor(values, device=world.device) for values in (MEAN, STD))
 
-    def loss_sum(shard: LoadedShard) -> Tensor:
-        x = in_memory.normalise(shard.images, mean, std)
-        if cfg.flip:
-            x = torch.where(shard.flip[:, None, None, None], x.flip(3), x)
-        x, others, share = mixed(cfg, shard, x)
-        with autocast:
-            logits = model(x)
-
-        def loss(labels: Tensor) -> Tensor:
-            return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=cfg.label_smoothing)
-
-        return loss(shard.labels) if share == 1 else share * loss(shard.labels) + (1 - share) * loss(others)
+    losses = partial(F.cross_entropy, reduction="none", label_smoothing=cfg.label_smoothing)
 
     def answers(best: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the validation set."""
@@ -127,12 +116,20 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     evaluate = partial(loop.accuracy, run, answers)
     loop.seed_ranks(run, cfg.seed)
-    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
-    if cfg.evaluate:
-        results = loop.evaluate_only(run, evaluate, pretrained=bool(cfg.pretrained))
-    else:
-        results = loop.fit(run, cfg, model, batches, loss_sum, evaluate, loader.epoch)
-    return {**results, "skipped_samples": loader.skipped_on_all()} if results else results
+    run.resume(State(net, optimizer, scheduler, ema), loader)
+    for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
+        for shard in step.shards:
+            x = in_memory.normalise(shard.images, mean, std)
+            if cfg.flip:
+                x = torch.where(shard.flip[:, None, None, None], x.flip(3), x)
+            x, others, share = mixed(cfg, shard, x)
+            with autocast:
+                logits = model(x).float()
+            own = losses(logits, shard.labels)
+            step.backward(own if share == 1 else share * own + (1 - share) * losses(logits, others))
+        optimizer.step()
+        scheduler.step()
+    return {**run.results, "skipped_samples": loader.skipped_on_all()} if run.results else {}
 
 
 if START:

@@ -26,7 +26,7 @@ from recipes.conf.mnist import Config, Optimizer, Schedule
 from recipes.core.data import in_memory, sampling
 from recipes.core.train import loop, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
 
@@ -101,15 +101,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)
     autocast = optimisation.autocast(run, cfg)
 
-    def loss_sum(shard: Shard) -> Tensor:
-        shifted.draw(cfg.seed, shard.epoch)
-        indices = shard.indices.to(world.device, non_blocking=True)
-        with autocast:
-            logits = model(normalise(shifted.take(indices)))
-        return F.cross_entropy(
-            logits.float(), train_set.labels[indices], reduction="sum", label_smoothing=cfg.label_smoothing
-        )
-
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels of this rank's part of the test set."""
         part = sampling.share(len(test_set), world.rank, world.size)
@@ -119,10 +110,18 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     evaluate = partial(loop.accuracy, run, answers)
     loop.seed_ranks(run, cfg.seed)
-    run.resume(State(net, optimizer, scheduler), loop.sampler_state(batches))
-    if cfg.evaluate:
-        return loop.evaluate_only(run, evaluate)
-    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
+    run.resume(State(net, optimizer, scheduler), batches)
+    for step in loop.steps(run, cfg, model, batches, evaluate):
+        for shard in step.shards:
+            shifted.draw(cfg.seed, shard.epoch)
+            indices = shard.indices.to(world.device, non_blocking=True)
+            with autocast:
+                logits = model(normalise(shifted.take(indices))).float()
+            labels, smoothing = train_set.labels[indices], cfg.label_smoothing
+            step.backward(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing))
+        optimizer.step()
+        scheduler.step()
+    return run.results
 
 
 if START:

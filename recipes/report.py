@@ -16,7 +16,7 @@ from recipes.core import errors
 from recipes.core.errors import InputError
 from recipes.core.files import ROOT
 from recipes.core.run import source, table
-from recipes.core.run.scontrol import Queue
+from recipes.core.run.queue import Queue
 
 
 def main(argv: list[str]) -> int:

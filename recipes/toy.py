@@ -1,11 +1,10 @@
-"""A tutorial of data-parallel training in one file: an MLP on generated data, with an explicit step loop. Read this file first.
+"""A tutorial of data-parallel training in one file: an MLP on generated data. Read this file first.
 
     python -m recipes.toy                                             # one process
     python -m recipes.toy spawn=2 device=cpu                          # two, started by torch.multiprocessing
     torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, started by torchrun; the same line again resumes
     python launch.py recipe=toy nodes=2                               # two nodes of a cluster
 
-The other recipes use the loop `recipes.core.train.loop.fit`. It does the same as this one, with less waiting between the ranks.
 Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
 """
 
@@ -14,7 +13,6 @@ from recipes.core.run import entry
 # This must run before torch is imported: it sets variables from keys and env files, and torch reads some of them at import.
 START = entry.begin("toy") if __name__ == "__main__" else None
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,12 +51,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
     autocast = optimisation.autocast(run, cfg)
 
-    def loss_sum(indices: Tensor) -> Tensor:
-        """The sum of the losses of this rank's samples. A sum, since ranks may have different numbers of samples."""
-        with autocast:
-            outputs = model(inputs[indices])
-        return F.mse_loss(outputs.float(), targets[indices], reduction="sum")
-
     @torch.inference_mode()
     def mean_loss() -> dict[str, float]:
         """The mean loss over the whole set. Each rank evaluates its share. Called by all ranks."""
@@ -66,46 +58,20 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
         return {"loss": world.sum(total).item() / cfg.samples}
 
-    state = State(net, optimizer, scheduler)
-    run.resume(state, loop.sampler_state(batches))  # loads the newest checkpoint of the run directory, if there is one
-    if cfg.evaluate:
-        return loop.evaluate_only(run, mean_loss)
-
-    steps, samples, begin = loop.total_steps(cfg, batches), 0, time.perf_counter()
-    if state.step >= steps:
-        run.say(f"already finished: step {state.step} of {steps}; raise epochs= to continue")
-    while state.step < steps and not run.stopping:
-        epoch, first = divmod(state.step, batches.per_epoch)  # a run can resume in the middle of an epoch
-        print(
-            f"[GPU{world.rank}] Epoch {epoch + 1} | Batchsize: {-(-cfg.global_batch_size // world.size)} | Steps: {batches.per_epoch}",
-            flush=True,
-        )
-        for shard in batches.epoch(epoch, first):
-            optimizer.zero_grad()
-            loss = loss_sum(shard.indices.to(world.device))
-            # DDP averages the ranks' gradients. Multiplied by the number of ranks and divided by the batch size, they are the mean over the
-            # global batch.
-            (loss * world.size / shard.global_size).backward()
-            optimizer.step()
-            scheduler.step()
-            state.step += 1
-            samples += shard.global_size
-
-            # A signal may reach only one rank. The sum over all ranks makes all of them stop, or save, at the same step.
-            total_loss, stop, save = run.sum_step(loss).read()
-            last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == steps
-            run.stopping = "" if last else stop
-            save = save or run.interval_ends() or (last_of_epoch and (epoch + 1) % cfg.save_every == 0)
-            ends = last or bool(run.stopping)
-            if save or ends or last_of_epoch or state.step == 1 or state.step % cfg.log_every_steps == 0:
-                speed = samples / (time.perf_counter() - begin)
-                loop.log_row(run, epoch, total_loss / shard.global_size, cfg.lr, speed)
-            if save or ends:
-                run.save(wait=ends)
-            if ends:
-                break
-    run.samples, run.train_s = samples, time.perf_counter() - begin
-    return {} if run.stopping else mean_loss()
+    run.resume(State(net, optimizer, scheduler), batches)  # loads the newest checkpoint, if there is one
+    # The loop begins at the checkpoint's sample. It ends after the last step, or when a rank was notified to stop: then
+    # all ranks stop at the same step and save. After each step it sums the losses over the ranks, writes metrics,
+    # evaluates and saves.
+    for step in loop.steps(run, cfg, model, batches, mean_loss):
+        for shard in step.shards:  # this rank's part of the batch; with accumulate=, in pieces
+            indices = shard.indices.to(world.device)
+            with autocast:
+                outputs = model(inputs[indices]).float()
+            # One loss per sample. DDP averages gradients over ranks; `backward` scales them to the mean over the batch.
+            step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
+        optimizer.step()
+        scheduler.step()
+    return run.results
 
 
 if START:

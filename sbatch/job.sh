@@ -46,7 +46,7 @@ begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift
     [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
-    # A job that is requeued, or submitted again without bad nodes, already has its snapshot of the code.
+    # A job of launch.py, or one that is requeued, already has its snapshot of the code.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
     [ ! -d "$code" ] || cd "$code" || exit
@@ -69,7 +69,7 @@ begin() {
     words=("$@")
 }
 
-# examine RECIPE RESUBMITS: runs the doctor before the ranks start. Ends the job if a node is bad.
+# examine RECIPE RESUBMITS: runs the doctor before the ranks start. Requeues or ends the job if a node is bad.
 examine() {
     "$python" -m recipes.core.launch.batch examine "$1" "$2" "${words[@]}" || exit
 }
@@ -92,7 +92,8 @@ site() {
     environment=$(sed -n 's/ *#.*//;s/ *$//;s/^environment: *//p' "$profile")
 }
 
-# find_python REPOSITORY: sets python to that of the active environment, else the profile's, else .venv, else conda's base.
+# find_python REPOSITORY [PYTHON]: sets python to launch.py's choice, else that of the active environment, else the profile's,
+# else PYTHON, else .venv, else conda's base.
 find_python() {
     local conda=${CONDA_PREFIX:-} active
     [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda='' # conda activates base in every shell of its users, so base comes last
@@ -102,14 +103,12 @@ find_python() {
         echo "the active environment $active is used, not environment: $environment of cluster=${RECIPES_CLUSTER:-}" >&2
     fi
     active=${active:-$environment}
-    [ -n "$active" ] || [ -x "$1/.venv/bin/python" ] || active=${CONDA_PREFIX:-}
-    if [ -n "$active" ]; then
-        python=$active/bin/python
-        [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
-        export PATH="${python%/*}:$PATH" # before what modules put there
-    elif [ -x "$1/.venv/bin/python" ]; then
-        python=$1/.venv/bin/python
-    else
-        stop "no Python environment: activate yours before sbatch, or make one here with: make install"
-    fi
+    python=${RECIPES_PYTHON:-${active:+$active/bin/python}}
+    python=${python:-${2:-}}
+    [ -n "$python" ] || [ ! -x "$1/.venv/bin/python" ] || python=$1/.venv/bin/python
+    python=${python:-${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}}
+    [ -n "$python" ] || stop "no Python environment: activate yours, or make one here with: make install"
+    [ -x "$python" ] || stop "there is no $python on $(hostname): make that environment where all nodes see it" 3
+    unset RECIPES_PYTHON
+    export PATH="${python%/*}:$PATH" # before what modules put there
 }

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import pytest
 
 from recipes.core import files
+from recipes.core.run import attempt as attempts
+from recipes.core.run.attempt import Attempt
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,6 +259,23 @@ def image_sets(folder: Path) -> Path:
     ended = run([sys.executable, "-m", "recipes.prepare", "cifar10", f"source={folder}", f"data_dir={folder}"])
     assert ended.status == 0, ended.out
     return folder
+
+
+def attempt(
+    run_dir: Path, *, launch: str = "", job: str = "", hosts: Sequence[str] = ("a",), step: int | None = 0, **facts: Any
+) -> Attempt:
+    """A new attempt in ``run_dir``, as a launch leaves it. step: at which it has begun; None if it has not. facts: others in opened.json."""
+    environ = {"RECIPES_LAUNCH": launch} | ({"SLURM_JOB_ID": job} if job else {})
+    new = attempts.open_next(run_dir, "mnist", environ, hosts)
+    files.write_json(new.folder / "opened.json", {**new.facts(), **facts})
+    if step is not None:
+        attempts.begin(new, step, own=False)
+    return new
+
+
+def failure(run_dir: Path, rank: int, number: int = 0) -> dict[str, Any]:
+    """The error record of a rank."""
+    return read(run_dir / "attempts" / f"{number:04d}" / "failed", f"rank{rank:04d}")
 
 
 def use_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:

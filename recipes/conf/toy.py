@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,6 @@ class Config(TrainKeys):
     global_batch_size: int = default(TrainKeys, "global_batch_size", 128)
     lr: float = default(TrainKeys, "lr", 0.05)
     samples: int = key(2048, "number of training samples", low=1, high=2**24)
-    save_every: int = key(5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True)
     spawn: int = key(
         0, "number of processes that torch.multiprocessing starts on this machine; 0: none", low=0, high=1024,
         may_change=True, of_launch=True,
@@ -26,5 +24,3 @@ class Config(TrainKeys):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose_dataset("fake")
-        if self.accumulate > 1:
-            raise ConfigError(f"accumulate={self.accumulate}: the loop of toy takes a batch whole; leave it out")

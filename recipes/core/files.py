@@ -52,16 +52,14 @@ def private_folder(root: Path, name: str) -> Path:
     return folder
 
 
-def write_whole(
-    path: Path, write: Callable[[IO[bytes]], object], before_rename: Callable[[], None] = lambda: None
-) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path | None = None) -> None:
     """Writes a file atomically: readers find either the old file or the complete new one.
 
-    write: writes the content to a temporary file, which is then flushed to the disk and renamed. before_rename: is
-    called before the rename and may raise an exception to keep the old file. Raises OSError and the exceptions of the
-    two functions. The temporary file is removed in this case.
+    write: writes the content to a temporary file, which is then flushed to the disk and renamed. staging: folder of the
+    temporary file, on the same file system; default: the folder of ``path``. Raises OSError, the exceptions of
+    ``write``, and MachineError if a later attempt has removed ``staging``. The temporary file is removed in this case.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = (staging or path.parent) / (f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "x+b") as file:
             try:
@@ -72,11 +70,12 @@ def write_whole(
                 raise
             file.flush()
             os.fsync(file.fileno())
-        before_rename()
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, FileNotFoundError) and staging and not staging.exists() and path.parent.exists():
+            raise MachineError(f"{path.parent.parent}: a later attempt writes here; this one ends") from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

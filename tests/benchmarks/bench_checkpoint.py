@@ -21,7 +21,7 @@ def figures(size: Size) -> list[Figure]:
     megabytes = STATE_MB if size.images == FULL.images else 1
     content = make_content(megabytes)
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        saver = Saver(Path(folder), Keep(newest=1), lambda: None, lambda path, step: None)
+        saver = Saver(Path(folder), Path(folder), Keep(newest=1), lambda path, step: None)
         durations = {"begin to end": 0.0}
 
         def beside() -> float:

@@ -1,4 +1,4 @@
-"""Two ranks over loopback: what `train.fit` and all services of a run cost beside a bare DistributedDataParallel loop, and what the
+"""Two ranks over loopback: what `loop.steps` and all services of a run cost beside a bare DistributedDataParallel loop, and what the
 ranks lose by averaging their gradients.
 
 ``python -m tests.benchmarks.bench_step OUT ROUNDS STEPS`` is one of the two ranks that `figures` starts.
@@ -35,7 +35,7 @@ from recipes.core.train.world import World
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank
-STRETCH = 10  # steps of fit, or of the bare loop, in turn; with one row of the log in each
+STRETCH = 10  # steps of the run, or of the bare loop, in turn; with one row of the log in each
 # For each round of another benchmark: differences of two per cent are small beside a shared machine's noise.
 STRETCHES, RANKS_ROUNDS = 16, 2
 Batch = tuple[Tensor, Tensor]  # images, labels
@@ -50,8 +50,8 @@ def figures(size: Size) -> list[Figure]:
     background = f"{about}; threads and watchdog took {values['background']:.2%} of a core a rank, which is subtracted"
     return [
         Figure(
-            "step, all services", "samples/s", "fit in a run, with log rows, stop check, progress, summed loss, schedule, watchdog, pulse, fence",
-            "a bare DDP loop", ">= 0.98", values["fit"], values["bare"], background, ratio_of="pairs",
+            "step, all services", "samples/s", "steps of a run, with log rows, stop check, progress, summed loss, schedule, watchdog, pulse, fence",
+            "a bare DDP loop", ">= 0.98", values["run"], values["bare"], background, ratio_of="pairs",
         ),
         Figure(
             "step, two ranks", "samples/s", "gradients averaged", "two independent processes at once", ">= 0.80",
@@ -92,42 +92,40 @@ def made_batches() -> list[Batch]:
 
 @dataclass
 class Turns:
-    """Batches for `train.fit`, in stretches of `STRETCH` steps; between two stretches the bare loop takes as many steps.
+    """Batches for `loop.steps`, in stretches of `STRETCH` steps; between two stretches the bare loop takes as many steps.
 
-    A stretch has several steps, because `fit` sums a step's loss while the next step runs. No checkpoint falls into one: see
-    bench_checkpoint. seconds: of each stretch; fit's from its first batch until it asks for the batch after its last.
+    A stretch has several steps, because `steps` sums a step's loss while the next step runs. No checkpoint falls into one: see
+    bench_checkpoint. seconds: of each stretch; the run's from its first batch until it asks for the batch after its last.
     """
 
     bare: BareStep
     batches: list[Batch]
     stretches: int
     world_size: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"fit": [], "bare": []})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"run": [], "bare": []})
     background: float = 0.0  # share of a core
-    seed: int = 0
-    data: str = ""
 
     @property
     def global_batch_size(self) -> int:
         return self.world_size * BATCH_SIZE
 
     @property
-    def num_samples(self) -> int:
-        return self.per_epoch * self.global_batch_size
+    def order(self) -> dict[str, Any]:
+        return {}
 
     @property
     def per_epoch(self) -> int:
-        return self.stretches * STRETCH + 1  # fit does not ask again after its last step
+        return self.stretches * STRETCH + 1  # the run does not ask again after its last step
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
         began, before = time.perf_counter(), background_ns()
         for turn in range(self.stretches):
             numbers = range(turn * STRETCH, (turn + 1) * STRETCH)
-            for side in ("bare", "fit") if turn % 2 else ("fit", "bare"):
+            for side in ("bare", "run") if turn % 2 else ("run", "bare"):
                 torch.distributed.barrier()
                 start = time.perf_counter()
                 for number in numbers:
-                    if side == "fit":
+                    if side == "run":
                         yield self.shard(number)
                     else:
                         self.bare(self.batch(number))
@@ -152,23 +150,21 @@ def background_ns() -> int:
 
 
 def services(run: Run, cfg: Config, stretches: int) -> Turns:
-    """`train.fit` and the bare loop in turn."""
+    """`loop.steps` and the bare loop in turn."""
     bare, (net, optimizer) = bare_parallel(run.world), fresh()
     turns = Turns(bare, made_batches(), stretches, run.world.size)
     run.terminal = open(os.devnull, "w")  # for the progress line  # noqa: SIM115
-    run.resume(
-        State(net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-        loop.sampler_state(turns),
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    run.resume(State(net, optimizer, scheduler), turns)
     model = run.world.parallel(net)
-
-    def loss_sum(shard: Shard) -> Tensor:
-        if shard.batch == turns.per_epoch - 1 and not all(map(close, net.parameters(), bare.weights)):
-            raise RuntimeError("step, all services: the weights differ, so the work differs")
-        images, labels = turns.batch(shard.batch)
-        return F.cross_entropy(model(images), labels, reduction="sum")
-
-    loop.fit(run, cfg, model, turns, loss_sum, dict)
+    for step in loop.steps(run, cfg, model, turns, dict):
+        for shard in step.shards:
+            if shard.batch == turns.per_epoch - 1 and not all(map(close, net.parameters(), bare.weights)):
+                raise RuntimeError("step, all services: the weights differ, so the work differs")
+            images, labels = turns.batch(shard.batch)
+            step.backward(F.cross_entropy(model(images), labels, reduction="none"))
+        optimizer.step()
+        scheduler.step()
     return turns
 
 
@@ -207,7 +203,7 @@ def rank_main(out: Path, rounds: int, steps: int) -> None:
         turns = services(run, cfg, STRETCHES * rounds + 1)
         samples = STRETCH * turns.global_batch_size
         values: dict[str, Any] = {name: [samples / s for s in seconds[1:]] for name, seconds in turns.seconds.items()}
-        values["fit"] = [rate * (1 - turns.background) for rate in values["fit"]]
+        values["run"] = [rate * (1 - turns.background) for rate in values["run"]]
         values |= {"background": turns.background} | interleaved(
             RANKS_ROUNDS * rounds, sides(run.world, max(1, steps // 2))
         )

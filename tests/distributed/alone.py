@@ -70,16 +70,16 @@ def train(
     name = recipe.__name__.rpartition(".")[2]
     settings = command_line.parse(["device=cpu", "log_every_steps=1", *words], recipe=name, environ={})
     start = Start(settings, ranks.detect({}), {}, None)
-    for part in ("logs", "checkpoints", "failures"):
+    for part in ("logs", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    (folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
     with process_group(start, CPU) as world, monkeypatch.context() as patched:
-        rows = metrics.Rows(folder / "metrics.jsonl")
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
         world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
         patched.setattr(World, "broadcast_text", lambda self, name, text="": text)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
-        run = Run(settings, world, folder, 0, "", signals.StopFlag(), None, rows)
+        run = Run(settings, world, helpers.attempt(folder, step=None), signals.StopFlag(), None)
+        if rank:  # the rows of this rank, which plays another one
+            run.rows = metrics.Rows(folder / "metrics.jsonl")
         trained, parallel = Trained(run), World.parallel
 
         def seen(net: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
@@ -99,7 +99,7 @@ def train(
             trained.results = recipe.main(settings.config, run)
         finally:
             torch.set_num_threads(threads)
-            rows.close()
+            run.close_rows()
             if run.saver:
                 run.saver.wait()
     trained.rows = helpers.rows(folder)

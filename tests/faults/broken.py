@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from recipes.core.train import loop, optimisation, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
-from recipes.core.data.sampling import GlobalBatches, Shard
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.session import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
@@ -50,7 +50,7 @@ def fail_later(run: Run) -> float:
     """One rank fails at once, the others by themselves when it has."""
     first, end = os.environ["FAULT_RANK_FIRST"], time.monotonic() + WAIT_S
     late = run.world.rank != int(first)
-    while late and not (run.dir / "failures" / f"attempt-{run.attempt}-rank-{first}.json").exists():
+    while late and not (run.attempt.folder / "failed" / f"rank{int(first):04d}.json").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
     raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")
@@ -274,12 +274,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
-    def loss_sum(shard: Shard) -> Tensor:
-        time.sleep(cfg.pace_s)
-        factor = misbehave(run, str(run.state.step + 1))
-        indices = shard.indices.to(world.device)
-        return F.cross_entropy(model(inputs[indices]), labels[indices], reduction="sum") * factor
-
     def evaluate() -> dict[str, Any]:
         misbehave(run, "evaluate")
         part = sampling.share(len(inputs), world.rank, world.size)
@@ -297,10 +291,16 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     loop.seed_ranks(run, cfg.seed)
     misbehave(run, "start")
-    run.resume(State(net, optimizer, scheduler, ema), loop.sampler_state(batches))
-    if cfg.evaluate:
-        return loop.evaluate_only(run, evaluate)
-    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
+    run.resume(State(net, optimizer, scheduler, ema), batches)
+    for step in loop.steps(run, cfg, model, batches, evaluate):
+        for shard in step.shards:
+            time.sleep(cfg.pace_s)
+            factor = misbehave(run, str(run.step + 1))
+            indices = shard.indices.to(world.device)
+            step.backward(F.cross_entropy(model(inputs[indices]), labels[indices], reduction="none") * factor)
+        optimizer.step()
+        scheduler.step()
+    return run.results
 
 
 if START:

@@ -119,7 +119,7 @@ def log(run_dir: Path, rank: int) -> str:
 
 def failure_time(run_dir: Path, rank: int, attempt: int = 0) -> float:
     """When a rank has recorded that it failed or lost another one, as time.time()."""
-    return float(helpers.read(run_dir / "failures", f"attempt-{attempt}-rank-{rank}")["time"])
+    return float(helpers.failure(run_dir, rank, attempt)["time"])
 
 
 def newest(run_dir: Path) -> Path:

@@ -47,7 +47,9 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
     # A command, not a fork: torch reads the mode when it is imported.
     ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ))
-    begun = (tmp_path / "attempt.json").stat().st_mtime  # a start alone can take half a minute on a busy machine
+    begun = (
+        (tmp_path / "attempts/0000/begun.json").stat().st_mtime
+    )  # a start alone can take half a minute on a busy machine
     assert conftest.failure_time(tmp_path, 0) - begun < 45
     assert ended.status == 1, ended.out
     status = helpers.read(tmp_path, "status")
@@ -205,7 +207,7 @@ def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start,
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
     assert "the loss at step 8 is nan" in status["reason"], status
-    records = [helpers.read(tmp_path / "failures", f"attempt-0-rank-{r}") for r in (0, 1)]
+    records = [helpers.failure(tmp_path, r) for r in (0, 1)]
     assert [(r["kind"], "the loss at step 8" in r["error"]) for r in records] == [("error", True)] * 2
     assert max(conftest.steps(tmp_path)) <= 8
     assert all(row["loss"] == row["loss"] for row in helpers.rows(tmp_path))

@@ -277,7 +277,7 @@ def settle(words: Sequence[str], recipe: str = "") -> parser.Settings:
     """What launch.py and a batch script do with words before anything is started."""
     settings = command_line.parse(words, recipe=recipe, environ={})
     job = jobs.describe(settings, Path("/r"), Path("/b"))
-    scripts.submitit_parameters(job, "/python")
+    scripts.sbatch_script(job)
     for keys in (settings.job, settings.run, settings.config):
         for name, value in vars(keys).items():
             assert not isinstance(value, int) or -(2**63) <= value < 2**63, name  # what a checkpoint can hold

@@ -106,7 +106,7 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
     environ = {"FAULT": fault, "FAULT_AT": LATER, "FAULT_S": f"{TIMEOUT_S + 5:g}", "FAULT_DIR": str(tmp_path)}
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
     assert (tmp_path / "reached.1").exists()
-    record = helpers.read(tmp_path / "run" / "failures", "attempt-0-rank-0")
+    record = helpers.failure(tmp_path / "run", 0)
     assert record["behind"] == {"rank": 1, "host": HOST, "at": f"step {LATER} (forward)"}
     status = helpers.read(tmp_path / "run", "status")
     assert status["first_failing_rank"] == 1, status
@@ -126,7 +126,7 @@ def test_a_rank_missing_at_an_evaluation_is_named(start: Start, tmp_path: Path, 
     environ = {"FAULT": "hang", "FAULT_AT": "evaluate", "FAULT_RANK": str(rank), "FAULT_DIR": str(tmp_path)}
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
     reached = float((tmp_path / f"reached.{rank}").read_text())
-    record = helpers.read(tmp_path / "run" / "failures", f"attempt-0-rank-{1 - rank}")
+    record = helpers.failure(tmp_path / "run", 1 - rank)
     assert record["error"].endswith(f"Timed out waiting for the other ranks for {TIMEOUT_S:g} s (timeout_s)")
     assert record["behind"] == {"rank": rank, "host": HOST, "at": place}
     assert TIMEOUT_S - 1 < record["time"] - reached < TIMEOUT_S + 5
@@ -172,7 +172,7 @@ def test_the_watchdog_ends_a_single_rank_without_progress(start: Start, tmp_path
     assert said, ended.out
     assert int(said[1]) >= 2
     assert int(said[2]) in (7, 8)
-    record = helpers.read(tmp_path / "run" / "failures", "attempt-0-rank-0")
+    record = helpers.failure(tmp_path / "run", 0)
     assert "made no progress" in record["error"]
     if fault != "stop":  # a stopped process takes no signal but the last
         assert "Fatal Python error: Aborted" in conftest.log(tmp_path / "run", 0)
@@ -209,7 +209,7 @@ def test_the_first_exception_is_reported(start: Start, tmp_path: Path, rank: int
 @pytest.mark.fault(4)
 def test_an_exception_on_one_rank_ends_its_peers(start: Start, tmp_path: Path) -> None:
     launcher = start(tmp_path, *ENDLESS, FAULT="fail", FAULT_AT="8")
-    conftest.wait_for_file(tmp_path / "failures" / "attempt-0-rank-1.json")
+    conftest.wait_for_file(tmp_path / "attempts/0000/failed/rank0001.json")
     assert_notices(tmp_path, 0)
     ended = finish(launcher)
     assert_named(tmp_path, ended, 1, "ValueError: broken on purpose, rank 1")
@@ -424,5 +424,5 @@ def test_a_suspended_run_continues_or_is_requeued_if_its_connection_is_lost(star
     status = helpers.read(tmp_path, "status")
     assert (ended.status, status["state"]) == (75, "preempted"), ended.out
     assert re.match(r"the job was suspended for \d+ s, and the ranks lost each other \(", status["reason"]), status
-    assert helpers.read(tmp_path / "failures", "attempt-0-rank-0")["kind"] == "suspended"
+    assert helpers.failure(tmp_path, 0)["kind"] == "suspended"
     assert conftest.newest(tmp_path).stem == f"step-{status['step']:08d}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.run import rundir, signals
+from recipes.core.run import directory, signals
 from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults import conftest
@@ -135,7 +135,7 @@ def test_a_stopped_evaluation_is_repeated(start: Start, tmp_path: Path, marks: P
     process = start(run_dir, *words, ranks=0, **environ)
     conftest.wait_for_file(marks / "reached.0")
     process.terminate()
-    folder = run_dir / rundir.EVALUATION if of == "evaluate=true" else run_dir
+    folder = run_dir / directory.EVALUATION if of == "evaluate=true" else run_dir
     ends = "stops" if of == "evaluate=true" else "saves at the next step"
     helpers.wait_until(noted(folder, "SIGTERM", ends), AT_ONCE_S + 5, "the signal's line")
     go(marks)
@@ -182,7 +182,7 @@ def test_a_stopped_evaluation_in_its_own_folder_is_repeated_there(start: Start, 
     assert again.status == 0, again.out
     assert helpers.read(run_dir, "status")["state"] == "done"
     assert helpers.read(run_dir, "summary")["val_samples"] == 320
-    assert not (run_dir / rundir.EVALUATION).exists()
+    assert not (run_dir / directory.EVALUATION).exists()
 
 
 @pytest.mark.fault(23)

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from recipes.core import files
 from recipes.core.place import ranks
-from recipes.core.run import rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
 from recipes.core.train import checkpoint
 from tests import helpers
 from tests.faults.conftest import Recorded
@@ -68,7 +68,7 @@ class Job:
         return self.slurm.jobs(self.id)[0]
 
     def status(self) -> dict[str, Any]:
-        return rundir.read_status(self.run_dir) or {"state": "not begun"}
+        return directory.read_status(self.run_dir) or {"state": "not begun"}
 
     def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -462,11 +462,9 @@ def test_an_attempt_that_outlives_its_requeue_cannot_write_to_the_run(
 
     def taken_over() -> bool:
         outlived = all(helpers.alive(pid) for pid in old.values())
-        attempt = files.read_json(job.run_dir / "attempt.json")
-        assert outlived or attempt["attempt"] == 1, (
-            "the fault was not there: the first attempt's ranks are dead already"
-        )
-        return bool(attempt["attempt"] == 1)
+        number = attempts.facts(job.run_dir)["attempt"]
+        assert outlived or number == 1, "the fault was not there: the first attempt's ranks are dead already"
+        return bool(number == 1)
 
     wait_until(taken_over, helpers.START_S, "the second attempt")
     wait_until(lambda: job.status()["attempt"] == 1, helpers.START_S, "the second attempt's status")

@@ -64,16 +64,6 @@ def test_submitit(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Pat
     assert state_of(tmp_path / "run") == expected_state
 
 
-@pytest.mark.long
-def test_a_printed_script(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
-    words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "launcher=print", *KEYS)
-    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
-    (tmp_path / "job.sh").write_text(done.stdout)
-    job = jobs.sbatch(slurm, repo, tmp_path / "log", str(tmp_path / "job.sh"), f"run_dir={tmp_path}/run")
-    assert jobs.ended(slurm, job, tmp_path / "log") == ("COMPLETED", "0:0"), jobs.tail(tmp_path / "log")
-    assert state_of(tmp_path / "run") == expected_state
-
-
 @pytest.mark.parametrize(
     "command", ["torchrun", "torch.distributed.launch", "launch.py", "spawn", "accelerate", "mpirun"]
 )

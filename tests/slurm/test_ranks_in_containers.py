@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -114,23 +113,17 @@ def test_apptainer(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
         assert environ["PYTHONNOUSERSITE"] == "1"
 
 
-@pytest.mark.parametrize("how", [helpers.long("launch.py"), "ready"])
-def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path, how: str) -> None:
-    """pyxis adds options to srun. Inside the container, submitit's process runs too."""
+def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """pyxis adds options to srun."""
     image = "registry#torch:2"
     (tmp_path / "run").mkdir()
     (tmp_path / "site").mkdir()
     (tmp_path / "site/site.env").write_text("NCCL_IB_TIMEOUT=23\n")
     environ = surroundings(tmp_path, image, srun=SRUN)
     keys = [*KEYS, f"run_dir={tmp_path}/run", f"network={tmp_path}/site/site.env"]
-    if how == "ready":
-        environ |= {"RECIPES_CONTAINER": image}
-        (repo / "sbatch/toy.sh").write_text((repo / "sbatch/mnist_1x1.sh").read_text().replace("mnist", "toy"))
-        job = jobs.sbatch(slurm, repo, tmp_path / "log", "--gpus-per-node=0", "sbatch/toy.sh", *keys, env=environ)
-    else:
-        words = [*keys, "recipe=toy", "nodes=2", f"container={image}"]
-        done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, check=True)
-        job = done.stdout.split()[1].rstrip(":")
+    environ |= {"RECIPES_CONTAINER": image}
+    (repo / "sbatch/toy.sh").write_text((repo / "sbatch/mnist_1x1.sh").read_text().replace("mnist", "toy"))
+    job = jobs.sbatch(slurm, repo, tmp_path / "log", "--gpus-per-node=0", "sbatch/toy.sh", *keys, env=environ)
     assert slurm.wait_job(job, 120) == "COMPLETED", jobs.tail(tmp_path / "log")
     assert jobs.read(tmp_path / "run/status.json")["state"] == "done"
     noted = json.loads((tmp_path / "srun.json").read_text())

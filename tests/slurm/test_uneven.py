@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluster
@@ -36,7 +37,7 @@ def placed(run_dir: Path) -> dict[str, int]:
     """How many ranks each node had, of a run that is done."""
     summary = jobs.read(run_dir / "summary.json")
     assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (3, 2, 4)
-    hosts = jobs.read(run_dir / "attempt.json")["hosts"]
+    hosts = attempts.facts(run_dir)["hosts"]
     return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
 
 
@@ -72,18 +73,6 @@ def test_a_job_larger_than_the_site_is_refused_with_the_sites_limits(uneven: Clu
 
 
 @pytest.mark.long
-def test_submitit_requests_the_same_gpus(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The GPUs do not exist, so the ranks fail. The test checks that three ranks are placed over both nodes."""
-    words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
-    done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, timeout=150)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert re.search("toy: node(1: .* 2|2: .* 1) GPUs and torch sees 0", done.stdout), done.stdout
-    submitted = uneven.jobs(jobs.read(tmp_path / "run/job.yaml")["job_id"])[0]
-    assert (submitted["NumTasks"], submitted["NumNodes"], submitted["NodeList"]) == ("3", "2", "node[1-2]")
-    assert re.search("gres[:/]gpu[:=]1$", submitted["TresPerTask"])
-
-
-@pytest.mark.long
 def test_the_doctor_sees_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
     """The doctor's step has one task per node. Slurm would give it only the one GPU per task of the job."""
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "doctor=true", "wait=true", f"run_dir={tmp_path}/run")
@@ -114,7 +103,7 @@ def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) ->
              f"export SLURM_HOSTFILE={tmp_path}/hosts MASTER_ADDR=node1\nexec srun --distribution=arbitrary {recipe}\n"  # fmt: skip
     run_job(uneven, repo, tmp_path, script)
     assert placed(tmp_path / "run") == UNEVEN
-    assert jobs.read(tmp_path / "run/attempt.json")["hosts"] == hosts
+    assert attempts.facts(tmp_path / "run")["hosts"] == hosts
 
 
 @pytest.mark.long

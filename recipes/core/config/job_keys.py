@@ -139,9 +139,11 @@ class JobKeys:
         high=100000,
         sbatch="--array, after its %",
     )
-    doctor: bool = declare.key(False, "examine the nodes first; if some are bad, submit the job again without them")
-    max_resubmits: int = declare.key(2, "maximum number of times that doctor=true submits a job again", low=0, high=100)
-    wait: bool = declare.key(False, "wait for the job, print rank 0's log, and exit with the job's status")
+    doctor: bool = declare.key(False, "examine the nodes first; if some are bad, requeue the job without them")
+    max_resubmits: int = declare.key(
+        2, "maximum number of times that doctor=true requeues a job without bad nodes", low=0, high=100
+    )
+    wait: bool = declare.key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:
         declare.check(self)

@@ -1,20 +1,16 @@
 """Sets of images too large for memory: class folders, packed copies, and random pixels for benchmarks."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from recipes.core.data import classfolder, datasets
 from recipes.core.data.decode import Pixels
-from recipes.core.data.packed import format, stage
+from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
-from recipes.core.errors import InputError, Stopped
-
-if TYPE_CHECKING:
-    from recipes.core.train.session import Run
+from recipes.core.errors import InputError
 
 
 class Images(Protocol):
@@ -132,59 +128,3 @@ def open_images(data_dir: str | Path, split: str, report: Callable[[object], Non
     if split != "train" and datasets.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")
     return Files(folder / split, classes, report)
-
-
-def open_sets(cfg: "SetKeys", run: "Run") -> tuple[Images, Images]:
-    """The training and the validation set of dataset=, data_dir= and stage_dir=; logs what they are.
-
-    Collective. Raises InputError and MachineError on all ranks where one of them fails, or where they see different samples.
-    """
-    if cfg.dataset == "fake":
-        return Fake(1_281_167), Fake(2000)
-    world = run.world
-
-    def staged(report: Callable[[object], None]) -> Path:
-        folder = datasets.find_imagenet(cfg.data_dir)
-        stage_dir = os.path.expanduser(os.path.expandvars(cfg.stage_dir))
-        if "$" in stage_dir:
-            raise InputError(f"stage_dir={cfg.stage_dir}: a variable in it is not set: give a folder")
-
-        def copied(done: int, total: int) -> None:
-            if run.stop:
-                raise Stopped(run.stop.reason)
-            report(done)
-            run.progress(f"to {stage_dir}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-
-        return stage.to_local_disk(folder, Path(stage_dir), copied) if stage_dir else folder
-
-    if cfg.stage_dir:
-        run.say(f"copying the packed copy to stage_dir={cfg.stage_dir}, unless it is there")
-    # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
-    folder = world.together("staging", staged)
-    sets = world.together(
-        "images", lambda report: tuple(open_images(folder, split, report) for split in ("train", "val"))
-    )
-    train, val = sets
-    first = world.broadcast_text("images", f"{train.digest()} {val.digest()}").split(" ")
-
-    def alike(report: Callable[[object], None]) -> None:
-        for images, expected in zip(sets, first, strict=True):
-            if images.digest() != expected:
-                raise InputError(
-                    f"{images.place!r} has other samples on this host than on {world.hosts[0]}: give all ranks the same data"
-                )
-
-    world.together("alike", alike)
-    run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
-    return train, val
-
-
-class SetKeys(Protocol):
-    """The keys of a recipe that `open_sets` uses."""
-
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def data_dir(self) -> str: ...
-    @property
-    def stage_dir(self) -> str: ...

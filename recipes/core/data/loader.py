@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class LoadedShard(Shard):
 
 
 class Loader:
-    """`GlobalBatches` with their images, randomly cropped.
+    """`GlobalBatches` with their images, randomly cropped: a `Source` for the step loop.
 
     size: pixels of a side, by epoch. min_crop: smallest fraction of an image's area in a crop. workers: number of threads,
     which run in parallel since decoders release the interpreter's lock; 0 decodes each batch when it is requested.
@@ -77,6 +78,14 @@ class Loader:
         self._to = _Mover(device)
         self._tally = _Tally(images, self._decoder.name, warn, IN_A_ROW)
         self._centre_tallies: dict[int, _Tally] = {}
+
+    @property
+    def per_epoch(self) -> int:
+        return self._batches.per_epoch
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return self._batches.order
 
     @property
     def skipped(self) -> int:

@@ -3,9 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+S = TypeVar("S", bound="Shard")
+S_co = TypeVar("S_co", bound="Shard", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Shard:
     indices: Tensor
     global_size: int
 
-    def pieces(self, count: int) -> "list[Shard]":
+    def pieces(self: S, count: int) -> list[S]:
         """The shard in ``count`` parts, or one for each sample if it has fewer, for gradient accumulation."""
         count = max(1, min(count, len(self.indices)))
         if count == 1:
@@ -29,6 +33,22 @@ class Shard:
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         cut = {name: value.tensor_split(count) for name, value in parts.items() if isinstance(value, Tensor)}
         return [type(self)(**{**parts, **{name: cut[name][i] for name in cut}}) for i in range(count)]
+
+
+class Source(Protocol[S_co]):
+    """This rank's shards of the batches of each epoch, for the step loop: `GlobalBatches`, or a `Loader` of them.
+
+    per_epoch: batches of an epoch. order: the values that determine the order of samples; a checkpoint keeps them, and
+    a run with other values does not resume from it.
+    """
+
+    @property
+    def per_epoch(self) -> int: ...
+    @property
+    def order(self) -> dict[str, Any]: ...
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[S_co]:
+        """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
+        ...
 
 
 def share(count: int, rank: int, world_size: int) -> slice:
@@ -57,6 +77,10 @@ class GlobalBatches:
     @property
     def per_epoch(self) -> int:
         return -(-self.num_samples // self.global_batch_size)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "data")}
 
     def _size(self, batch: int) -> int:
         from_end = self.per_epoch - batch

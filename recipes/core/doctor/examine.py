@@ -26,7 +26,8 @@ from recipes.core.errors import Kind
 from recipes.core.files import write_json
 from recipes.core.place import network, slurm_step
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
 
 # Shares of ``seconds`` after which each part is abandoned.
 CHECKS, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
@@ -199,11 +200,16 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
     write_json(plan.run_dir / "doctor.json", verdict.as_json(found))
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
-    if rundir.job_id(os.environ) and not plan.judge_later:
-        attempt = rundir.open_attempt(plan.run_dir, found.hosts, rundir.launch_id(os.environ))
+    if directory.job_id(os.environ) and not plan.judge_later:
+        attempt = attempts.given(os.environ)
+        if not attempt or attempt.run_dir != plan.run_dir:
+            attempt = attempts.open_next(plan.run_dir, "doctor", os.environ, found.hosts)
         first = {"host": found.exclude[0] if found.exclude else None, "exit_status": code} if code else None
         state, kind = ("failed", Kind.machine) if code else ("done", None)
-        rundir.write_status(plan.run_dir, state, attempt=attempt, step=0, reason=worst, kind=kind, first=first)
+        number = attempt.number
+        directory.write_status(plan.run_dir, state, attempt=number, step=0, reason=worst, kind=kind, first=first)
+        if code:
+            attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, code, worst)
     print(json.dumps(verdict.as_json(found)) if plan.as_json else "\n".join(verdict.lines(found)), flush=True)
     reports.remove()
     if code and len(hosts) > 1 and not plan.judge_later:

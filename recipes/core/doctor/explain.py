@@ -12,8 +12,10 @@ from recipes.core.doctor.logs import LONGEST_LINE, Event, Log
 from recipes.core.doctor.patterns import Level
 from recipes.core.errors import Kind, kind_of, shown
 from recipes.core.files import ROOT, read_json
-from recipes.core.run import failures, liveness, outlook, source, table
-from recipes.core.run.scontrol import Queue
+from recipes.core.run import attempt as attempts
+from recipes.core.run import judge, source, table
+from recipes.core.run import queue as slurm_queue
+from recipes.core.run.queue import Outlook, Queue
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor a line for so long, where Slurm does not know
 MOST_CAUSES, TAIL = 3, 6  # patterns that are explained, and last lines of a log that are shown
@@ -37,13 +39,10 @@ def judgement(run_dir: Path) -> Judgement:
     if status.get("state") in ("failed", "incomplete"):
         rank, host = status.get("first_failing_rank"), status.get("first_failing_host")
         return Judgement(str(status.get("reason") or ""), rank, host, kind_of(status))
-    attempt = read_json(run_dir / "attempt.json") or {}
-    try:
-        if not failures.records(run_dir, int(attempt["attempt"])):
-            return NO_RECORD
-        found = failures.verdict(run_dir, attempt)
-    except (KeyError, TypeError, ValueError, OSError, AttributeError):  # a damaged record
+    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
+    if not attempt or not attempts.records(attempt):
         return NO_RECORD
+    found = judge.judge(judge.gather(attempt))
     first = found.first or {}
     return Judgement(found.reason, first.get("rank"), first.get("host"), found.kind)
 
@@ -72,17 +71,17 @@ def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, list[str]]]:
 
 def of_run(run_dir: Path, queue: Queue) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
-    status, refused = read_json(run_dir / "status.json") or {}, read_json(run_dir / "refused.json") or {}
+    status, refused = read_json(run_dir / "status.json") or {}, judge.refusal(run_dir)
     state, notes = status.get("state"), list[str]()
-    if refused.get("line") and state == "running":
-        notes.append(f"a later launch was refused: {refused['line']}")
-    elif refused.get("line") and table.is_newer(run_dir, "refused.json", "status.json"):  # removed when a run begins
-        return _shown(f"it was refused before it began: {refused['line']}")
+    if refused and state == "running":
+        notes.append(f"a later launch was refused: {refused}")
+    elif refused:
+        return _shown(f"it was refused before it began: {refused}")
     if state == "done":
         return ["status.json says done: nothing failed"]
     if state == "preempted":
-        return _shown(outlook.after_stop(run_dir, status, queue))
-    slurm, quiet_s, found = outlook.of_run(run_dir, queue), _quiet_s(run_dir, status), judgement(run_dir)
+        return _shown(slurm_queue.after_stop(run_dir, status, queue))
+    slurm, quiet_s, found = slurm_queue.of_run(run_dir, queue), _quiet_s(run_dir, status), judgement(run_dir)
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
         if not found.verdict and _is_alive(run_dir, slurm, quiet_s):
@@ -95,14 +94,14 @@ def of_run(run_dir: Path, queue: Queue) -> list[str]:
     elif (slurm.job and not slurm.job.ended) or _is_alive(run_dir, slurm, quiet_s):
         return _shown(f"it has not begun: {slurm.line}")
     else:
-        begun = (run_dir / "logs").is_dir()
+        begun = bool(attempts.facts(run_dir))
         found = Judgement(
             f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}", kind=Kind.killed
         )
     return of_logs(run_dir, found, batch_logs(run_dir, slurm)) + _shown(*notes)
 
 
-def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
+def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
     """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its last line.
 
     An interactive job (salloc) outlives its steps.
@@ -110,7 +109,8 @@ def _is_alive(run_dir: Path, slurm: outlook.Outlook, quiet_s: float) -> bool:
     is_batch = slurm.job is not None and slurm.job.fields.get("BatchFlag") != "0"
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
-    return min(quiet_s, time.time() - liveness.newest_heartbeat(run_dir)) < QUIET_S
+    owner = attempts.owner(run_dir)
+    return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
 
 
 def _quiet_s(run_dir: Path, status: dict[str, Any]) -> float:
@@ -123,7 +123,7 @@ def _quiet_s(run_dir: Path, status: dict[str, Any]) -> float:
     return max(0.0, time.time() - max(times))
 
 
-def batch_logs(run_dir: Path, slurm: outlook.Outlook) -> list[Path]:
+def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
     """The logs of the run's job: they hold the lines of its batch script, of srun and of Slurm, which no rank's log has.
 
     Their paths come from job.yaml, and from Slurm while it knows the job.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from recipes.core.doctor.patterns import EXCEPTION, PATTERNS, TRACEBACK, Pattern
 from recipes.core.errors import InputError, shown
-from recipes.core.run import rundir
+from recipes.core.run import directory
 
 MOST_BYTES = 8 << 20  # of each file; the part before its last bytes is not read
 MOST_FILES = 4096
 MOST_LINES = 1000  # lines with one text in one file
 LONGEST_LINE = 2000  # characters of a line that is shown
 SUFFIXES = (".log", ".out", ".err", ".txt")
-PRUNED = {"checkpoints", "node_modules", "__pycache__", rundir.EVALUATION}
+PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
 ATTEMPT = "\f"  # the writer of a log begins each attempt with it
 _JOB = re.compile(r"^(\d+(?:_\d+)?)_\d+_log\.(?:out|err)$|^.*-(\d+(?:_\d+)?)\.(?:out|err)$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")

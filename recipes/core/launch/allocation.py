@@ -5,7 +5,7 @@ import re
 from collections.abc import Container, Mapping
 
 from recipes.core.errors import MachineError
-from recipes.core.run import scontrol
+from recipes.core.run import queue
 
 # Variables with which srun requests GPUs. The value is the field of scontrol that shows whether the job itself
 # requested GPUs this way. "" marks a variable that no step needs: it would give each task only one GPU. srun fails if
@@ -30,7 +30,7 @@ SET_FOR_SBATCH = {
 }  # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
 OF_LAUNCHERS = re.compile(
     r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
-    r"|RECIPES_(BATCH|BY_CLOCK|CODE|LAUNCH|LEFT_OUT|LISTEN_FD|RESUBMITS|SCRIPT|SOURCE)"
+    r"|RECIPES_(ATTEMPT|BATCH|BY_CLOCK|CODE|LAUNCH|LISTEN_FD|PYTHON|SCRIPT|SOURCE)"
 )
 
 
@@ -62,11 +62,9 @@ def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) 
     def is_own(name: str) -> bool:
         own = fields.get(GPU_VARIABLES[name], "")
         if GPU_VARIABLES[name] == "TresBind":
-            bind = scontrol.gpus(own)
-            return (
-                bool(bind) and bind in (environ[name], scontrol.gpus(environ[name])) and not bind.startswith("per_task")
-            )
-        return environ[name] in (own, scontrol.gpus(own))
+            bind = queue.gpus(own)
+            return bool(bind) and bind in (environ[name], queue.gpus(environ[name])) and not bind.startswith("per_task")
+        return environ[name] in (own, queue.gpus(own))
 
     return [name for name in GPU_VARIABLES if name in environ and not is_own(name)]
 
@@ -80,7 +78,7 @@ def all_gpus(fields: Mapping[str, str]) -> str:
     tasks, tasks_per_gpu = (fields.get(name, "") for name in ("NumTasks", "NtasksPerTRES"))
     if not tasks.isdecimal():
         return ""
-    per_task = (one.rpartition(":") for one in scontrol.gpus(fields.get("TresPerTask", "")).split(","))
+    per_task = (one.rpartition(":") for one in queue.gpus(fields.get("TresPerTask", "")).split(","))
     gpus = [f"{kind}{colon}{int(count) * int(tasks)}" for kind, colon, count in per_task if count.isdecimal()]
     if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
         gpus = [str(-(-int(tasks) // int(tasks_per_gpu)))]
@@ -95,7 +93,7 @@ def fields_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
     job = environ.get("SLURM_JOB_ID")  # not the variables of the array, which may belong to another job
     if job:
         with contextlib.suppress(MachineError):
-            return next((found.fields for found in scontrol.show(job) if found.fields.get("JobId") == job), {})
+            return next((found.fields for found in queue.show(job) if found.fields.get("JobId") == job), {})
     return {}
 
 

@@ -6,8 +6,8 @@ Command: ``python -m recipes.core.launch.batch begin|examine|finish RECIPE …``
 Otherwise it records what was submitted, and writes lines for the script's shell to the file descriptor $RECIPES_LINES.
 These lines change to the folder of the snapshot, and set the words with absolute paths and the command prefix of the
 ranks.
-``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it submits the job
-again without them if resubmits are left, and exits with status 3.
+``examine RECIPE RESUBMITS WORDS`` runs the doctor on the nodes of the job. If some nodes are bad, it requeues the job
+without them, at most RESUBMITS times, and exits with status 3.
 ``finish RECIPE STATUS WORDS`` reads the run's ``status.json``, since srun's own status can be masked. It requeues a
 preempted job, prints how the run ended, and exits with the exit status of the run.
 
@@ -28,10 +28,15 @@ from recipes.core import errors, files
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.errors import Next
+from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, container, jobs, resubmit, snapshot
-from recipes.core.run import command_line, entry, liveness, outlook, rundir, scontrol, signals, source
+from recipes.core.launch import allocation, container, examination, jobs, snapshot
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, directory, entry, judge, queue, source
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.judge import End
+
+DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -51,18 +56,30 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         entry.note_refusal_of(recipe, words, errors.EXIT_CONFIG, str(error), environ)
         return errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    job, run_dir = rundir.job_id(environ), _run_dir(settings, environ)
-    if job and (problem := _several_components(recipe, environ) or _other_user(settings, run_dir, job, environ)):
-        rundir.refuse(run_dir, rundir.launch_id(environ), errors.EXIT_CONFIG, problem)
-        print(f"{recipe}: {problem}", file=sys.stderr)
-        return errors.EXIT_CONFIG
+    job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
+    attempt = None
+    if job:
+        folder = directory.for_evaluation(run_dir) if settings.config.evaluate else run_dir
+        try:
+            attempt = attempts.open_next(folder, recipe, environ)
+        except errors.MachineError as error:
+            print(f"{recipe}: {error}", file=sys.stderr)
+            return errors.EXIT_MACHINE
+        if problem := _several_components(recipe, environ) or _other_user(settings, run_dir, attempt, job, environ):
+            attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
+            print(f"{recipe}: {problem}", file=sys.stderr)
+            return errors.EXIT_CONFIG
     code = _code(environ) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
-        description = {"job_id": job, "recipe": recipe, "arguments": words, "code": str(code)}
-        _record_submission(run_dir, Path(script), {**description, "log": fields.get("StdOut")})
+        described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
+        with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
+            jobs.record(run_dir, Path(script).read_bytes(), {**described, "log": fields.get("StdOut")})
     lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
-    by_clock = job and settings.run.stop_before_s and signals.is_short(environ)
+    lines += [
+        f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
+    ]
+    by_clock = job and settings.run.stop_before_s and queue.is_short(environ)
     lines += _clock_lines(recipe, environ) if by_clock else ["unset RECIPES_BY_CLOCK"]
     lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, fields))]
     if image:
@@ -84,7 +101,7 @@ def _several_components(recipe: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def _other_user(settings: Settings, run_dir: Path, job: str, environ: Mapping[str, str]) -> str:
+def _other_user(settings: Settings, run_dir: Path, attempt: Attempt, job: str, environ: Mapping[str, str]) -> str:
     """A line on the other job that uses the run directory; "" if no other job uses it.
 
     The ranks check this again, but in a container they may have no scontrol.
@@ -92,24 +109,13 @@ def _other_user(settings: Settings, run_dir: Path, job: str, environ: Mapping[st
     if not settings.config.starts_a_run:
         return ""
     submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if liveness.share_array(job, submitted):  # the other element has started, but its run has not begun yet
-        found = liveness.used_by_element(run_dir, submitted)
+    if queue.share_array(job, submitted):  # the other element has started, but its run has not begun yet
+        found = queue.used_by_element(run_dir, submitted)
     else:
-        folder = rundir.for_evaluation(run_dir) if settings.config.evaluate else run_dir
-        found = liveness.check(folder, environ, settings.run.takeover)
+        found = queue.check(attempt, environ, settings.run.takeover)
     if found.note:
         print(f"{settings.recipe}: {found.note}")
     return found.problem
-
-
-def _record_submission(run_dir: Path, script: Path, description: Mapping[str, object]) -> None:
-    """Copies the script to the run directory, beside a job.yaml, so that the job can be submitted again."""
-    with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = script.read_bytes()
-        # The atomic rename replaces a symbolic link that another user may have planted.
-        files.write_whole(run_dir / "job.sh", lambda file: file.write(text))
-        files.write_json(run_dir / "job.yaml", description)
 
 
 def _clock_lines(recipe: str, environ: Mapping[str, str]) -> list[str]:
@@ -119,15 +125,15 @@ def _clock_lines(recipe: str, environ: Mapping[str, str]) -> list[str]:
     """
     print(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2")
     lines = ["export RECIPES_BY_CLOCK=1"]
-    if left := signals.seconds_left(environ):  # the ranks cannot ask Slurm inside a container
+    if left := queue.seconds_left(environ):  # the ranks cannot ask Slurm inside a container
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
     return lines
 
 
 def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     """The folder that contains the status of this job's run."""
-    run_dir = rundir.choose(settings.run.run_dir, settings.recipe, rundir.job_id(environ), ROOT)
-    return rundir.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
+    run_dir = directory.choose(settings.run.run_dir, settings.recipe, directory.job_id(environ), ROOT)
+    return directory.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
 
 
 def _code(environ: Mapping[str, str]) -> Path:
@@ -148,7 +154,7 @@ def _code(environ: Mapping[str, str]) -> Path:
 
 
 def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str, str]) -> int:
-    """Closes the run after its step has ended with ``srun_status``, and requeues a preempted job.
+    """Judges the run after its step has ended with ``srun_status``, and requeues a preempted job.
 
     Returns the exit status.
     """
@@ -158,66 +164,63 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         print(f"{recipe}: ended with status {srun_status} and is not requeued: {error}", file=sys.stderr)
         return srun_status or errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
-    run_dir = _run_dir(settings, environ)
-    launch = rundir.launch_id(environ)
-    status = rundir.close(run_dir, launch, all_ended_well=srun_status == 0)
-    if refused := rundir.refusal(run_dir, launch):
-        print(f"{recipe}: {refused['line']}", file=sys.stderr)
-        return int(refused["exit_status"])
-    if status is None and (by := rundir.taken_over_by(run_dir, launch)):
-        print(f"{recipe}: {run_dir} was taken over by {by}; this job is not requeued", file=sys.stderr)
-        return errors.EXIT_MACHINE
-    if status is None:
-        where = "the lines above"
-        if "SUBMITIT_EXECUTOR" in environ:  # each rank has its own log
-            where += f", or in {source.home(ROOT)}/runs/submitit/{rundir.job_id(environ)}_*_log.out,"
-        print(f"{recipe}: ended with status {srun_status} before the run began; {where} say why", file=sys.stderr)
-        return srun_status or errors.EXIT_CRASH
-    code = rundir.exit_code(status, srun_status)
-    if status["state"] == "done":
-        accuracy = rundir.accuracy(rundir.of_launch(run_dir, launch))
-        print(f"{recipe}: done{accuracy}; run directory {run_dir}")
-    elif status["state"] == "preempted":
-        line = requeue(rundir.of_launch(run_dir, launch), status["attempt"], settings.run.max_requeues, environ)
-        print(f"{recipe}: saved at step {status['step']}; {line}; run directory {run_dir}")
+    run_dir, opened = _run_dir(settings, environ), attempts.given(environ)
+    if not opened:  # only in a script of your own that does not call begin
+        return srun_status
+    attempt = (
+        attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
+    )  # the script may have several steps
+    outcome = judge.close(attempt, End(srun_status))
+    if outcome.state == "done":
+        print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")
+    elif outcome.state == "preempted":
+        most = settings.run.max_requeues + examination.requeues(run_dir, environ)
+        line = requeue(attempt, outcome.step, most, environ)
+        print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
+    elif outcome.state == judge.REFUSED:
+        print(f"{recipe}: {outcome.line}", file=sys.stderr)
     else:
-        print(f"{recipe}: {status['state']}: {status['reason']}; logs in {run_dir}/logs", file=sys.stderr)
-    return code
+        logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
+        print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
+        if outcome.kind is Kind.timeout and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+            print(f"{recipe}: if no rank hangs, the cause is the network: {DOCTOR}", file=sys.stderr)
+    return outcome.exit_status
 
 
-def requeue(run_dir: Path, attempt: int, max_requeues: int, environ: Mapping[str, str]) -> str:
-    """Requeues this job if it may be requeued.
+def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
+    """Requeues this job if it may be requeued. step: at which the attempt was saved.
 
     Records what happens next in ``status.json``, and returns it as a short phrase. If Slurm has already decided, the
     function does not requeue: a cancelled job stays cancelled, and Slurm itself requeues a preempted job.
     """
-    job, restarts = rundir.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
+    job, restarts = directory.job_id(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
+    run_dir, number = attempt.run_dir, attempt.number
     found, failure = None, ""
     try:
-        found = scontrol.find(str(job))
+        found = queue.find(str(job))
     except errors.MachineError as error:
         failure = str(error)
     decided = found.after_start(restarts) if found else None
     if found and decided in (Next.requeued, Next.held):
-        rundir.note_next(run_dir, decided, attempt)
-        return "requeued by Slurm" if decided is Next.requeued else f"requeued, but {scontrol.describe(found)}"
+        directory.note_next(run_dir, decided, number)
+        return "requeued by Slurm" if decided is Next.requeued else f"requeued, but {queue.describe(found)}"
     if not decided and restarts >= max_requeues:
         decided = Next.max_requeues
-    elif not decided and restarts and rundir.gained_nothing(run_dir, rundir.launch_id(environ)):
+    elif not decided and restarts and number and step <= attempt.facts().get("step", step):
         decided = Next.no_progress
     if decided or not found:
-        rundir.note_next(run_dir, decided or Next.requeue_failed, attempt)
+        directory.note_next(run_dir, decided or Next.requeue_failed, number)
         why = failure or f"Slurm does not know job {job}"
-        return outlook.NOT_REQUEUED[decided] if decided else f"not requeued ({why}): {outlook.HOW_TO_RESUME}"
+        return queue.NOT_REQUEUED[decided] if decided else f"not requeued ({why}): {queue.HOW_TO_RESUME}"
     is_held = found.fields.get("Priority") == "0"
     # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
-    rundir.note_next(run_dir, Next.held if is_held else Next.requeued, attempt)
+    directory.note_next(run_dir, Next.held if is_held else Next.requeued, number)
     try:
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        rundir.note_next(run_dir, Next.requeue_failed, attempt)
+        directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
-        return f"not requeued ({why[:200]}): {outlook.HOW_TO_RESUME}"
+        return f"not requeued ({why[:200]}): {queue.HOW_TO_RESUME}"
     held = f", but held: scontrol release {job} starts it" if is_held else ""
     return f"requeued (restart {restarts + 1} of at most {max_requeues}){held}"
 
@@ -227,12 +230,13 @@ def main(argv: list[str]) -> int:
         print(other, file=sys.stderr)
         return errors.EXIT_CONFIG
     source.go_home(ROOT)
+    if argv[:1] != ["begin"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
     if len(argv) >= 2 and argv[0] == "begin":
         return begin(argv[1], argv[2:], os.environ)
     if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
-        return resubmit.examine(argv[1], int(argv[2]), argv[3:], os.environ)
+        return examination.examine(argv[1], int(argv[2]), argv[3:], os.environ)
     if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue ends this job immediately, and finish has to print
         return finish(argv[1], int(argv[2]), argv[3:], os.environ)
     print(
         "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",

@@ -81,29 +81,26 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         code = _run(command, root, environ, stderr, timeout_s)
-        text = stderr.read_text(errors="replace")
-        if f"run_dir={place}" not in text:  # such a line reports an error of the temporary folder itself
-            text = text.replace(str(place), str(run_dir))
-        found = files.read_json(found_file)
+        written = files.read_json(found_file)
+        lines = stderr.read_text(errors="replace").splitlines()
     if code is None:
         raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine")
-    lines = [line for line in text.splitlines() if line.strip()]
-    if code or not found:
-        raise _failure(recipe, code, lines)
-    for line in lines:
-        if line.startswith("warning: "):
-            print(line, file=sys.stderr, flush=True)
-    return Found(**found)
-
-
-def _failure(recipe: str, code: int, lines: Sequence[str]) -> Exception:
-    """The exception for a recipe that failed before its first step. code: its exit status. lines: its stderr."""
     if code < 0:
         name = signal.Signals(-code).name
-        return RunError(f"{recipe}: was killed by {name} before its first step: does this machine have enough memory?")
-    line = lines[-1] if lines else f"{recipe}: ended before it called run.resume() or run.begin()"
-    known: dict[int, type[Exception]] = {errors.EXIT_CONFIG: InputError, errors.EXIT_MACHINE: MachineError}
-    return known.get(code, RunError)(line.partition("; logs in ")[0])
+        raise RunError(f"{recipe}: was killed by {name} before its first step: does this machine have enough memory?")
+    if not written:
+        ended = f"{recipe}: ended before it called loop.steps() or run.begin()"
+        raise RunError(f"{ended}: {lines[-1]}" if code and lines else ended)
+    found = Found(**written)
+    for warning in found.warnings:
+        print(f"warning: {warning}".replace(str(place), str(run_dir)), file=sys.stderr, flush=True)
+    line = f"{recipe}: {found.error}"
+    if found.exit_status == errors.EXIT_MACHINE:  # its run_dir= is the temporary folder itself
+        raise MachineError(line)
+    if found.exit_status:
+        failed = InputError if found.exit_status == errors.EXIT_CONFIG else RunError
+        raise failed(line.replace(str(place), str(run_dir)))
+    return found
 
 
 def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str], timeout_s: float = 120.0) -> str:

@@ -19,7 +19,7 @@ from recipes.core.launch import checks, controller, jobs, local, scripts, snapsh
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, liveness, rundir, source, table
+from recipes.core.run import command_line, directory, queue, source, table
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -29,11 +29,8 @@ LOCAL_KEYS = (
 JOB_FILES_BYTES = 1 << 20  # free space that `check` requires for the files of a submission
 
 
-def main(argv: list[str], active: str) -> int:
-    """Runs one command line of launch.py and returns its exit status.
-
-    active: the folder of the active Python environment, or "".
-    """
+def main(argv: list[str], python: str) -> int:
+    """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
     if not argv or {"-h", "--help", "help"} & set(argv):
         return _help(argv)
     checked = argv[:1] == ["check"]
@@ -51,13 +48,10 @@ def main(argv: list[str], active: str) -> int:
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:
-            return check(settings, active)
-        if note := other_environment(settings, active):
-            print(f"launch.py: {note}", file=sys.stderr)
-        run = {Launcher.print: print_script, Launcher.local: run_here, Launcher.slurm: submit_job}[
-            settings.job.launcher
-        ]
-        return run(settings)
+            return check(settings, python)
+        if settings.job.launcher is Launcher.slurm:
+            return submit_job(settings, python)
+        return print_script(settings) if settings.job.launcher is Launcher.print else run_here(settings)
     except (ConfigError, InputError) as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return errors.EXIT_CONFIG
@@ -80,28 +74,7 @@ def _help(argv: list[str]) -> int:
     return 0 if argv else errors.EXIT_CONFIG
 
 
-def other_environment(settings: Settings, active: str) -> str:
-    """A phrase on the Python environment that is used instead of the profile's.
-
-    Returns "" if the profile's environment is used or the profile names none. Raises MachineError if the profile's
-    environment does not exist.
-    """
-    cluster = settings.job.cluster
-    named = str(profiles.cluster_profile(cluster).get("environment", "")) if cluster else ""
-    if not named or os.path.realpath(sys.prefix) == os.path.realpath(named):
-        return ""
-    if active:
-        return f"the active environment {active} is used, not environment: {named} of cluster={cluster}"
-    missing = (
-        f"cluster={cluster}: environment: {named} has no bin/python on this machine: make that environment, or correct"
-        f" env/clusters/{cluster}.yaml"
-    )
-    if settings.job.launcher is Launcher.print:
-        return f"{missing}, where this script is used"
-    raise MachineError(missing)
-
-
-def check(settings: Settings, active: str) -> int:
+def check(settings: Settings, python: str) -> int:
     """launch.py check: validates the job without submitting it, and prints one line per part.
 
     Returns 0, or the exit status of the first failed part.
@@ -110,11 +83,10 @@ def check(settings: Settings, active: str) -> int:
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    python = modules = code = 0
-    if settings.job.cluster and "environment" in profiles.cluster_profile(settings.job.cluster):
-        python, _ = checks.part("python", lambda: other_environment(settings, active) or sys.prefix)
-    if job and job.modules:
-        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, job.modules, os.environ))
+    modules = code = 0
+    profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
+    if job and (names := profile.get("modules")):
+        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, names, os.environ))
     if job and settings.job.snapshot:
         code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
@@ -122,7 +94,7 @@ def check(settings: Settings, active: str) -> int:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
-    place, keep = rundir.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
+    place, keep = directory.choose(run_dir, settings.recipe, None, ROOT), settings.run.keep_checkpoints
     try:
         if settings.job.container:
             recipe, found = 0, None
@@ -131,15 +103,15 @@ def check(settings: Settings, active: str) -> int:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
         if job:
-            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings))
+            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python))
         else:
             last, _ = checks.part("here", lambda: _describe_layout(local_layout(settings)))
-        return python or modules or code or recipe or disk or last
+        return modules or code or recipe or disk or last
     except KeyboardInterrupt:
         return 130
 
 
-def _ask_slurm(job: Job, settings: Settings) -> str:
+def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
     """Slurm's answer about the job that would be submitted or printed.
 
     Raises MachineError if it could not be submitted.
@@ -149,12 +121,12 @@ def _ask_slurm(job: Job, settings: Settings) -> str:
             return controller.expected_start(job, scripts.sbatch_script(job))
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
+    expected = controller.expected_start(job, submit.submission_text(job, python))
     for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
         folder = ROOT / "runs" / name
         if folder.exists():
             files.private_folder(ROOT, name)
-        checks.require_writable(folder, f"runs/{name}", rundir.FIX_JOB_FILES, JOB_FILES_BYTES)
+        checks.require_writable(folder, f"runs/{name}", directory.FIX_JOB_FILES, JOB_FILES_BYTES)
     return expected
 
 
@@ -166,8 +138,8 @@ def _require_free_run_dir(settings: Settings) -> None:
     for number in range(len(settings.sweep)) or [None]:
         path = Path(run_dir) if number is None else Path(run_dir) / str(number)
         if settings.config.evaluate:
-            path = rundir.for_evaluation(path)
-        problem = liveness.queued(path, settings.job.dependency, os.environ)
+            path = directory.for_evaluation(path)
+        problem = queue.queued(path, settings.job.dependency, os.environ)
         if problem:
             raise ConfigError(problem)
 
@@ -194,20 +166,20 @@ def print_script(settings: Settings) -> int:
     return 0
 
 
-def submit_job(settings: Settings) -> int:
+def submit_job(settings: Settings, python: str) -> int:
     """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log.
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
     _require_free_run_dir(settings)
     job = jobs.describe(settings, ROOT, _working_folder())
-    expected = controller.expected_start(job, submit.submission_text(job, sys.executable))
+    expected = controller.expected_start(job, submit.submission_text(job, python))
     not_checked = checks.find_data(settings, ROOT, _working_folder())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
-        job = dataclasses.replace(job, code=snapshot.take(ROOT))
-    submitted = submit.submit(job, sys.executable, _run_dir(settings))
+        job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
+    submitted = submit.submit(job, python, _run_dir(settings))
     print(f"job {submitted.job_id}: {expected}")
     if submitted.elements:
         for element, words in zip(submitted.elements, job.elements, strict=True):
@@ -253,13 +225,15 @@ def run_here(settings: Settings) -> int:
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
     run_dir = None
     if layout.node_rank == 0:
-        run_dir = rundir.choose(_run_dir(settings), settings.recipe, None, ROOT)
+        run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT)
         words["run_dir"] = str(run_dir)
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    return local.run(command, layout, run_dir, ROOT, environ)
+    of_training = not settings.config.evaluate
+    folder = run_dir if run_dir is None or of_training else directory.for_evaluation(run_dir)
+    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

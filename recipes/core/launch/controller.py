@@ -12,7 +12,7 @@ from recipes.core.errors import MachineError
 from recipes.core.launch import allocation, scripts
 from recipes.core.launch.jobs import Job
 from recipes.core.place import durations
-from recipes.core.run import scontrol
+from recipes.core.run import queue
 
 ROW = "%P|%a|%l|%s|%D|%c|%B|%G|%N"  # the format for sinfo -o
 # sinfo's short names of the states in which Slurm starts no job on a node. "*" after any state means that the node does
@@ -189,7 +189,7 @@ def _unknown_dependencies(job: Job) -> list[str]:
     Slurm 22.05 treats such a dependency as met.
     """
     ids = re.findall(r":(\d+)", dict(job.directives).get("dependency", ""))
-    return [one for one in ids if not scontrol.find(one, of_jobs_cluster(os.environ))]
+    return [one for one in ids if not queue.find(one, of_jobs_cluster(os.environ))]
 
 
 def _impossible_requests(job: Job, partitions: Mapping[str, Partition]) -> list[str]:

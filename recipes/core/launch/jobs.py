@@ -5,11 +5,10 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.config import job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
@@ -28,16 +27,14 @@ class Job:
     gpus_per_node: 0 requests no GPUs.
     root: the repository, where the job runs.
     directives: further options of sbatch with their values.
-    resubmits: how often a job may be submitted again without bad nodes; None if the doctor does not run.
+    resubmits: how often the job may be requeued without bad nodes; None if the doctor does not run.
     ranks: the total number of ranks, on the nodes that Slurm chooses; 0 if ``nodes`` and ``ranks_per_node`` give it.
         ``nodes`` is then the number of nodes, or 0 for any number. Each rank has a GPU if ``gpus_per_node`` is not 0.
     elements: further arguments of each element of a job array. parallel: how many elements run at the same time; 0 for
         all.
-    code: the snapshot of the code that the job runs; None for the repository itself.
-    image, runtime, mounts: the container of the ranks. variables: the variables of the env files for the container.
-        bound: the folders that the container needs.
+    variables: the variables that the script exports for sbatch/job.sh: the site, the container, and the code and the
+        Python of the job if they are chosen at submission.
     gpu_type: the type of the GPUs, by Slurm's name; "" for any.
-    snapshot: whether the script makes a snapshot of the code when it starts.
     gpus_by: the option of sbatch with which the site requires GPUs to be requested; "" for any.
     """
 
@@ -50,21 +47,13 @@ class Job:
     minutes: int
     name: str
     root: Path
-    cluster: str = ""
-    modules: tuple[str, ...] = ()
     directives: tuple[tuple[str, str], ...] = ()
     resubmits: int | None = None
     ranks: int = 0
     elements: tuple[tuple[str, ...], ...] = ()
     parallel: int = 0
-    code: Path | None = None
-    image: str = ""
-    runtime: str = "auto"
-    mounts: str = ""
-    variables: tuple[tuple[str, str], ...] = ()
-    bound: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     gpu_type: str = ""
-    snapshot: bool = True
     gpus_by: str = ""
 
     @property
@@ -72,20 +61,13 @@ class Job:
         """Whether Slurm is asked for one GPU per task."""
         return self.gpus_per_node > 0 and (self.ranks > 0 or self.gpus_by == "--gpus-per-task")
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields as in job.yaml."""
-        return {**asdict(self), "root": str(self.root), "code": str(self.code) if self.code else None}
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Job":
-        """The job whose fields are in a job.yaml, which may have further fields."""
-        values = {field.name: content[field.name] for field in fields(cls) if field.name in content}
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**{**values, "root": Path(values["root"]), "code": Path(values["code"]) if values["code"] else None})
-
-    @property
-    def container(self) -> container.Container | None:
-        return container.from_keys(self.image, self.runtime, self.mounts)
+def record(run_dir: Path, script: bytes, description: Mapping[str, object]) -> None:
+    """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises OSError."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # The atomic rename replaces a symbolic link that another user may have planted.
+    files.write_whole(run_dir / "job.sh", lambda file: file.write(script))
+    files.write_json(run_dir / "job.yaml", description)
 
 
 def ranks_per_node(job: JobKeys, device: Device) -> int:
@@ -124,9 +106,8 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
-    bound = set[str]()
     for run in (elements or [{}]) if job.container else ():
-        bound.update(container.folders_of_run(settings, {**words, **run}, root))
+        container.folders_of_run(settings, {**words, **run}, root)  # the script calls it again, and uses its result
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),
@@ -137,22 +118,26 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
         minutes=job_keys.minutes(job.time),
         name=job.name or settings.recipe,
         root=root,
-        cluster=job.cluster,
-        modules=tuple(profile.get("modules", ())),
         directives=tuple(_directives(job, profile).items()),
         resubmits=job.max_resubmits if job.doctor else None,
         ranks=int(job.gpus or 0),
         elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
         parallel=job.parallel,
-        image=container.absolute_image(job.container, base),
-        runtime=job.container_runtime.name,
-        mounts=job.container_mounts,
-        variables=tuple(profiles.env_variables(settings.run.network, job.cluster).items()) if job.container else (),
-        bound=tuple(sorted(bound)),
+        variables=_variables(job, base),
         gpu_type=job.gpu_type,
-        snapshot=job.snapshot,
         gpus_by=gpus_by,
     )
+
+
+def _variables(job: JobKeys, base: Path) -> dict[str, str]:
+    """The variables with which the script tells sbatch/job.sh the site, the container, and whether to take a snapshot."""
+    site = {"RECIPES_CLUSTER": job.cluster} if job.cluster else {}
+    in_image = {  # set even without a container, since the site's profile may name one
+        "RECIPES_CONTAINER": container.absolute_image(job.container, base),
+        "RECIPES_CONTAINER_RUNTIME": job.container_runtime.name,
+        "RECIPES_CONTAINER_MOUNTS": job.container_mounts,
+    }
+    return {**site, **in_image, **({} if job.snapshot else {"RECIPES_SNAPSHOT": "false"})}
 
 
 def _check_keys(settings: Settings, gpus_by: str) -> None:

@@ -16,8 +16,12 @@ from typing import Any, Protocol
 
 from recipes.core import errors
 from recipes.core.errors import Kind, MachineError
+from recipes.core.files import ROOT
 from recipes.core.place import processes
-from recipes.core.run import rundir, signals
+from recipes.core.run import attempt as attempts
+from recipes.core.run import judge, signals
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
@@ -85,8 +89,8 @@ class Rank(Protocol):
     def wait(self) -> object: ...
 
 
-def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path, environ: Mapping[str, str]) -> int:
-    """Runs ``command`` once per rank of this machine, in the folder ``root``, with `supervise`.
+def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: str, environ: Mapping[str, str]) -> int:
+    """Runs ``command`` once per rank of this machine, in the repository, with `supervise`.
 
     Returns the exit status of the run.
     """
@@ -97,23 +101,24 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, root: Path
             variables["RECIPES_LISTEN_FD"] = str(listener.fileno())
         prepare = processes.die_with(os.getpid())
         return subprocess.Popen(
-            command, env=variables, cwd=root, pass_fds=handed, start_new_session=True, preexec_fn=prepare
+            command, env=variables, cwd=ROOT, pass_fds=handed, start_new_session=True, preexec_fn=prepare
         )
 
-    return supervise(start, layout, run_dir, environ)
+    return supervise(start, layout, run_dir, recipe, environ)
 
 
 def supervise(
     start: Callable[[dict[str, str], socket.socket | None], Rank],
     layout: Layout,
     run_dir: Path | None,
+    recipe: str,
     environ: Mapping[str, str],
 ) -> int:
     """Starts the ranks of this machine, waits for them, and returns the exit status of the run.
 
     start: starts a rank as a process that has its own session and ends with this process. Its arguments are the
-    environment of the rank and, for rank 0, the socket on which it accepts its peers. run_dir: where the status of the
-    run is; None on a machine that is not the first, since rank 0 is on another machine.
+    environment of the rank and, for rank 0, the socket on which it accepts its peers. run_dir: the run directory of ``recipe``;
+    None on a machine that is not the first, since rank 0 is on another machine. Raises MachineError if the run directory cannot be written.
     """
     # Write complete lines, as the ranks do: otherwise Python writes the end of a line separately, and a line of a rank
     # can come between.
@@ -121,6 +126,10 @@ def supervise(
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
+    attempt = None
+    if run_dir:
+        attempt = attempts.open_next(run_dir, recipe, environ)
+        environ = {**environ, attempts.VARIABLE: str(attempt.folder)}
     ranks: list[Rank] = []
     stop = _Stop()
     with contextlib.ExitStack() as stack:
@@ -132,7 +141,8 @@ def supervise(
         if listener:
             listener.close()
         first, early = _watch(ranks, stop, run_dir)
-        return _outcome(ranks, first, early, stop, layout, run_dir, environ["RECIPES_LAUNCH"])
+        end = _end(ranks, first, early, stop.count > 0, layout)
+        return _report_end(attempt, end) if attempt else _report_other(end)
 
 
 class _Stop:
@@ -243,7 +253,9 @@ class _Saving:
 
     def is_active(self) -> bool:
         sizes = {}
-        for path in self._folder.glob(".step-*") if self._folder else ():  # temporary files that are not renamed yet
+        for path in (
+            self._folder.glob(".[0-9]*/.step-*") if self._folder else ()
+        ):  # temporary files that are not renamed yet
             with contextlib.suppress(OSError):
                 sizes[path.name] = path.stat().st_size
         if sizes != self._sizes:
@@ -277,51 +289,39 @@ def _kill(ranks: Sequence[Rank]) -> None:
         rank.wait()
 
 
-def _outcome(
-    ranks: Sequence[Rank],
-    first: int | None,
-    early: int | None,
-    stop: _Stop,
-    layout: Layout,
-    run_dir: Path | None,
-    launch: str,
-) -> int:
-    """Completes ``status.json``, reports a failure, and returns the exit status of the run.
-
-    first, early: the results of `_watch`. launch: the ID of this launch.
-    """
-    run_dir = run_dir and rundir.of_launch(run_dir, launch)
+def _end(ranks: Sequence[Rank], first: int | None, early: int | None, stopped: bool, layout: Layout) -> End:
+    """How the ranks of this machine ended. first, early: the results of `_watch`."""
     if first is None:
-        code = next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0
-        status = rundir.close(run_dir, launch, all_ended_well=code == 0) if run_dir else None
-        if status and status["state"] in ("failed", "incomplete"):
-            _report(f"{status['state']}: {status['reason']}; logs in {run_dir}/logs")
-        return rundir.exit_code(status, code) if status else code
+        return End(next((_status(rank) for rank in ranks if rank.returncode), 0) if stopped else 0)
     code = _status(ranks[first])
-    if code in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
-        if run_dir:
-            rundir.close(run_dir, launch)  # in case the rank could not write its status because of a full disk
-        return code  # the rank has printed the reason
     killed = ranks[first].returncode < 0
     kind = Kind.killed if killed else Kind.error
     ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"ended with status {code}"
-    done = run_dir and (rundir.read_status(run_dir) or {}).get("state") == "done"
-    if early is not None and not killed and not done:  # the other ranks failed because they lost this rank
+    if early is not None and not killed:  # the other ranks failed because they lost this rank
         first, kind, ended = early, Kind.exited, "ended with status 0 before the run's end"
     number = sum(layout.ranks[: layout.node_rank]) + first
     failing = {"rank": number, "host": socket.gethostname(), "exit_status": code}
-    reason = f"rank {number} on {failing['host']} {ended}"
-    if run_dir:
-        status = rundir.close(run_dir, launch, reason=reason, kind=kind, first=failing)
-        if status and status["state"] in ("done", "preempted"):
-            return rundir.exit_code(status, code)  # the rank had completed its work, and a library crashed at exit
-        if status and killed:  # the other ranks do not know why it ended
-            where = {"attempt": status["attempt"], "step": status["step"]}
-            rundir.write_status(run_dir, "failed", **where, reason=reason, kind=kind, first=failing)
-        elif status and status["reason"]:
-            reason = status["reason"]
-    _report(f"failed: {reason}" + (f"; logs in {run_dir}/logs" if run_dir else ""))
-    return code
+    return End(code, failing, f"rank {number} on {failing['host']} {ended}", kind)
+
+
+def _report_end(attempt: Attempt, end: End) -> int:
+    """Judges the run, prints how it failed, and returns its exit status."""
+    newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
+    outcome = judge.close(newest, end)
+    if outcome.exit_status in (errors.EXIT_CONFIG, errors.EXIT_MACHINE):
+        if (outcome.first or {}).get("rank") != 0:  # rank 0 prints its own line
+            _report(outcome.reason)
+    elif outcome.state not in ("done", "preempted"):
+        logs = attempt.run_dir / "logs"
+        _report(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
+    return outcome.exit_status
+
+
+def _report_other(end: End) -> int:
+    """Reports the end of ranks whose run is judged elsewhere: rank 0 is on another machine, or the recipe has no run directory."""
+    if end.first and end.exit_status not in (errors.EXIT_CONFIG, errors.EXIT_MACHINE, errors.EXIT_REQUEUE):
+        _report(f"failed: {end.reason}")
+    return end.exit_status
 
 
 def _status(rank: Rank) -> int:

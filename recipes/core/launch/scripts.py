@@ -1,11 +1,8 @@
-"""The text of an sbatch script, and the parameters of submitit, for a `Job`."""
+"""The text of the script of a `Job`: what sbatch runs, and what a job of submitit runs."""
 
-import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
-from recipes.core.launch import container
 from recipes.core.launch.jobs import Job
 
 # Slurm signals the ranks SIGNAL_S seconds before the time limit. In a short job this time is at most SIGNAL_SHARE of
@@ -69,21 +66,34 @@ def srun_options(job: Job) -> tuple[str, ...]:
     return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
 
 
-def enter(job: Job, python: str) -> tuple[list[str], list[str]]:
-    """Further options of srun, and the command before a rank's Python arguments.
-
-    Without a container, that is only ``python``.
-    """
-    if not job.container:
-        return [], [python]
-    code, gpus = job.code or job.root or Path(), job.gpus_per_node > 0
-    return container.step(job.container, code, job.bound, dict(job.variables), os.environ, gpus)
-
-
 def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
-    """The sbatch script of ``job``. header: lines of comment.
+    r"""The sbatch script of ``job``. header: lines of comment.
 
-    sbatch/job.sh contains the parts that all scripts share.
+    sbatch/job.sh contains the parts that all scripts share. The script of ``recipe=mnist nodes=2 gpus_per_node=8
+    epochs=5`` for the repository ``/repo``::
+
+        #!/bin/bash
+        #SBATCH --job-name=mnist
+        #SBATCH --nodes=2
+        #SBATCH --ntasks-per-node=8
+        #SBATCH --gpus-per-node=8
+        #SBATCH --cpus-per-task=8
+        #SBATCH --time=60
+        #SBATCH --requeue
+        #SBATCH --open-mode=append
+        #SBATCH --signal=USR2@120
+        #SBATCH --chdir=/repo
+        #SBATCH --output=%x-%j.out
+
+        export RECIPES_CONTAINER=''
+        export RECIPES_CONTAINER_RUNTIME=auto
+        export RECIPES_CONTAINER_MOUNTS=''
+        . /repo/sbatch/job.sh || exit
+        set -- epochs=5 "$@"
+        begin mnist "$@"
+        srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=60 --mem=0 "${step[@]}" \
+            "${inside[@]}" -u -m recipes.mnist "${words[@]}"
+        finish mnist $?
     """
     options = {**directives(job), "chdir": str(job.root)}
     # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
@@ -91,7 +101,8 @@ def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
     options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
     lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
-    lines += ["", *_setup(job, job.root)]
+    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
+    lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]
     if job.arguments:
         lines += [f'set -- {shlex.join(job.arguments)} "$@"']
     lines += [*_element(job), f'begin {job.recipe} "$@"']
@@ -103,59 +114,3 @@ def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
         f"finish {job.recipe} $?",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _setup(job: Job, code: Path) -> list[str]:
-    """The first lines of the batch shell: the variables of the job, and sbatch/job.sh of ``code``."""
-    lines = [f"export RECIPES_CLUSTER={shlex.quote(job.cluster)}"] if job.cluster else []
-    # Set even without a container, since the site's profile may name one.
-    names = {"": job.image, "_RUNTIME": job.runtime, "_MOUNTS": job.mounts}
-    lines += [f"export RECIPES_CONTAINER{name}={shlex.quote(value)}" for name, value in names.items()]
-    if not job.snapshot:
-        lines += ["export RECIPES_SNAPSHOT=false # this job runs the code in the repository"]
-    return [*lines, f". {shlex.quote(str(code / 'sbatch/job.sh'))} || exit"]
-
-
-def submitit_parameters(job: Job, python: str) -> dict[str, object]:
-    """The same job as the parameters of ``submitit.SlurmExecutor.update_parameters`` (submitit 1.5).
-
-    python: the Python that runs the recipe and the steps of the batch shell.
-    """
-    options = directives(job)
-    native: dict[str, object] = {
-        "job_name": options.pop("job-name"),
-        "cpus_per_task": int(options.pop("cpus-per-task")),
-        "time": int(options.pop("time")),
-        "signal_delay_s": int(options.pop("signal").rpartition("@")[2]),
-    }
-    if not job.ranks:  # with ranks, both remain in the options, where nodes can be a range
-        native |= {"nodes": int(options.pop("nodes")), "ntasks_per_node": int(options.pop("ntasks-per-node"))}
-    for name in ("partition", "qos", "constraint", "exclude", "account"):
-        if name in options:
-            native[name] = options.pop(name)
-    for name in {"open-mode", "array"} & options.keys():  # submitit itself writes these options
-        del options[name]
-    batch = [python, "-m", "recipes.core.launch.batch"]
-    finish = shlex.join([*batch, "finish", job.recipe])
-    setup, words = _setup(job, job.code or job.root), shlex.join(job.arguments)
-    if job.modules:
-        setup += [f"load {shlex.join(job.modules)}"]
-    if job.container:
-        setup += container.exports(job.container, dict(job.variables))
-    if job.code:
-        setup += [f"cd {shlex.quote(str(job.code))} || exit"]
-    setup += [f"export RECIPES_SOURCE={shlex.quote(str(job.code or job.root))}"]
-    if job.elements:
-        native["array_parallelism"] = at_once(job)
-        setup, words = [*setup, f"set -- {words}", *_element(job)], '"$@"'
-    if job.resubmits is not None:
-        setup += [f"{shlex.join([*batch, 'examine', job.recipe, str(job.resubmits)])} {words} || exit"]
-    return {
-        **native,
-        "wckey": None,  # some sites refuse submitit's own
-        "stderr_to_stdout": True,
-        "additional_parameters": {**{name: value or True for name, value in options.items()}, "chdir": str(job.root)},
-        "srun_args": [f"--cpus-per-task={job.cpus_per_rank}", *srun_options(job), *enter(job, python)[0]],
-        "setup": setup,
-        "teardown": [f"{finish} $? {words}"],
-    }

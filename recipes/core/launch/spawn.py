@@ -12,12 +12,13 @@ import time
 from typing import Any
 
 from recipes.core import errors
+from recipes.core.errors import MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import local
 from recipes.core.launch.local import Rank
 from recipes.core.place import network
 from recipes.core.place.processes import die_with
-from recipes.core.run import entry, rundir
+from recipes.core.run import directory, entry
 from recipes.core.run.entry import Start
 
 SPAWNED = "RECIPES_SPAWNED"  # set in a process that this module started
@@ -44,7 +45,8 @@ def processes(module: str, start: Start) -> None:
                 file=sys.stderr,
             )
         sys.exit(errors.EXIT_CONFIG)
-    run_dir = rundir.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, ROOT)
+    run_dir = directory.choose(start.settings.run.run_dir, start.settings.recipe, info.run_id, ROOT)
+    folder = directory.for_evaluation(run_dir) if start.settings.config.evaluate else run_dir
     argv, context = [*sys.argv, f"run_dir={run_dir}"], multiprocessing.get_context("spawn")
 
     def start_rank(variables: dict[str, str], listener: socket.socket | None) -> Rank:
@@ -60,7 +62,19 @@ def processes(module: str, start: Start) -> None:
         set_here |= {name: value for name, value in os.environ.items() if value.startswith(str(start.own_folder))}
     environ = {name: value for name, value in os.environ.items() if set_here.get(name) != value}
     entry.remove_own_folder(start)
-    sys.exit(local.supervise(start_rank, local.Layout((count,)), run_dir, {**environ, SPAWNED: str(os.getpid())}))
+    try:
+        sys.exit(
+            local.supervise(
+                start_rank,
+                local.Layout((count,)),
+                folder,
+                start.settings.recipe,
+                {**environ, SPAWNED: str(os.getpid())},
+            )
+        )
+    except MachineError as error:
+        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        sys.exit(errors.EXIT_MACHINE)
 
 
 class _Process:

@@ -1,9 +1,14 @@
-"""Submits a job to Slurm through submitit. Does not import torch."""
+"""Submits a job to Slurm through submitit. Does not import torch.
+
+submitit's own script replaces itself with the submitted text through exec: the process of the batch shell is then that
+of this text, and receives the signals for the batch shell. No handler of submitit remains.
+"""
 
 import contextlib
 import dataclasses
 import io
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -14,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from recipes.core import files
 from recipes.core.errors import MachineError
-from recipes.core.launch import allocation, controller, scripts
+from recipes.core.launch import allocation, controller, jobs, scripts
 from recipes.core.launch.jobs import Job
-from recipes.core.run import rundir
+from recipes.core.run import directory
 
 if TYPE_CHECKING:
     import submitit
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 class Submitted:
     """A job that Slurm has accepted.
 
-    log: the file with the output of rank 0 and srun's own messages. elements: the elements of a job array; run_dir and
+    log: the file with the output of the batch script and of all ranks. elements: the elements of a job array; run_dir and
     log are then those of the first element.
     """
 
@@ -52,9 +57,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """Submits ``job`` through submitit and does not wait.
 
-    run_dir: the given run directory as an absolute path; "" for the default. Each task of submitit replaces itself with
-    the recipe through exec. Therefore neither its signal handler nor the objects that it unpickles remain between Slurm
-    and the ranks. Raises MachineError with Slurm's reason.
+    python: the Python of the job. run_dir: the given run directory as an absolute path; "" for the default. Raises
+    MachineError with Slurm's reason.
     """
     import submitit
 
@@ -64,30 +68,26 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
-    _, inside = scripts.enter(job, python)
-    commands = [
-        [*inside, "-u", "-m", f"recipes.{job.recipe}", *job.arguments, *words] for words in job.elements or [()]
-    ]
+    job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
+    path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))
     with _environment(environ), files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
         # submitit prints the errors that it raises.
         try:
+            files.write_whole(path, lambda file: file.write(script))
+            count = len(job.elements) or 1
             executor = _executor(job, python)
-            if job.elements:
-                accepted = executor.map_array(os.execvp, [inside[0]] * len(commands), commands)
-            else:
-                accepted = [executor.submit(os.execvp, inside[0], commands[0])]
+            accepted = executor.map_array(os.execvp, ["/bin/bash"] * count, [["bash", str(path)]] * count)
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
             raise MachineError(controller.refusal(str(error), "sbatch", job)) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {rundir.FIX_JOB_FILES}") from None
+            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {directory.FIX_JOB_FILES}") from None
     if not job.elements:
-        return _describe(job, accepted[0], run_dir, commands[0])
+        return _describe(job, job.arguments, accepted[0], run_dir, script)
     elements = []
-    for number, words in enumerate(job.elements):
-        element = dataclasses.replace(job, arguments=(*job.arguments, *words), elements=(), parallel=0)
+    for number, (words, one) in enumerate(zip(job.elements, accepted, strict=True)):
         of_element = f"{run_dir}/{number}" if run_dir else ""
-        elements.append(_describe(element, accepted[number], of_element, commands[number]))
+        elements.append(_describe(job, (*job.arguments, *words), one, of_element, script))
     array = elements[0].job_id.partition("_")[0]
     return dataclasses.replace(elements[0], job_id=array, elements=tuple(elements))
 
@@ -102,6 +102,7 @@ def submission_text(job: Job, python: str) -> str:
 
 
 def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
+    """submitit's executor for ``job``, with the same directives as its script but its own log file (submitit 1.5)."""
     import submitit
 
     for program in ("sbatch", "srun"):
@@ -109,27 +110,33 @@ def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":
             raise MachineError(
                 f"there is no Slurm on this machine (no {program} on the PATH): launcher=local runs the recipe here"
             )
-    # With pyxis, submitit's own process runs in the container too.
-    inside = scripts.enter(job, python)[1] if job.container and job.container.runtime == "pyxis" else [python]
-    executor = submitit.SlurmExecutor(folder=job.root / "runs/submitit", python=shlex.join(inside))
-    executor.update_parameters(**scripts.submitit_parameters(job, python))
+    options = {**scripts.directives(job), "chdir": str(job.root)}
+    del options["open-mode"]  # submitit writes it too
+    executor = submitit.SlurmExecutor(folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}")
+    executor.update_parameters(
+        use_srun=False,
+        stderr_to_stdout=True,
+        wckey=None,  # some sites refuse submitit's own
+        setup=["export PYTHONUTF8=1"],  # paths are UTF-8 in every locale
+        additional_parameters={name.replace("-", "_"): value or True for name, value in options.items()},
+    )
     return executor
 
 
-def _describe(job: Job, accepted: "submitit.Job[object]", run_dir: str, command: list[str]) -> Submitted:
-    """Writes the submitted script and job.yaml to the run directory.
+def _describe(
+    job: Job, words: tuple[str, ...], accepted: "submitit.Job[object]", run_dir: str, script: bytes
+) -> Submitted:
+    """Records ``script`` and the description of a job, or of one element of an array, in its run directory.
 
-    job: a job without elements, or one element. run_dir: the given run directory; "" for the default. command: the
-    command of its ranks.
+    words: the arguments of the recipe. run_dir: the given run directory; "" for the default.
     """
     job_id, log = str(accepted.job_id), Path(accepted.paths.stdout)
-    folder = rundir.choose(run_dir, job.recipe, job_id, job.root)
-    folder = rundir.for_examination(folder) if job.recipe == "doctor" else folder
+    folder = directory.choose(run_dir, job.recipe, job_id, job.root)
+    folder = directory.for_examination(folder) if job.recipe == "doctor" else folder
+    code = job.variables.get("RECIPES_CODE", str(job.root))
+    description = {"job_id": job_id, "recipe": job.recipe, "arguments": words, "root": str(job.root), "code": code}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        script = Path(accepted.paths.submission_file).read_bytes()
-        files.write_whole(folder / "job.sh", lambda file: file.write(script))  # replaces a planted symbolic link
-        files.write_json(folder / "job.yaml", {"job_id": job_id, **job.as_json(), "command": command, "log": str(log)})
+        jobs.record(folder, script, {**description, "log": str(log)})
     except OSError as error:  # the job is already in the queue and will fail with the same error
         print(f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail", file=sys.stderr)
     return Submitted(job_id, folder, log)

@@ -10,7 +10,8 @@ from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.launch import controller
 from recipes.core.launch.submit import Submitted
-from recipes.core.run import outlook, rundir, scontrol
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, queue
 
 
 def wait_for_all(submitted: Submitted) -> int:
@@ -23,7 +24,7 @@ def wait_for_all(submitted: Submitted) -> int:
 
 
 def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
-    """Waits for the job to end and returns its exit status. show: whether to print rank 0's log while waiting.
+    """Waits for the job to end and returns its exit status. show: whether to print the job's log while waiting.
 
     patience_s: how long to ask again, in seconds, if the controller does not answer. Raises MachineError after this
     time.
@@ -37,22 +38,22 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
     status = _status(submitted)
     if state == "COMPLETED" or (not state and status and status["state"] == "done"):
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
-        return rundir.exit_code(status, code)
+        return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
     if status and status["state"] == "preempted":
-        queue = scontrol.Queue(controller.of_jobs_cluster(os.environ))
-        reason = f": {outlook.after_stop(submitted.run_dir, status, queue)}"
+        asks = queue.Queue(controller.of_jobs_cluster(os.environ))
+        reason = f": {queue.after_stop(submitted.run_dir, status, asks)}"
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
-    return rundir.exit_code(status, code) or errors.EXIT_CRASH
+    return directory.exit_code(status, code) or errors.EXIT_CRASH
 
 
-def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> scontrol.Job | None:
+def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> queue.Job | None:
     """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more."""
     printed_bytes, interval_s, silent_since, reported = 0, 0.5, 0.0, (False, 0)
     while True:
         job, is_over = None, False
         try:
-            job = scontrol.find(submitted.job_id, controller.of_jobs_cluster(os.environ))
+            job = queue.find(submitted.job_id, controller.of_jobs_cluster(os.environ))
             is_over, silent_since = job is None or job.ended, 0.0
         except MachineError as error:
             if not silent_since:
@@ -65,7 +66,7 @@ def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> scontr
         printed_bytes = _follow(submitted.log, printed_bytes) if show else 0
         if job and job.waiting and (job.held, job.restarts) != reported:
             reported = (job.held, job.restarts)
-            print(scontrol.describe(job), file=sys.stderr)
+            print(queue.describe(job), file=sys.stderr)
         if is_over:
             break
         time.sleep(interval_s)
@@ -78,10 +79,10 @@ def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> scontr
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:
     """The content of ``status.json`` if it is of this job; else None. The run directory may contain an older status."""
-    for run_dir in (submitted.run_dir, submitted.run_dir / rundir.EVALUATION):
-        attempt = rundir.owner(run_dir)
-        if attempt and str(attempt["launch"]).startswith(f"{submitted.job_id}."):
-            return rundir.read_status(run_dir)
+    for run_dir in (submitted.run_dir, submitted.run_dir / directory.EVALUATION):
+        launch = str(attempts.facts(run_dir).get("launch"))
+        if launch.startswith(f"{submitted.job_id}."):
+            return directory.read_status(run_dir)
     return None
 
 

@@ -1,8 +1,11 @@
 """A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its findings to a file."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from recipes.core import files
 
 VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Asked` as JSON
 
@@ -15,19 +18,25 @@ class Over(Exception):
 class Asked:
     """The input of a dry run.
 
-    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
+    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs. warnings: of the
+    recipe so far.
     """
 
     file: str
     ranks: int
     gpus: bool
+    warnings: list[str] = field(default_factory=list)
+
+    def write(self, found: "Found") -> None:
+        files.write_json(Path(self.file), {**asdict(found), "warnings": self.warnings})
 
 
 @dataclass(frozen=True)
 class Found:
     """The findings of a dry run. A value is None if the run does not have it.
 
-    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state.
+    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state. error, exit_status: why the
+    recipe failed, in one line, and the status for it; "" and 0 if it did not.
     """
 
     parameters: int | None = None
@@ -35,6 +44,9 @@ class Found:
     checkpoint_bytes: int | None = None
     resumed_from_step: int | None = None
     evaluates: bool = False
+    error: str = ""
+    exit_status: int = 0
+    warnings: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.parameters is None:

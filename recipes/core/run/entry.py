@@ -5,6 +5,7 @@ line because torch reads some variables of the env files when it is loaded.
 """
 
 import atexit
+import contextlib
 import errno
 import os
 import re
@@ -26,8 +27,9 @@ from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import command_line, dryrun, rundir, source
-from recipes.core.run.dryrun import Asked
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, directory, dryrun, source
+from recipes.core.run.dryrun import Asked, Found
 from recipes.core.run.watchdog import Pulse
 
 
@@ -37,7 +39,7 @@ class Start:
 
     from_files: variables set from the env files. interface: the network interface found by its route; None if none was
     found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. own_folder:
-    temporary folder of this job on this node; None if there is none. rehearsal: the input of the dry run that
+    temporary folder of this job on this node; None if there is none. dry_run: the input of the dry run that
     `launch.py check` started; None in a normal run.
     """
 
@@ -47,28 +49,19 @@ class Start:
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
     own_folder: Path | None = None
-    rehearsal: Asked | None = None
-
-
-def note_refusal(settings: Settings, status: int, line: str) -> None:
-    """Records a refusal in the run directory for the batch script. Does nothing outside a Slurm job.
-
-    The batch script cannot use srun's exit status: srun ends the other ranks, and their status can mask that of this
-    rank.
-    """
-    job = rundir.job_id(os.environ)
-    if job:
-        run_dir = rundir.choose(settings.run.run_dir, settings.recipe, job, ROOT)
-        with files.umask(int(settings.run.umask, 8)):
-            rundir.refuse(run_dir, rundir.launch_id(os.environ), status, line)
+    dry_run: Asked | None = None
 
 
 def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, environ: Mapping[str, str]) -> None:
-    """`note_refusal` for words that are not valid keys. Only ``run_dir=`` is read from ``words``."""
+    """Records in a new attempt that a job was refused for words that are not valid keys. Does nothing outside a Slurm job.
+
+    Only ``run_dir=`` is read from ``words``.
+    """
     run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
-    if (job := rundir.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
-        with files.umask(0o077):
-            rundir.refuse(rundir.choose(run_dir, recipe, job, ROOT), rundir.launch_id(environ), status, line)
+    if (job := directory.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
+        with files.umask(0o077), contextlib.suppress(errors.MachineError):
+            new = attempts.open_next(directory.choose(run_dir, recipe, job, ROOT), recipe, environ)
+            attempts.refuse({attempts.VARIABLE: str(new.folder)}, status, line)
 
 
 _exit_status: list[int] = []  # the status of `end`, once it was called
@@ -120,7 +113,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     try:
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
-        if is_first:
+        if is_first and not attempts.given(os.environ):
             note_refusal_of(recipe, argv, errors.EXIT_CONFIG, str(error), os.environ)
         _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
@@ -134,7 +127,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     except network.NetworkError as error:
         _refuse(settings, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
     stage_dir = getattr(settings.config, "stage_dir", "")
-    if rundir.job_id(os.environ) and "TMPDIR" in stage_dir and not os.environ.get("TMPDIR"):
+    if directory.job_id(os.environ) and "TMPDIR" in stage_dir and not os.environ.get("TMPDIR"):
         # _make_own_folder would set TMPDIR to a folder that is removed at the end of the run.
         line = (
             f"{host}: stage_dir={stage_dir}: TMPDIR is not set in this job: give a folder on a local disk of the nodes"
@@ -143,7 +136,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     own_folder = _make_own_folder(os.environ, prints=prints)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
-    return Start(settings, info, from_files, interface, own_folder=own_folder, rehearsal=dryrun.asked(os.environ))
+    return Start(settings, info, from_files, interface, own_folder=own_folder, dry_run=dryrun.asked(os.environ))
 
 
 def _set_interface(info: RankInfo) -> network.Choice | None:
@@ -163,7 +156,7 @@ def _make_own_folder(environ: MutableMapping[str, str], prints: bool) -> Path | 
     them at the same time, and because the home folder is slow when many nodes use it. `remove_own_folder` removes the
     folder. Returns None outside Slurm or if the folder cannot be used.
     """
-    folder = rundir.own_folder(environ)
+    folder = directory.own_folder(environ)
     if not folder:
         return None
     try:
@@ -196,8 +189,9 @@ def _rank_unchecked() -> str:
 
 
 def _refuse(settings: Settings, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Records a refusal in the run directory, and ends the process with one line."""
-    note_refusal(settings, status, line)
+    """Records a refusal in the attempt that the parent has opened, and ends the process with one line."""
+    rank = _rank_unchecked()
+    attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
     _exit(settings.recipe, status, line, prints=prints)
 
 
@@ -205,5 +199,7 @@ def _exit(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
     """Ends the process with one line. Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first."""
     if not prints:
         time.sleep(1.5)
+    if asked := dryrun.asked(os.environ):
+        asked.write(Found(error=line, exit_status=status))
     print(f"{recipe}: {line}", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -13,7 +13,7 @@ from recipes.core.config import convert, declare, key_value, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
-from recipes.core.run import rundir
+from recipes.core.run import attempt, directory
 
 LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
@@ -52,7 +52,7 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
 
 def recipe_of(run_dir: Path) -> str:
     """The recipe of a run directory, from its records; "" if there are none."""
-    return str((rundir.owner(run_dir) or {}).get("recipe") or "")
+    return str(attempt.facts(run_dir).get("recipe") or "")
 
 
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
@@ -120,7 +120,7 @@ def change_of_length(then: Any, now: Any, finished: bool) -> str:
 
 def _is_finished(run_dir: Path, resume: str) -> bool:
     """Whether a run is done and is resumed from its last step."""
-    status = rundir.read_status(run_dir) or {}
+    status = directory.read_status(run_dir) or {}
     name = Path(os.path.expanduser(resume)).name
     if name == "best":
         with contextlib.suppress(OSError, ValueError):

@@ -10,15 +10,11 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
-
-from recipes.core.place import durations
-from recipes.core.run import rundir
 
 # SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
 # NCCL catches it only if NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
@@ -29,8 +25,6 @@ SAID_S = 1.0  # time to write a line to stderr
 UNWINDING = 5  # how often a main thread that is already ending gets INTERRUPT_S more time, for a slow disk
 SHARE = 0.25  # the margin before the end of a job is at most this share of the time that is left at the start
 ASK_AGAIN_S = 60.0  # ask again for the end this long before the known end, which may have been moved
-SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
-ANSWER_S = 10.0  # timeout for the controller, so that waiting for an answer does not use up the remaining time
 INTERRUPTED = 130  # exit status after a second SIGINT
 
 
@@ -69,7 +63,7 @@ def stop_flag(
     """Yields a flag that each of SIGNALS sets.
 
     A second SIGINT, at least TOGETHER_S later, raises KeyboardInterrupt once. tell: called once, in a separate thread,
-    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `is_short`. continued: called from a
+    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. continued: called from a
     thread at each SIGCONT. Must be called from the main thread.
     """
     flag, main_thread = StopFlag(), threading.get_ident()
@@ -155,41 +149,6 @@ def stop_flag(
         os.close(read_end)
 
 
-def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm ends this job. inf means no limit, None means unknown.
-
-    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began. The function
-    raises no exception, since a controller that does not answer is no reason to end the run. It takes up to ANSWER_S
-    seconds.
-    """
-    if not rundir.job_id(environ):
-        return None
-    left, end = _ask(environ, "%L"), environ.get("SLURM_JOB_END_TIME", "")
-    return int(end) - time.time() if left is None and end.isdecimal() else left
-
-
-def is_short(environ: Mapping[str, str]) -> bool:
-    """Whether the time limit of this job is below SHORT_S.
-
-    The ready scripts request their signal for jobs of hours. In such a short job, the signal would come soon after the
-    start.
-    """
-    limit = _ask(environ, "%l")
-    return limit is not None and limit < SHORT_S
-
-
-def _ask(environ: Mapping[str, str], field: str) -> float | None:
-    """A time of this job in seconds. field: the format of squeue for it. None if squeue does not give it."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", str(rundir.job_id(environ)), f"--format={field}"],
-            capture_output=True, text=True, timeout=ANSWER_S,
-        )  # fmt: skip
-        if asked.returncode == 0 and (words := asked.stdout.split()):
-            return durations.seconds(words[0])
-    return None
-
-
 def watch_the_end(
     flag: StopFlag,
     stop_before_s: float,
@@ -199,7 +158,7 @@ def watch_the_end(
     """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left.
 
     For sites that send no signal. The margin is at most a quarter of the time that the job has left now. left:
-    `seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
+    `queue.seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
     had no earlier reason. Set the returned event to end the thread.
     """
     over = threading.Event()

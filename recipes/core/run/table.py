@@ -11,11 +11,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.run import outlook, resumed, rundir
-from recipes.core.run.scontrol import Queue
+from recipes.core.run import directory, judge, queue, resumed
+from recipes.core.run.queue import Queue
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
-INSIDE = {"checkpoints", "logs", "failures", "doctor", rundir.EVALUATION}  # folders in a run directory, not runs
+INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "loss", "samples_per_second")
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
@@ -43,7 +43,7 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     Run directories of pending jobs are included. Raises OSError if ``folder`` cannot be read. A folder below it that
     cannot be read is skipped and reported with one line.
     """
-    if any((folder / name).exists() for name in ("attempt.json", "job.yaml", "refused.json")):
+    if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
     elif depth:
         inside = [entry for entry in os.scandir(folder) if entry.is_dir() and entry.name not in INSIDE]
@@ -54,13 +54,13 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
-def read_run(folder: Path, now: float, queue: Queue | None = None) -> Run:
-    """Reads one run directory. now: time.time(). queue: for the note on what happens next; None to not ask Slurm."""
-    status, job = rundir.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
+def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
+    """Reads one run directory. now: time.time(). asks: for the note on what happens next; None to not ask Slurm."""
+    status, job = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
-    state, note = _state_and_note(folder, status, job, now, queue)
+    state, note = _state_and_note(folder, status, job, now, asks)
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     return Run(
@@ -75,20 +75,17 @@ def read_run(folder: Path, now: float, queue: Queue | None = None) -> Run:
 
 
 def _state_and_note(
-    folder: Path, status: dict[str, Any], job: dict[str, Any], now: float, queue: Queue | None
+    folder: Path, status: dict[str, Any], job: dict[str, Any], now: float, asks: Queue | None
 ) -> tuple[str, str]:
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
     if state == "running":
         note = f"last update {ago(now - _number(status.get('updated'), now))} ago"
-        if (
-            queue and (found := outlook.of_run(folder, queue)).asked and not found.is_active
-        ):  # it was killed, or its node
+        found = queue.of_run(folder, asks) if asks else None
+        if found and found.asked and not found.is_active:  # it was killed, or its node
             state, note = "not running", f"{note}; {found.line}"
-    if queue and state == "preempted":
-        note = outlook.after_stop(folder, status, queue)
-    refused = files.read_json(folder / "refused.json")
-    if refused and is_newer(folder, "refused.json", "status.json"):
-        line = str(refused.get("line") or "")
+    if asks and state == "preempted":
+        note = queue.after_stop(folder, status, asks)
+    if line := judge.refusal(folder):
         if not status:
             note = line
         elif state in ("running", "not running"):
@@ -99,17 +96,9 @@ def _state_and_note(
         # The batch script may have ended before it started Python.
         lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
         note = lines[-1].decode(errors="replace") if lines else ""
-    if queue and not status and not note and (found := outlook.of_run(folder, queue)).asked:
+    if asks and not status and not note and (found := queue.of_run(folder, asks)).asked:
         note = found.line
     return state, note
-
-
-def is_newer(folder: Path, name: str, other: str) -> bool:
-    """Whether the file ``name`` is newer than ``other``, by their time stamps. Also True if only ``name`` exists."""
-    try:
-        return (folder / name).stat().st_mtime_ns > (folder / other).stat().st_mtime_ns
-    except OSError:
-        return (folder / name).exists()
 
 
 def _keys(path: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Pulse:
         return beats, step, phase
 
     def tell(self, **note: Any) -> None:
-        """Tells the watchdog recipe, rank and host, and run_dir and attempt if they exist, for its message and record."""
+        """Tells the watchdog recipe, rank and host, and the folder of its attempt if it exists, for its message and record."""
         text = json.dumps(note).encode()
         assert len(text) < BYTES - NOTE_AT
         self._memory[NOTE_AT:BYTES] = text.ljust(BYTES - NOTE_AT, b"\0")
@@ -175,18 +175,16 @@ def _end(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
 def _tell(memory: mmap.mmap, timeout_s: float) -> None:
     """Prints which rank is ended and why, and writes its error record."""
     from recipes.core.errors import Kind
-    from recipes.core.run import failures
+    from recipes.core.run import attempt as attempts
 
     _, step, phase = PULSE.unpack_from(memory)
     note: Mapping[str, Any] = json.loads(memory[NOTE_AT:BYTES].rstrip(b"\0") or b"{}")
     rank, host = note.get("rank", 0), note.get("host", "this host")
     line = f"made no progress for {timeout_s:g} s at {place(step, phase)}"
     print(f"{note.get('recipe', 'recipe')}: rank {rank} on {host} {line}: it is ended", file=sys.stderr, flush=True)
-    if "run_dir" in note:
+    if attempt := attempts.given({attempts.VARIABLE: note.get("attempt", "")}):
         with contextlib.suppress(OSError):
-            failures.record(
-                Path(note["run_dir"]), attempt=note["attempt"], rank=rank, host=host, kind=Kind.hang, error=line
-            )
+            attempts.record(attempt, rank=rank, host=host, kind=Kind.hang, error=line)
 
 
 def main(argv: list[str]) -> None:

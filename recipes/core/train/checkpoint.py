@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import files
 from recipes.core.errors import InputError, MachineError
+from recipes.core.train.lars import LARS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 COMMENT = re.compile(rb"sha256:([0-9a-f]{64})")
@@ -130,18 +131,20 @@ def size_of(content: Any) -> int:
     return content.nbytes if isinstance(content, Tensor) else 0
 
 
-def size_in_training(state: State, sampler: Mapping[str, Any], device: torch.device, ranks: int) -> int:
-    """Bytes of the tensors in a checkpoint, with the optimiser's state. Nothing is written.
+def size_in_training(state: State, device: torch.device, ranks: int) -> int:
+    """Bytes of the tensors in a checkpoint of ``state`` in training, when the optimiser has its state.
 
-    It performs one optimiser step to create that state, so ``state`` must not be trained afterwards. ranks: number of ranks of the
-    run; the checkpoint holds random states of each.
+    ranks: number of ranks of the run; the checkpoint holds random states of each.
     """
+    content = content_of(state, {}, [rng_state(device)] * ranks)
+    if state.optimizer.state:  # loaded from a checkpoint
+        return size_of(content)
+    once = isinstance(state.optimizer, (torch.optim.SGD, LARS))  # a momentum; Adam and most others keep two averages
+    kept = 0
     for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    state.optimizer.step()
-    return size_of(content_of(state, sampler, [rng_state(device)] * ranks))
+        tensors = bool(group["momentum"]) if once else 2
+        kept += tensors * sum(p.nbytes for p in group["params"] if p.requires_grad)
+    return size_of(content) + kept
 
 
 @dataclass(frozen=True)
@@ -155,14 +158,12 @@ class Keep:
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
 
-    still_mine: raises MachineError if another attempt owns the folder now; called before a file is renamed to its final name.
-    saved: called from that thread with the path and the step of a checkpoint that is on disk.
+    staging: the folder in which files are written before they are renamed into ``folder``. A later attempt removes it. saved: called from
+    that thread with the path and the step of a checkpoint that is on disk, before older checkpoints are removed.
     """
 
-    def __init__(
-        self, folder: Path, keep: Keep, still_mine: Callable[[], None], saved: Callable[[Path, int], None]
-    ) -> None:
-        self._folder, self._keep, self._still_mine, self._saved = folder, keep, still_mine, saved
+    def __init__(self, folder: Path, staging: Path, keep: Keep, saved: Callable[[Path, int], None]) -> None:
+        self._folder, self._staging, self._keep, self._saved = folder, staging, keep, saved
         self._copy, self._writing = HostCopy(), threading.Thread()
         self._error: BaseException | None = None
 
@@ -207,34 +208,33 @@ class Saver:
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
         try:
-            path = write(self._folder, content, best=best, before_rename=self._still_mine)
-            prune(self._folder, self._keep)
+            path = write(self._folder, content, self._staging, best=best)
             self._saved(path, int(content["meta"]["step"]))
+            prune(self._folder, self._keep)
         except BaseException as error:  # `check` raises it in the training's thread
             self._error = error
 
 
-def write(
-    folder: Path, content: Mapping[str, Any], *, best: bool = False, before_rename: Callable[[], None] = lambda: None
-) -> Path:
+def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False) -> Path:
     """Writes ``step-XXXXXXXX.pt`` into ``folder``, then points ``best`` to it (if ``best`` is set), and finally ``latest``.
 
-    The file gets its name only when it is completely on disk. Raises OSError if it cannot be written.
+    The file gets its name only when it is completely on disk. staging: where it is written before; default: ``folder``. Raises OSError if
+    it cannot be written, and MachineError if a later attempt has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
     # This step is written again: `best` names it first, so its new content, which says it is the best, never contradicts `best`.
     if best and named(folder, "latest") == path.name:
-        point(path, "best", before_rename)
-    files.write_whole(path, lambda file: _write_archive(file, content), before_rename)
+        point(path, "best", staging)
+    files.write_whole(path, lambda file: _write_archive(file, content), staging)
     for name in ("best", "latest") if best else ("latest",):
-        point(path, name, before_rename)
+        point(path, name, staging)
     return path
 
 
-def point(path: Path, pointer: str, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. Raises OSError."""
+def point(path: Path, pointer: str, staging: Path | None = None) -> None:
+    """Points ``latest`` or ``best`` in the folder of the checkpoint ``path`` to it. staging: as for `write`. Raises OSError."""
     if named(path.parent, pointer) != path.name:
-        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), before_rename)
+        files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), staging)
 
 
 def _write_archive(file: IO[bytes], content: Mapping[str, Any]) -> None:

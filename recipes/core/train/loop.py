@@ -1,22 +1,21 @@
-"""The step loop as a function. The code that can deadlock or lose data exists only here."""
+"""The step loop as an iterator: recipes write their own step; what can deadlock or lose data exists only here."""
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data.sampling import GlobalBatches, Shard
-from recipes.core.errors import InputError, RunError
+from recipes.core.data.sampling import GlobalBatches, S, Shard, Source
+from recipes.core.errors import InputError, RunError, Stopped
 from recipes.core.run import watchdog
-from recipes.core.run.watchdog import Pulse, RunningClock
+from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.session import Run
@@ -24,7 +23,7 @@ from recipes.core.train.session import Run
 PROGRESS_EVERY_S = 0.5
 
 
-def total_steps(cfg: TrainKeys, batches: GlobalBatches) -> int:
+def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
@@ -46,8 +45,9 @@ def seed_ranks(run: Run, seed: int) -> None:
 def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    answers: gets the network to evaluate, and returns pairs of logits and labels. The result is empty if a rank was notified to stop
-    meanwhile, since there may be no time to complete the evaluation. A collective: every rank must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. Raises Stopped, on all ranks, if a
+    rank was notified to stop meanwhile, since there may be no time to complete the evaluation. A collective: every rank
+    must call it.
     """
     counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
     with evaluation(run) as net:
@@ -59,16 +59,9 @@ def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Ten
             counts[:3] += metrics.right(logits, labels)
     run.world.pulse.beat(watchdog.COUNT)
     *right, cut_short = run.world.sum(counts).tolist()
-    return {} if cut_short else metrics.accuracy(*right)
-
-
-def _evaluate(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The results of ``evaluate``. If they are empty, it was cut short: then ``run.stopping`` is set. Called by all ranks."""
-    run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
-    results = evaluate()
-    if not results:
-        run.stopping = run.agree_to_stop()
-    return results
+    if cut_short:
+        raise Stopped(run.agree_to_stop())
+    return metrics.accuracy(*right)
 
 
 @contextlib.contextmanager
@@ -90,151 +83,6 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
         chosen.train(training)
 
 
-def fit(
-    run: Run,
-    cfg: TrainKeys,
-    model: nn.Module,
-    batches: GlobalBatches,
-    loss_sum: Callable[[Any], Tensor],
-    evaluate: Callable[[], Mapping[str, Any]],
-    shards: Callable[[int, int], Iterator[Shard]] | None = None,
-) -> Mapping[str, Any]:
-    """Trains ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop. Returns the last evaluation.
-
-    model: the result of `World.parallel`. loss_sum: forward pass through the model over a shard. It returns the *sum* of the samples'
-    losses, a scalar that can be differentiated even if the shard is empty. With ``accumulate=`` it is called once for each piece of
-    the shard. evaluate: called by all ranks at the end of each epoch and of the run. shards: this rank's shards of ``batches`` with more
-    than indices, by epoch and first batch; default: ``batches.epoch``.
-
-    DDP averages gradients over ranks, so each rank's sum is multiplied by ``world_size / global_size``. The result is the mean over the
-    global batch, whatever the sizes of the ranks' shards. Raises RunError, on all ranks, if the loss is not finite.
-    """
-    state, world, total = run.state, run.world, total_steps(cfg, batches)
-    results: Mapping[str, Any] = {}
-    if state.meta.get("unevaluated") and not run.was_done:
-        results = _evaluate_late(run, evaluate)
-        if state.step < total:
-            run.stopping = ""  # the run stops one step later, so even a job too short for an evaluation makes progress
-    if state.step >= total:
-        run.say(f"already finished: step {state.step} of {total}; raise epochs= to continue")
-        return results if results or run.stopping or run.was_done else _evaluate(run, evaluate)
-    sums: Agreement | None = None
-    meter, pulse = _Meter(world.clock), world.pulse
-    first_step = state.step + 1
-    while state.step < total and not run.stopping:
-        epoch, first_batch = divmod(state.step, batches.per_epoch)
-        pulse.beat(watchdog.DATA, state.step)
-        for shard in (shards or batches.epoch)(epoch, first_batch):
-            lr = float(state.scheduler.get_last_lr()[0])
-            state.optimizer.zero_grad(set_to_none=True)
-            loss = _backward(model, loss_sum, shard.pieces(cfg.accumulate), world.size / shard.global_size, pulse)
-            pulse.beat(watchdog.UPDATE)
-            state.optimizer.step()
-            state.scheduler.step()
-            if isinstance(state.ema, swa_utils.AveragedModel):
-                state.ema.update_parameters(state.model)
-            state.step += 1
-            meter.add(shard.global_size)
-
-            # The ranks decide by the sums of the step before, so that no step waits for them. For a row of metrics they wait.
-            before, sums = sums, run.sum_step(loss)
-            total_loss, stop, save = before.read() if before else (0.0, "", False)
-            _check_finite(total_loss, state.step - 1)
-            last_of_epoch, last = shard.batch == batches.per_epoch - 1, state.step == total
-            save = save or run.interval_ends()
-            logs = state.step == first_step or state.step % cfg.log_every_steps == 0
-            if last_of_epoch or last or stop or save or logs:
-                total_loss, stop_now, _ = sums.read()
-                _check_finite(total_loss, state.step)
-                stop = stop or stop_now
-                row: dict[str, Any] = {
-                    "epoch": epoch,
-                    "loss": total_loss / shard.global_size,
-                    "lr": lr,
-                    "speed": meter.lap(),
-                }
-                results = {}
-                if (last_of_epoch or last) and not stop:
-                    results = _evaluate(run, evaluate)
-                    stop = run.stopping
-                best = run.is_best(results) and run.keys.keep_best
-                if run.saver:
-                    run.saver.check()
-                log_row(run, **row, results=results)
-                state.meta["unevaluated"] = row if (last_of_epoch or last) and stop else None
-                if save or stop or last or best:
-                    run.save(best=best, wait=last or bool(stop))
-                meter.lap()
-            elif meter.progress_due():
-                run.progress(f"epoch {epoch + 1}/{cfg.epochs}  step {state.step}/{total}  lr {lr:.2g}")
-            if stop or last:
-                run.stopping = run.stopping if last else stop
-                pulse.beat(watchdog.TO_EVALUATE)  # a stop may have postponed an evaluation
-                break
-            pulse.beat(watchdog.DATA)
-    run.samples, run.train_s = meter.samples, meter.train_s
-    if state.meta.get("unevaluated") and not run.stopping:
-        results = _evaluate_late(run, evaluate)
-    return results
-
-
-def _check_finite(loss: float, step: int) -> None:
-    """Raises RunError if the loss of this step is not finite. The loss is a sum over all ranks, so all ranks raise it."""
-    if not math.isfinite(loss):
-        raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
-
-
-def _evaluate_late(run: Run, evaluate: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Runs an evaluation that a stop has postponed. Writes the row of that step again, with results, and saves if it is the best.
-
-    Called by all ranks.
-    """
-    results = _evaluate(run, evaluate)
-    if results:
-        log_row(run, **run.state.meta["unevaluated"], results=results)
-        run.state.meta["unevaluated"] = None
-        if run.is_best(results) and run.keys.keep_best:
-            run.save(best=True, wait=True)
-    return results
-
-
-def _backward(
-    model: nn.Module, loss_sum: Callable[[Any], Tensor], pieces: list[Shard], scale: float, pulse: Pulse
-) -> Tensor:
-    """Computes gradients of ``scale`` times the losses of the pieces. Returns the sum of the losses, detached and not scaled.
-
-    The gradients are averaged over the ranks once, at the last piece.
-    """
-
-    def one(piece: Shard) -> Tensor:
-        pulse.beat(watchdog.FORWARD)
-        loss = loss_sum(piece)
-        pulse.beat(watchdog.BACKWARD)
-        (loss * scale).backward()
-        return loss.detach()
-
-    with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-        losses = [one(piece) for piece in pieces[:-1]]
-    losses.append(one(pieces[-1]))
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-
-def evaluate_only(run: Run, evaluate: Callable[[], Mapping[str, Any]], pretrained: bool = False) -> Mapping[str, Any]:
-    """For evaluate=true: evaluates the checkpoint that was loaded. Raises InputError if there is none. Called by all ranks.
-
-    pretrained: whether to evaluate the weights without a checkpoint.
-    """
-    if run.resumed_from_step is None and not pretrained:
-        raise InputError(
-            f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
-        )
-    run.end_rehearsal()
-    results = _evaluate(run, evaluate)
-    if results:
-        run.say("  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float)))
-    return results
-
-
 def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int) -> None:
     """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
 
@@ -251,41 +99,246 @@ def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int
         )
 
 
-def sampler_state(batches: GlobalBatches) -> dict[str, Any]:
-    """The values that determine the order of samples. The position in that order is the step."""
-    return {
-        "num_samples": batches.num_samples,
-        "global_batch_size": batches.global_batch_size,
-        "seed": batches.seed,
-        "data": batches.data,
-    }
+class Step(Generic[S]):
+    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's learning rate."""
+
+    def __init__(self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str]) -> None:
+        self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
+        self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
+        self._begun, self._losses = 0, list[Tensor]()
+        self._scheduled = getattr(run.state.scheduler, "last_epoch", None)
+        calls.clear()
+
+    @property
+    def shards(self) -> Iterator[S]:
+        """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients over the ranks."""
+        pulse, model = self._run.world.pulse, self._model
+        for piece in self._pieces:
+            waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+                pulse.beat(watchdog.FORWARD)
+                self._begun, self._calls["forward"] = self._begun + 1, 0
+                yield piece
+        pulse.beat(watchdog.UPDATE)
+
+    def backward(self, losses: Tensor) -> None:
+        """Computes the gradients of a shard. Call it once for each shard of `shards`.
+
+        losses: the loss of each sample, (B,), also for B = 0. DDP averages gradients over the ranks, so the sum is
+        multiplied by ``world_size / global_size``: the gradient is that of the mean over the global batch, whatever the
+        sizes of the ranks' shards. Raises RunError if the shape is another one, if it is called twice for a shard, or
+        if the forward pass has bypassed DDP.
+        """
+        world, done = self._run.world, len(self._losses)
+        if done != self._begun - 1:
+            raise RunError(
+                "step.backward(): called again for the same shard: call it once in the loop over step.shards"
+            )
+        expected, found = (len(self._pieces[done].indices),), tuple(losses.shape)
+        if found != expected:
+            raise RunError(
+                f'step.backward(): losses of shape {found}, not {expected}: give one loss per sample, reduction="none"'
+            )
+        if world.size > 1 and not self._calls["forward"]:
+            raise RunError(
+                "the forward pass has bypassed DDP: call the result of world.parallel(), which loop.steps() gets too"
+            )
+        world.pulse.beat(watchdog.BACKWARD)
+        loss = losses.sum()
+        (loss * (world.size / self.shard.global_size)).backward()
+        self._losses.append(loss.detach())
+
+    def check(self) -> None:
+        """Raises RunError if the recipe has left out a call in this step, or made it twice."""
+        scheduled = getattr(self._run.state.scheduler, "last_epoch", None)
+        moved = 1 if scheduled is None or self._scheduled is None else scheduled - self._scheduled
+        for call, made, due, place in (
+            ("step.backward()", len(self._losses), len(self._pieces), "for each shard of step.shards"),
+            ("optimizer.step()", self._calls["step"], 1, "in each step, after the loop over step.shards"),
+            ("scheduler.step()", moved, 1, "in each step, after optimizer.step()"),
+        ):
+            if made != due:
+                raise RunError(f"{call}: called {made} times in step {self._run.step + 1}: call it once {place}")
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of the losses of this rank's samples, a scalar, detached."""
+        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
 
 
-def log_row(
-    run: Run, epoch: int, loss: float, lr: float, speed: float, results: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Writes a row of ``metrics.jsonl`` and a log line, from rank 0. Called by all ranks.
+def steps(
+    run: Run,
+    cfg: TrainKeys,
+    model: nn.Module,
+    batches: Source[S],
+    evaluate: Callable[[], Mapping[str, Any]],
+    pretrained: bool = False,
+) -> Iterator[Step[S]]:
+    """Yields the steps from ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop.
 
-    loss, speed (samples per second) and results are values over all ranks. Raises RunError, on all ranks, if the loss is not finite.
+    model: the result of `World.parallel`. evaluate: called by all ranks at the end of each epoch and of the run; it may
+    raise Stopped, on all ranks, if a stop cuts it short. The last evaluation is ``run.results``. With evaluate=true
+    there are no steps: it evaluates the loaded checkpoint, or with ``pretrained`` the weights without one.
+
+    The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and ``scheduler.step()``
+    once. A gradient scaler that skips a step is not supported. What follows a step happens here: averaged weights, the
+    sum over ranks, the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is not
+    finite or the body leaves out a call.
+    """
+    state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
+    if ends.begin(pretrained):
+        calls = _counted(model, state.optimizer)
+        while state.step < ends.total and not run.stopping:
+            epoch, first_batch = divmod(state.step, batches.per_epoch)
+            pulse.beat(watchdog.DATA, state.step)
+            for shard in batches.epoch(epoch, first_batch):
+                state.optimizer.zero_grad(set_to_none=True)
+                step = Step(run, model, shard, cfg.accumulate, calls)
+                yield step
+                step.check()
+                if ends.end(step):
+                    break
+                pulse.beat(watchdog.DATA)
+        run.samples, run.train_s = ends.meter.samples, ends.meter.train_s
+        if state.meta.get("unevaluated") and not run.stopping:
+            ends.evaluate_late()
+    run.complete = True
+
+
+def _counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[str]:
+    """How often the model (if DDP wraps it) and the optimiser have been called since the counter was cleared."""
+    calls = Counter[str]()
+    if isinstance(model, DistributedDataParallel):
+        model.register_forward_pre_hook(lambda *call: calls.update(forward=1))
+    optimizer.register_step_post_hook(lambda *call: calls.update(step=1))
+    return calls
+
+
+class _StepEnds:
+    """What happens before, between and after the steps of a run. All ranks call every method."""
+
+    def __init__(
+        self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, _Meter(run.world.clock)
+        self.per_epoch, self.total, self.first_step = batches.per_epoch, total_steps(cfg, batches), run.step + 1
+        self.sums: Agreement | None = None
+
+    def begin(self, pretrained: bool) -> bool:
+        """Evaluates, if there is nothing else to do or a stop has postponed it. Returns whether there are steps."""
+        run, state = self.run, self.run.state
+        if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
+            raise InputError(
+                f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
+            )
+        run.end_dry_run()
+        if self.cfg.evaluate:
+            if self._evaluate():
+                run.say(_shown(run.results))
+            return False
+        late = bool(state.meta.get("unevaluated")) and not run.was_done
+        if late:
+            self.evaluate_late()
+            if state.step < self.total:
+                run.stopping = ""  # it stops one step later: a job too short for an evaluation makes progress
+        if state.step < self.total:
+            return True
+        run.say(f"already finished: step {state.step} of {self.total}; raise epochs= to continue")
+        if not late and not run.was_done:
+            self._evaluate()
+        return False
+
+    def end(self, step: Step[Any]) -> bool:
+        """Ends a step. Returns whether it was the last one."""
+        run, state = self.run, self.run.state
+        if isinstance(state.ema, swa_utils.AveragedModel):
+            state.ema.update_parameters(state.model)
+        state.step += 1
+        self.meter.add(step.shard.global_size)
+        run.world.pulse.beat(watchdog.SUM, state.step)
+        # The ranks decide by the sums of the step before, so that no step waits for them. A row of metrics does wait.
+        before, self.sums = self.sums, Agreement(run.world, run.stop, step.loss, run.save_is_due())
+        total_loss, stop, save = before.read() if before else (0.0, "", False)
+        _check_finite(total_loss, state.step - 1)
+        last = state.step == self.total
+        ends_epoch = last or step.shard.batch == self.per_epoch - 1
+        save = save or run.interval_ends()
+        if ends_epoch or stop or save or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0:
+            total_loss, stop_now, _ = self.sums.read()
+            stop = self._record(step, total_loss, stop or stop_now, ends_epoch, save)
+        elif self.meter.progress_due():
+            epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
+            run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
+        if stop or last:
+            run.stopping = run.stopping if last else stop
+            run.world.pulse.beat(watchdog.TO_EVALUATE)  # a stop may have postponed an evaluation
+        return bool(stop) or last
+
+    def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
+        """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
+        run, shard = self.run, step.shard
+        _check_finite(loss, run.step)
+        row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": self.meter.lap()}
+        run.results = {}
+        if ends_epoch and not stop:
+            self._evaluate()
+            stop = run.stopping
+        best = run.is_best(run.results) and run.keys.keep_best
+        if run.saver:
+            run.saver.check()
+        _log_row(run, **row)
+        run.state.meta["unevaluated"] = row if ends_epoch and stop else None
+        last = run.step == self.total
+        if save or stop or last or best:
+            run.save(best=best, wait=last or bool(stop))
+        self.meter.lap()
+        return stop
+
+    def _evaluate(self) -> bool:
+        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short."""
+        run = self.run
+        run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
+        run.results = {}
+        try:
+            run.results = self.evaluate()
+        except Stopped as stopped:
+            run.stopping = str(stopped)
+        return not run.stopping
+
+    def evaluate_late(self) -> None:
+        """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if it is the best."""
+        run = self.run
+        if self._evaluate():
+            _log_row(run, **run.state.meta["unevaluated"])
+            run.state.meta["unevaluated"] = None
+            if run.is_best(run.results) and run.keys.keep_best:
+                run.save(best=True, wait=True)
+
+
+def _check_finite(loss: float, step: int) -> None:
+    """Raises RunError if the loss of this step is not finite. The loss is a sum over all ranks, so all ranks raise it."""
+    if not math.isfinite(loss):
+        raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
+
+
+def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:
+    """Writes a row of ``metrics.jsonl`` with ``run.results``, and a log line, from rank 0. Called by all ranks.
+
+    loss and speed (samples per second) are values over all ranks. A result does not replace another value of the row.
     """
     run.world.pulse.beat(watchdog.ROW, run.step)
-    _check_finite(loss, run.step)
     if not run.rows:
         return
-    run.check_mine()
-    row = {
-        "attempt": run.attempt,
-        "step": run.state.step,
-        "epoch": epoch,
-        "loss": loss,
-        "lr": lr,
-        "samples_per_second": round(speed, 1),
-    }
+    row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}
+    row["samples_per_second"] = round(speed, 1)
+    results = {name: value for name, value in run.results.items() if name not in row}
     run.rows.add({**row, **results})
-    told = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
-    run.say(
-        f"epoch {epoch + 1}  step {run.state.step}  loss {loss:.4f}  lr {lr:.2g}  {speed:,.0f} samples/s  {told}".rstrip()
-    )
+    shown = f"epoch {epoch + 1}  step {run.step}  loss {loss:.4f}  lr {lr:.2g}  {speed:,.0f} samples/s"
+    run.say(f"{shown}  {_shown(results)}".rstrip())
+
+
+def _shown(results: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items() if isinstance(value, float))
 
 
 class _Meter:

@@ -3,13 +3,15 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.run import liveness, rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, queue
+from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.train.world import World
 
@@ -19,46 +21,44 @@ if TYPE_CHECKING:
 SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 
 
-def _job(environ: Mapping[str, str]) -> str | None:
-    """An id that stays the same after a restart: Slurm's job id, or torchrun's run id."""
-    return rundir.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
+def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
+    """Opens an attempt in the run directory that rank 0 chooses. Called by all ranks.
 
-
-def open_run_dir(start: Start, world: World) -> tuple[Path, int, str, bool]:
-    """Creates the run directory that rank 0 chooses. Called by all ranks.
-
-    Returns its path, the number and the launch id of this attempt, and whether the run was already done. Raises InputError if another
-    job uses the directory, MachineError if it cannot be written.
+    Returns it, and whether the run was already done. Raises InputError if another job uses the directory, MachineError if it cannot be
+    written.
     """
-    folder, attempt, launch, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world))
+    folder, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world))
     path = Path(folder)
     if world.rank != 0:
-        for name in ("logs", "failures"):
-            (path / name).mkdir(parents=True, exist_ok=True)
-    return path, attempt, launch, was_done
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+    return Attempt(path, number), was_done
 
 
-def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, str, bool]:
+def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
     # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
-    run_id = rundir.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
     recipe, keys = start.settings.recipe, start.settings.run
-    path = rundir.choose(keys.run_dir, recipe, run_id, ROOT)
+    path = directory.choose(keys.run_dir, recipe, run_id, ROOT)
     if start.settings.config.evaluate:
-        path = rundir.for_evaluation(path)
+        path = directory.for_evaluation(path)
     try:
-        found = liveness.check(path, os.environ, keys.takeover, min(liveness.ENDING_S, keys.timeout_s / 2))
+        given = attempts.given(os.environ)
+        if given and given.run_dir == path and not given.has_begun:
+            attempt = given
+            attempts.describe(attempt, recipe, os.environ, world.hosts)
+        else:
+            attempt = attempts.open_next(path, recipe, os.environ, world.hosts)
+        found = queue.check(attempt, os.environ, keys.takeover, min(queue.ENDING_S, keys.timeout_s / 2))
         if found.note:
             print(f"{recipe}: {found.note}", flush=True)
         if found.problem:
             raise InputError(found.problem)
-        for name in ("logs", "checkpoints", "failures"):
+        for name in ("logs", "checkpoints"):
             (path / name).mkdir(parents=True, exist_ok=True)
-        status = rundir.read_status(path)
-        launch, about = rundir.launch_id(os.environ), liveness.describe_process(os.environ)
-        attempt = rundir.open_attempt(path, list(world.hosts), launch, _job(os.environ), recipe=recipe, **about)
+        status = directory.read_status(path)
     except OSError as error:
         raise MachineError(f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir") from None
-    return str(path), attempt, launch, bool(status and status["state"] == "done")
+    return str(path), attempt.number, bool(status and status["state"] == "done")
 
 
 def await_seen(run: "Run", is_seen: Callable[[], object], folder: Path, problem: str) -> None:
@@ -85,7 +85,7 @@ def check_shared(run: "Run") -> None:
     def look(tell: Callable[[object], None]) -> None:
         problem = f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
         if world.ranks.local_rank == 0:
-            await_seen(run, lambda: rundir.owner(run.dir, attempt=run.attempt, launch=run.launch), run.dir, problem)
+            await_seen(run, (run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("run_dir", look)
@@ -94,12 +94,13 @@ def check_shared(run: "Run") -> None:
 def introduce(run: "Run", start: Start) -> None:
     """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
     world = run.world
-    again = f", attempt {run.attempt + 1}" if run.attempt else ""
+    number = run.attempt.number
+    again = f", attempt {number + 1}" if number else ""
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
-    if world.ranks.in_slurm and world.ranks.restart_count and not run.attempt:
+    if world.ranks.in_slurm and world.ranks.restart_count and not number:
         # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
         run.say(
             f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"

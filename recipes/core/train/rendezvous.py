@@ -16,11 +16,12 @@ import torch.distributed
 from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import attempt as attempts
 from recipes.core.run import entry
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
-from recipes.core.train.peers import peer_words
+from recipes.core.train.torch_errors import peer_words
 from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
@@ -86,7 +87,7 @@ def _refuse(start: Start, line: str) -> NoReturn:
     """Ends this process as a MachineError would. Works while the main thread is blocked in C++."""
     try:
         print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
-        entry.note_refusal(start.settings, errors.EXIT_MACHINE, line)
+        attempts.refuse(os.environ, errors.EXIT_MACHINE, line, start.ranks.rank)
         entry.remove_own_folder(start)
     finally:
         os._exit(errors.EXIT_MACHINE)

@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.core import files
 from recipes.core.config import declare
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.errors import InputError
-from recipes.core.run import resumed, rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, resumed
 from recipes.core.train import checkpoint, opening
 
 if TYPE_CHECKING:
@@ -67,12 +67,13 @@ def _has_saved_before_requeue(run: "Run") -> bool:
     """Whether this job was requeued and a checkpoint of its earlier training exists."""
     if run.settings.config.evaluate or not run.world.ranks.restart_count:
         return False
-    before = (files.read_json(run.dir / "attempt.json") or {}).get("before") or {}
-    if "from_step" not in before or before.get("job") != opening._job(os.environ):
+    before = attempts.owner(run.dir)  # this attempt has not begun yet
+    facts = before.facts() if before else {}
+    if not before or facts.get("job") != run.attempt.facts().get("job"):
         return False
-    status = rundir.read_status(run.dir)
-    has_saved = status and status["attempt"] == before["attempt"] and status["step"] > before["from_step"]
-    return bool(has_saved) or bool(before.get("own"))
+    status = directory.read_status(run.dir)
+    has_saved = status and status["attempt"] == before.number and status["step"] > facts.get("step", 0)
+    return bool(has_saved) or bool(facts.get("own"))
 
 
 def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:

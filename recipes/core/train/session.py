@@ -11,24 +11,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed
 import yaml
-from torch import Tensor
 
 from recipes.core import errors, files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.errors import InputError, Kind, MachineError, NodeError
+from recipes.core.data.sampling import Shard, Source
+from recipes.core.errors import InputError, Kind, MachineError, NodeError, RunError
 from recipes.core.files import ROOT
-from recipes.core.run import entry, logs, rundir, signals, source, watchdog
-from recipes.core.run.dryrun import Asked, Over
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, entry, logs, queue, signals, source, watchdog
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.dryrun import Asked, Found, Over
 from recipes.core.run.entry import Start
-from recipes.core.train import agreement, checkpoint, failure, metrics, opening, peers, resume
+from recipes.core.train import agreement, checkpoint, failure, metrics, opening, resume, torch_errors
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
 from recipes.core.train.device import resolve_device
@@ -44,22 +46,22 @@ class Run:
 
     settings: Settings
     world: World
-    dir: Path
-    attempt: int
-    launch: str  # identifies what started rank 0: `rundir.launch_id`
+    attempt: Attempt
     stop: signals.StopFlag
     terminal: TextIO | None
-    rows: metrics.Rows | None  # on rank 0 only
+    rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
     state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
     sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of each checkpoint; set by resume()
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
-    rehearsal: Asked | None = None  # set if `launch.py check` started this process
+    dry_run: Asked | None = None  # set if `launch.py check` started this process
     checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
     saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
     begun: bool = False
     stopping: str = ""
+    results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
+    complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -69,12 +71,17 @@ class Run:
     _commit: str | None = None  # git commit of the code, on rank 0
 
     def __post_init__(self) -> None:
-        trained = self.settings.config.evaluate and self.dir.name == rundir.EVALUATION
+        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         if self.world.rank == 0:
             keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
-            self.saver = checkpoint.Saver(self.dir / "checkpoints", keep, self.check_mine, self._saved)
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, keep, self._saved)
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.attempt.run_dir
 
     @property
     def keys(self) -> RunKeys:
@@ -88,12 +95,16 @@ class Run:
     @property
     def ranks(self) -> int:
         """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
-        return self.rehearsal.ranks if self.rehearsal else self.world.size
+        return self.dry_run.ranks if self.dry_run else self.world.size
 
     @property
     def on_gpus(self) -> bool:
         """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
-        return self.rehearsal.gpus if self.rehearsal else self.world.device.type == "cuda"
+        return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
+
+    def close_rows(self) -> None:
+        if self.rows:
+            self.rows.close()
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0 only."""
@@ -103,6 +114,8 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
+        if self.dry_run:
+            self.dry_run.warnings.append(text)
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
@@ -114,13 +127,13 @@ class Run:
             except OSError:  # the terminal is closed; the run continues
                 self.terminal = None
 
-    def resume(self, state: State, sampler: Mapping[str, Any]) -> None:
+    def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
-        sampler: the values that determine the order of samples besides the config; `save` writes them too. Called by all ranks. Raises
-        InputError if the checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
+        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
+        checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
-        self.state, self.sampler = state, sampler
+        self.state, self.sampler = state, batches.order
         state.meta = {
             "recipe": self.settings.recipe,
             "config": _plain(self.settings),
@@ -132,43 +145,33 @@ class Run:
         }
         resume.compare_keys(self, state.meta["config"])
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(self)):
-            resume.load(self, Path(chosen), sampler)
-        # The dry run of an evaluation ends later, in `evaluate_only`, when there is something to evaluate.
-        if not self.settings.config.evaluate:
-            self.end_rehearsal(sampler)
+            resume.load(self, Path(chosen), self.sampler)
         self._begin()
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
         resume.compare_keys(self, _plain(self.settings))
-        self.end_rehearsal()
+        self.end_dry_run()
         self._begin()
 
-    def end_rehearsal(self, sampler: Mapping[str, Any] | None = None) -> None:
-        """If `launch.py check` started this run, writes what it found and raises Over, which ends the run. Called by all ranks.
-
-        sampler: as in `resume`; None if no checkpoint will be written.
-        """
-        if not self.rehearsal:
+    def end_dry_run(self) -> None:
+        """If `launch.py check` started this process, writes what it found and raises Over, which ends it."""
+        if not self.dry_run:
             return
-        found: dict[str, Any] = {
-            "resumed_from_step": self.resumed_from_step,
-            "evaluates": self.settings.config.evaluate,
-        }
+        found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
         if self.state:
-            found["parameters"] = sum(parameter.numel() for parameter in self.state.model.parameters())
-        if sampler is not None:
-            size = checkpoint.size_in_training(self.state, sampler, self.world.device, self.rehearsal.ranks)
-            found |= {"samples": sampler.get("num_samples"), "checkpoint_bytes": size}
-        if self.world.rank == 0:
-            files.write_json(Path(self.rehearsal.file), found)
+            count = sum(parameter.numel() for parameter in self.state.model.parameters())
+            found = replace(found, parameters=count, evaluates=evaluates)
+        if self.state and not evaluates:
+            size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
+            found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
+        self.dry_run.write(found)
         raise Over
 
     def _begin(self) -> None:
         if self.world.rank == 0:
             self.check_mine()
             files.remove_temporary(self.dir / "checkpoints")
-            (self.dir / "refused.json").unlink(missing_ok=True)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
                 files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
@@ -180,10 +183,11 @@ class Run:
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
-            rundir.begin_attempt_at(self.dir, self.step, own, attempt=self.attempt, launch=self.launch)
+            attempts.begin(self.attempt, self.step, own)
+            self.begun = True
+            self.rows = metrics.Rows(self.dir / "metrics.jsonl")
+            directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
         self.begun = True
-        if self.world.rank == 0:
-            rundir.write_status(self.dir, "running", attempt=self.attempt, step=self.step)
 
     def stop_is_near(self) -> bool:
         """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
@@ -205,15 +209,7 @@ class Run:
             _, reason, _ = Agreement(self.world, self.stop).read()
         return reason
 
-    def sum_step(self, loss: Tensor) -> Agreement:
-        """Starts the sum of this step's losses over all ranks, with the flags to stop and to save. For a step loop, after each step.
-
-        A collective: every rank must call it.
-        """
-        self.world.pulse.beat(watchdog.SUM, self.step)
-        return Agreement(self.world, self.stop, loss, self._save_is_due())
-
-    def _save_is_due(self) -> bool:
+    def save_is_due(self) -> bool:
         """Whether rank 0 requests the checkpoint of checkpoint_every_s=. Each is requested once: it is saved up to a step later."""
         now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
         due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
@@ -227,7 +223,7 @@ class Run:
 
     def check_mine(self) -> None:
         """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
-        rundir.check_owner(self.dir, self.attempt, self.launch)
+        attempts.check_owner(self.attempt)
 
     def is_mine(self) -> bool:
         """Whether no later attempt has taken over the run directory, as far as the file system shows."""
@@ -246,7 +242,6 @@ class Run:
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
         if self.saver:
-            self.check_mine()
             self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
             if wait:
                 self.saver.wait()
@@ -256,7 +251,7 @@ class Run:
 
     def _saved(self, path: Path, step: int) -> None:
         self.check_mine()
-        rundir.write_status(self.dir, "running", attempt=self.attempt, step=step)
+        directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)
 
@@ -269,15 +264,24 @@ class Run:
         return True
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end."""
+        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
+
+        Raises RunError if the recipe has left the loop over `loop.steps` early.
+        """
+        if self.state and not self.complete:
+            raise RunError(
+                "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
+            )
         self.world.pulse.beat(watchdog.END)
         if self.world.rank != 0:
             return
         self.check_mine()
+        attempts.leave(self.attempt)
         step = self.step
         if self.stopping:
-            rundir.write_status(
-                self.dir, "preempted", attempt=self.attempt, step=step, reason=self.stopping, kind=Kind.stopped
+            number = self.attempt.number
+            directory.write_status(
+                self.dir, "preempted", attempt=number, step=step, reason=self.stopping, kind=Kind.stopped
             )
             where = (
                 "before the evaluation's end"
@@ -298,7 +302,7 @@ class Run:
                 "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
                 "wall_seconds": round(time.monotonic() - self.started, 3),
                 "resumed_from_step": self.resumed_from_step,
-                "restarts": self.attempt,
+                "restarts": self.attempt.number,
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
@@ -306,9 +310,9 @@ class Run:
             before = files.read_json(self.dir / "summary.json") or {}
             stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
             files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
-        rundir.write_status(self.dir, "done", attempt=self.attempt, step=step)
+        directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
-        self.say(f"{ended} step {step}{rundir.accuracy(self.dir)}")
+        self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
 
 
 def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn:
@@ -352,11 +356,13 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        entry.note_refusal(start.settings, code, str(error))
+        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
+        if start.dry_run:
+            start.dry_run.write(Found(error=str(error), exit_status=code))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
-            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {peers.peer_words(error)}",
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {torch_errors.peer_words(error)}",
             file=sys.stderr,
         )
     except BaseException:
@@ -373,7 +379,7 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
     if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
         yield
         return
-    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: signals.seconds_left(os.environ), tell)
+    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: queue.seconds_left(os.environ), tell)
     try:
         yield
     finally:
@@ -382,17 +388,13 @@ def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
     """The part of an attempt that has a run directory. Returns the exit status; if this rank failed, writes an error record."""
-    run_dir, attempt, launch, was_done = opening.open_run_dir(start, world)
-    with logs.copied_to(run_dir / "logs" / f"rank{world.rank}.log") as terminal, contextlib.ExitStack() as stack:
-        rows = metrics.Rows(run_dir / "metrics.jsonl") if world.rank == 0 else None
-        if rows:
-            stack.callback(rows.close)
-        current = Run(
-            start.settings, world, run_dir, attempt, launch, stop, terminal, rows, was_done=was_done,
-            rehearsal=start.rehearsal,
-        )  # fmt: skip
+    attempt, was_done = opening.open_run_dir(start, world)
+    log = attempt.run_dir / "logs" / f"rank{world.rank}.log"
+    with logs.copied_to(log) as terminal, contextlib.ExitStack() as stack:
+        current = Run(start.settings, world, attempt, stop, terminal, was_done=was_done, dry_run=start.dry_run)
+        stack.callback(current.close_rows)
         words = {"recipe": start.settings.recipe, "rank": world.rank, "host": world.host}
-        world.pulse.tell(**words, run_dir=str(run_dir), attempt=attempt)
+        world.pulse.tell(**words, attempt=str(attempt.folder))
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
@@ -416,7 +418,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
-            return failure.fail(current, error)
+            code = failure.fail(current, error)
+            if start.dry_run:
+                known = isinstance(error, (InputError, MachineError, RunError))
+                line = str(error) if known else errors.one_line(error)
+                start.dry_run.write(Found(error=line, exit_status=code))
+            return code
 
 
 def _seed_others(seed: int, rank: int) -> None:

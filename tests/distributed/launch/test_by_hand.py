@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -77,7 +78,7 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
     summary = helpers.read(run_dir, "summary")
     found = {k: summary[k] for k in ("world_size", "num_nodes", "steps", "val_samples", "restarts")}
     assert found == {"world_size": size, "num_nodes": 2, "steps": 4, "val_samples": 359, "restarts": 0}
-    assert helpers.read(run_dir, "attempt")["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
+    assert attempts.facts(run_dir)["hosts"] == [machines[0]] * ranks[0] + [machines[1]] * ranks[1]
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [f"rank{r}.log" for r in range(size)]
     assert helpers.read(run_dir, "status")["state"] == "done"
 
@@ -112,7 +113,7 @@ def test_ten_ranks_over_eight_and_two(machines: tuple[str, str], tmp_path: Path)
     second = start(machines[1], 1, cwd=tmp_path, command=command)
     ended = (helpers.finish(first, timeout_s=200), helpers.finish(second))
     assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
-    assert helpers.read(tmp_path / "run", "attempt")["hosts"] == [machines[0]] * 8 + [machines[1]] * 2
+    assert attempts.facts(tmp_path / "run")["hosts"] == [machines[0]] * 8 + [machines[1]] * 2
     summary = helpers.read(tmp_path / "run", "summary")
     assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (10, 2, 4)
     epochs = {line.split()[0] for each in ended for line in each.lines if line.startswith("[GPU")}

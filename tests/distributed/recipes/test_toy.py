@@ -1,4 +1,4 @@
-"""The recipe toy, with its own loop: the same bits from every launcher, stopped and resumed, and the processes that it spawns."""
+"""The recipe toy: the same bits from every launcher, stopped and resumed, and the processes that it spawns."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ def test_every_launcher_gives_the_same_bits(tmp_path: Path) -> None:
         assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
         assert "network: lo (one node)" in ended.lines
         assert "from env files: NCCL_DEBUG" in ended.lines
-        for rank in range(2):
-            assert f"[GPU{rank}] Epoch 2 | Batchsize: 64 | Steps: 16" in ended.lines
     digests = {name: states.digest(content(tmp_path / name, 32)) for name in commands}
     assert len(set(digests.values())) == 1, digests
 
@@ -75,10 +73,6 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     summary = helpers.read(tmp_path, "summary")
     assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
     assert summary["loss"] < 0.01
-    # By save_every=5.
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
-        f"step-{16 * epoch:08d}.pt" for epoch in (5, 10, 15, 20)
-    ]
     evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
     assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]

@@ -1,4 +1,4 @@
-"""Sums, shares and learning rates that all recipes share, against formulas; and those of toy, which has its own loop."""
+"""Sums, shares and learning rates that all recipes share, against formulas; and those of toy."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, failure, peers, rendezvous, session
+from recipes.core.train import checkpoint, failure, rendezvous, session, torch_errors
 from recipes.core.train.checkpoint import State
 from recipes.core.train.device import resolve_device
 from recipes.core.train.metrics import Rows
@@ -183,7 +183,7 @@ def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[li
     ],
 )
 def test_a_lost_peer_is_distinguished_from_an_own_error(error: BaseException, expected: bool) -> None:
-    assert (peers.peer_kind(error) is not None) is expected
+    assert (torch_errors.peer_kind(error) is not None) is expected
 
 
 # Samples of a rank

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core import files
 from recipes.core.run import watchdog
 from recipes.core.train import failure
 from tests import forked, helpers
@@ -76,7 +75,7 @@ def test_an_attempt_ends_during_a_wait_if_its_run_directory_is_taken_over(
 ) -> None:
     run_dir = tmp_path / "run"
     before = (run_dir / "status.json").read_bytes()
-    files.write_json(run_dir / "attempt.json", {"attempt": 1, "launch": "other", "hosts": ["x"], "from_step": 5})
+    helpers.attempt(run_dir, launch="other", step=5)
     ended = helpers.finish(held[0], timeout_s=30)
     assert ended.status == 3, ended.out
     assert ended.lines[-1] == f"broken: {run_dir}: a later attempt writes here (other); this one ends"
@@ -120,28 +119,3 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
 
 def test_the_fence_is_checked_every_few_seconds() -> None:
     assert failure.FENCE_S <= 10
-
-
-AGREE = """
-import os, signal
-from recipes.core.run import entry
-START = entry.begin("toy")
-from recipes import toy
-from recipes.core.train import session
-sum_step = session.Run.sum_step
-def signalled(run, loss):
-    if run.step == 3 and run.world.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return sum_step(run, loss)
-session.Run.sum_step = signalled
-session.run(toy.main, START)
-"""
-
-
-def test_a_recipe_with_its_own_loop_stops_on_a_signal_to_any_rank(tmp_path: Path) -> None:
-    ended = helpers.run_ranks(AGREE, ["device=cpu", "cpu_threads=1", f"run_dir={tmp_path}"], 2)
-    assert ended.status == 75, ended.out
-    assert f"stopped by SIGTERM at step 3, saved in {tmp_path}" in ended.lines
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["step"], status["reason"]) == ("preempted", 3, "SIGTERM")
-    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000003.pt\n"

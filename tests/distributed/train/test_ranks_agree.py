@@ -10,6 +10,7 @@ import torch
 
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFileError
+from recipes.core.run import attempt as attempts
 from tests import helpers
 
 # 1,437 digits in batches of 205: 3 ranks do not divide one, and the last of an epoch has 2 samples, so that a rank has none.
@@ -75,7 +76,7 @@ def test_concurrent_runs_do_not_interfere(same_run: dict[int, Path]) -> None:
         summary = helpers.read(run_dir, "summary")
         assert (summary["world_size"], summary["restarts"]) == (size, 0)
         assert helpers.read(run_dir, "status")["state"] == "done"
-        assert len(helpers.read(run_dir, "attempt")["hosts"]) == size
+        assert len(attempts.facts(run_dir)["hosts"]) == size
         assert len(list((run_dir / "logs").iterdir())) == size
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipes.core import files
-from recipes.core.run import rundir
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
 from recipes.core.train import checkpoint
 from tests import helpers
 
@@ -63,11 +64,17 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: P
     assert resumed(back[1], "max_steps=4") == 4
     assert checkpoint.named(folder, "latest") == "step-00000004.pt"
     assert resumed(back[0], "max_steps=5", **again) == 4  # the same job, which has begun at 4
-    noted = helpers.read(tmp_path / "run", "attempt")
-    files.write_json(tmp_path / "run/attempt.json", {**noted, "job": "5"})
+
+    def change(name: str, **facts: object) -> None:
+        """Changes what the newest attempt has left."""
+        newest = attempts.newest(tmp_path / "run")
+        assert newest
+        files.write_json(newest.folder / f"{name}.json", {**helpers.read(newest.folder, name), **facts})
+
+    change("opened", job="5")
     assert resumed(back[0], "max_steps=2", **again) == 2  # another one's
     assert helpers.read(tmp_path / "run", "status")["step"] == 2
-    files.write_json(tmp_path / "run/attempt.json", {**helpers.read(tmp_path / "run", "attempt"), "own": False})
+    change("begun", own=False)
     assert resumed(back[1], "max_steps=4", **again) == 4  # it had begun, and saved nothing
 
 
@@ -97,7 +104,7 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
         (run_dir / f"checkpoints/step-{step:08d}.pt").unlink()
     (run_dir / "checkpoints/latest").write_text("step-00000005.pt\n")
     (run_dir / "checkpoints/best").unlink()
-    rundir.write_status(run_dir, "preempted", attempt=0, step=5, reason="SIGTERM")
+    directory.write_status(run_dir, "preempted", attempt=0, step=5, reason="SIGTERM")
     kept = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]
     (run_dir / "metrics.jsonl").write_text("".join(kept))
     return run_dir
@@ -126,7 +133,7 @@ def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
     ],
 )  # fmt: skip
 def test_given_keys_that_change_the_experiment_are_refused(stopped: Path, words: list[str], expected: str) -> None:
-    before = {name: (stopped / name).read_bytes() for name in ("status.json", "config.yaml", "attempt.json")}
+    before = {name: (stopped / name).read_bytes() for name in ("status.json", "config.yaml")}
     ended = mnist(stopped, *words)
     assert ended.status == 2, ended.out
     [line] = ended.lines

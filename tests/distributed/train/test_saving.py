@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from recipes.core.errors import MachineError
-from recipes.core.run import rundir
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
 from tests import states
@@ -30,8 +29,8 @@ def content(step: int = 1, value: float = 0.0) -> dict[str, Any]:
     return {"model": {"weight": torch.full((1000,), value)}, **parts, "meta": {"step": step, "config": {}}}
 
 
-def make_saver(folder: Path, keep: Keep = Keep(), still_mine: Callable[[], None] = lambda: None) -> Saver:  # noqa: B008
-    return Saver(folder, keep, still_mine, lambda path, step: None)
+def make_saver(folder: Path, keep: Keep = Keep()) -> Saver:  # noqa: B008
+    return Saver(folder, folder, keep, lambda path, step: None)
 
 
 def names(folder: Path) -> list[str]:
@@ -62,7 +61,7 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytes
 
 def test_checkpoints_are_written_one_at_a_time_and_the_last_is_awaited(tmp_path: Path) -> None:
     saved: list[int] = []
-    saver = Saver(tmp_path, Keep(newest=0), lambda: None, lambda path, step: saved.append(step))
+    saver = Saver(tmp_path, tmp_path, Keep(newest=0), lambda path, step: saved.append(step))
     for step in range(1, 6):
         saver.save(content(step))
         assert list(saved) in (list(range(1, step)), list(range(1, step + 1)))  # this one too, if it is written by now
@@ -71,14 +70,15 @@ def test_checkpoints_are_written_one_at_a_time_and_the_last_is_awaited(tmp_path:
     assert [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 3, 2, 1]
 
 
-def test_a_failed_write_is_raised_in_the_training(tmp_path: Path) -> None:
+def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
 
-    def full() -> None:
+    def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    saver = make_saver(folder, still_mine=full)
+    saver = make_saver(folder)
+    monkeypatch.setattr(checkpoint, "_write_archive", full)
     saver.save(content())
     words = rf"^run_dir={tmp_path}/run: a checkpoint cannot be written \(No space left on device, .* free\): make room there"
     with pytest.raises(MachineError, match=words):
@@ -121,17 +121,6 @@ def test_a_truncated_row_does_not_damage_the_next(tmp_path: Path) -> None:
         rows.add({"step": step})
         rows.close()
     assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}', '{"step": 3}']
-
-
-def test_a_saver_writes_nothing_after_a_takeover(tmp_path: Path) -> None:
-    def lost() -> None:
-        raise MachineError("a later attempt writes here")
-
-    saver = make_saver(tmp_path, still_mine=lost)
-    saver.save(content())
-    with pytest.raises(MachineError, match="a later attempt"):
-        saver.wait()
-    assert names(tmp_path) == []
 
 
 def steps_left(folder: Path) -> list[int]:
@@ -224,30 +213,6 @@ def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, content(value=3.0))
     assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))
-
-
-@pytest.mark.parametrize(
-    ("attempt", "begun_at", "step", "gained"), [(0, 0, 0, True), (1, 5, 5, False), (1, 5, 6, True), (2, 7, 5, False)]
-)
-def test_an_attempt_without_progress_is_recognised(
-    tmp_path: Path, attempt: int, begun_at: int, step: int, gained: bool
-) -> None:
-    for _ in range(attempt + 1):
-        assert rundir.gained_nothing(tmp_path, "") is False  # nothing is said of it before it has ended
-        rundir.open_attempt(tmp_path, ["a"])
-    rundir.begin_attempt_at(tmp_path, begun_at)
-    rundir.write_status(tmp_path, "preempted", attempt=attempt, step=step)
-    assert rundir.gained_nothing(tmp_path, "") is not gained
-
-
-def test_an_attempt_stopped_before_its_start_has_no_progress(tmp_path: Path) -> None:
-    rundir.open_attempt(tmp_path, ["a"], "7.0")
-    rundir.begin_attempt_at(tmp_path, 0)
-    rundir.write_status(tmp_path, "preempted", attempt=0, step=5)
-    assert rundir.gained_nothing(tmp_path, "7.0") is False
-    rundir.open_attempt(tmp_path, ["a"], "7.1")
-    rundir.write_status(tmp_path, "preempted", attempt=1, step=5)
-    assert rundir.gained_nothing(tmp_path, "7.1") is True
 
 
 def test_the_step_that_a_restart_reports_is_correct(tmp_path: Path) -> None:

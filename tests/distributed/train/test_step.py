@@ -33,9 +33,15 @@ def main(cfg, run):
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     calls = []
-    def loss_sum(shard):
-        calls.append(len(shard.indices))
-        return (model(x[shard.indices]) - y[shard.indices]).square().sum()
+    def train(evaluate, ema=None, losses=lambda shard: (model(x[shard.indices]) - y[shard.indices]).square()[:, 0]):
+        run.resume(State(net, optimizer, scheduler, ema), batches)
+        for step in loop.steps(run, cfg, model, batches, evaluate):
+            for shard in step.shards:
+                calls.append(len(shard.indices))
+                step.backward(losses(shard))
+            optimizer.step()
+            scheduler.step()
+        return run.results
     def tell(**found):
         with open(f"{run.dir}/found-{world.rank}.json", "w") as file:
             json.dump(found, file)
@@ -50,8 +56,7 @@ FIT = """
                  weights=[float(v) for p in best.parameters() for v in p.flatten()])
         assert net.training
         return {"val_top1": 0.0}
-    run.resume(State(net, optimizer, scheduler, ema=optimisation.averaged(run, net, EMA, 0, batches)), loop.sampler_state(batches))
-    return loop.fit(run, cfg, model, batches, loss_sum, evaluate)
+    return train(evaluate, optimisation.averaged(run, net, EMA, 0, batches))
 """
 # The ranks meet with as much patience as their imports may take; what follows waits no longer than this.
 IMPATIENT = """
@@ -92,6 +97,15 @@ def test_accumulation_gives_the_same_weights(tmp_path: Path) -> None:
     assert ranks_["weights"] == pytest.approx(whole["weights"], rel=1e-5)
     losses = [[row["loss"] for row in helpers.rows(tmp_path / name)] for name in ("whole", "ranks")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_forward_pass_that_bypasses_ddp_ends_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, "return train(dict, losses=lambda shard: net(x[shard.indices])[:, 0])")
+    assert ended.status == 1, ended.out
+    assert (
+        "the forward pass has bypassed DDP: call the result of world.parallel(), which loop.steps() gets" in ended.out
+    )
+    assert "Traceback" not in ended.out
 
 
 def test_all_ranks_evaluate_the_same_weights(tmp_path: Path) -> None:

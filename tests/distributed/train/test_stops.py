@@ -29,7 +29,7 @@ import os, signal, sys, time
 from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core.run import failures, rundir, signals; from recipes.core.train import session
+from recipes.core.run import attempt, directory, signals; from recipes.core.train import session
 def late(write):
     def call(*given, **of):
         write(*given, **of)
@@ -38,7 +38,7 @@ def late(write):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(2 * signals.TOGETHER_S)
     return call
-rundir.write_status, failures.record = late(rundir.write_status), late(failures.record)
+directory.write_status, attempt.record = late(directory.write_status), late(attempt.record)
 session.run(toy.main, START)
 """
 
@@ -59,12 +59,12 @@ import ctypes, signal, sys
 from recipes.core.run import entry
 START = entry.begin("toy")
 from recipes import toy
-from recipes.core.train import session
-def stuck(run, loss):
+from recipes.core.train import loop, session
+def stuck(*given):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes it
     print("stuck", flush=True)
     ctypes.CDLL(None).sleep(300)
-session.Run.sum_step = stuck
+loop.Agreement = stuck
 session.run(toy.main, START)
 """
 

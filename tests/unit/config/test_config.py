@@ -18,7 +18,7 @@ from recipes.core.config import declare, help, job_keys, parser, profiles, recip
 from recipes.core.config.job_keys import JobKeys, Launcher
 from recipes.core.config.run_keys import Device, Dtype, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError
-from recipes.core.run import command_line, entry, resumed, rundir
+from recipes.core.run import command_line, directory, entry, resumed
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -542,7 +542,7 @@ def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mn
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in keys.items()))
     (folder / "attempt.json").write_text(json.dumps({"attempt": 0, "launch": "", "from_step": 0, "recipe": recipe}))
-    rundir.write_status(folder, state, attempt=0, step=max(steps, default=0))
+    directory.write_status(folder, state, attempt=0, step=max(steps, default=0))
     for step in steps:
         (folder / f"checkpoints/step-{step:08d}.pt").touch()
     return folder

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 from torchvision.transforms import functional as TF
 
-from recipes.core.data import crops, datasets, image_sets, loader
+from recipes.core.data import crops, datasets, loader
 from recipes.core.data.decode import Pixels, make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
@@ -36,6 +36,7 @@ from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.run.signals import StopFlag
+from recipes.core.train import images
 from tests.helpers import ROOT
 from tests.unit.data.common import not_root
 
@@ -656,8 +657,8 @@ def fake_run(told: list[str], first: str | None = None) -> Any:
     return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
 
 
-def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> Any:
-    return SimpleNamespace(dataset=dataset, data_dir=str(data_dir), stage_dir=stage_dir)
+def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> dict[str, str]:
+    return {"dataset": dataset, "data_dir": str(data_dir), "stage_dir": stage_dir}
 
 
 def test_stage_dir_may_contain_an_environment_variable(
@@ -665,35 +666,35 @@ def test_stage_dir_may_contain_an_environment_variable(
 ) -> None:
     told: list[str] = []
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    train, val = image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"), fake_run(told))
+    train, val = images.open_sets(fake_run(told), **keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
     assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
     assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
     with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
-        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"), fake_run(told))
+        images.open_sets(fake_run(told), **keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"))
     with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
-        image_sets.open_sets(keys(data_dir=folder, stage_dir="$NODE_DISK"), fake_run(told))
+        images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
-    assert image_sets.open_sets(keys(), fake_run(told))[1].kind == "files"
-    assert {len(source.classes) for source in image_sets.open_sets(keys("fake"), fake_run(told))} == {1000}
+    assert images.open_sets(fake_run(told), **keys())[1].kind == "files"
+    assert {len(source.classes) for source in images.open_sets(fake_run(told), **keys("fake"))} == {1000}
 
 
 @pytest.mark.parametrize("kind", ["files", "raw"])
 def test_a_rank_with_other_samples_is_reported(folder: Path, packed: dict[str, Path], kind: str) -> None:
     with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
-        image_sets.open_sets(keys(data_dir=packed.get(kind, folder)), fake_run([], "another other"))
+        images.open_sets(fake_run([], "another other"), **keys(data_dir=packed.get(kind, folder)))
 
 
 def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path) -> None:
     run = fake_run([])
     run.stop.reason = signal.SIGTERM.name
     with pytest.raises(Stopped, match=r"^SIGTERM$"):
-        image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+        images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
     run.stop.reason = ""
-    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
     run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
-    image_sets.open_sets(keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")), run)
+    images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
 
 
 def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

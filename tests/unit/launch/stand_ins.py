@@ -6,12 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from submitit.slurm.slurm import _make_sbatch_string
 
-from recipes.core.launch import jobs, scripts
+from recipes.core.launch import jobs
 from recipes.core.launch.jobs import Job
 from recipes.core.run import command_line
 from tests.helpers import ROOT
@@ -46,11 +44,6 @@ def directives(text: str) -> dict[str, str]:
             found[name] = value
     assert found
     return found
-
-
-def submitit_text(job: Job) -> str:
-    parameters: dict[str, Any] = scripts.submitit_parameters(job, "/py thon")
-    return str(_make_sbatch_string(command="x", folder="/f", map_count=len(job.elements) or None, **parameters))
 
 
 class Bench:

@@ -94,7 +94,7 @@ def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
         "SBATCH_GRES": "gpu:8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1",
         "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "node9", "PMI_RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "GROUP_RANK": "0",
         "NODE_RANK": "1",
-        **{f"RECIPES_{name}": "1" for name in ("BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LEFT_OUT", "LISTEN_FD", "RESUBMITS", "SCRIPT")},
+        **{f"RECIPES_{name}": "1" for name in ("BATCH", "BY_CLOCK", "CODE", "LAUNCH", "LISTEN_FD", "PYTHON", "SCRIPT")},
     }  # fmt: skip
     assert allocation.clean_environment({**kept, **scrubbed}) == kept
 

@@ -9,8 +9,9 @@ import pytest
 
 from recipes.core import errors, files
 from recipes.core.launch import batch
-from recipes.core.run import rundir, source
-from tests.helpers import ROOT
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, source
+from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
 RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
@@ -20,15 +21,17 @@ RUNNING = "JobId=7 JobName=mnist\n   JobState=RUNNING Reason=None"
 def preempted(tmp_path: Path) -> Path:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    rundir.write_status(run_dir, "preempted", attempt=rundir.open_attempt(run_dir, ["a"], "7.0"), step=12)
+    directory.write_status(run_dir, "preempted", attempt=helpers.attempt(run_dir, launch="7.0").number, step=12)
     return run_dir
 
 
 def finish(run_dir: Path, *words: str, srun_status: int = 0, **environ: str) -> int:
     """batch.finish in job 7, as the launch that has left the files in ``run_dir``."""
     environ = {"SLURM_JOB_ID": "7", **environ}
-    if attempt := files.read_json(run_dir / "attempt.json"):
-        files.write_json(run_dir / "attempt.json", {**attempt, "launch": rundir.launch_id(environ)})
+    if attempt := attempts.newest(run_dir):
+        launch = directory.launch_id(environ)
+        files.write_json(attempt.folder / "opened.json", {**attempt.facts(), "launch": launch})
+        environ[attempts.VARIABLE] = str(attempt.folder)
     return batch.finish("mnist", srun_status, [f"run_dir={run_dir}", *words], environ)
 
 
@@ -63,18 +66,17 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     assert any(line.startswith("export SLURM_JOB_END_TIME=") for line in lines) == expected
 
 
-def test_a_doctor_in_a_run_directory_has_its_own_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir, environ = tmp_path / "run", {"SLURM_JOB_ID": "7"}
+def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
     (run_dir / "doctor").mkdir(parents=True)
     (run_dir / "config.yaml").touch()
-    rundir.write_status(run_dir, "failed", attempt=rundir.open_attempt(run_dir, ["a"], "3.0"), step=1)
-    attempt = rundir.open_attempt(run_dir / "doctor", ["a"], "7.0")
-    rundir.write_status(run_dir / "doctor", "done", attempt=attempt, step=0)
+    directory.write_status(run_dir, "failed", attempt=helpers.attempt(run_dir).number, step=1)
+    own = helpers.attempt(run_dir / "doctor", launch="7.0", step=None)
+    directory.write_status(run_dir / "doctor", "done", attempt=own.number, step=0)
+    environ = {"SLURM_JOB_ID": "7", attempts.VARIABLE: str(own.folder)}
     assert batch.finish("doctor", 0, [f"run_dir={run_dir}"], environ) == 0
     assert capsys.readouterr().out == f"doctor: done; run directory {run_dir}/doctor\n"
-    assert batch.finish("mnist", 1, [f"run_dir={run_dir}"], environ) == 1
+    assert (directory.read_status(run_dir) or {})["state"] == "failed"
 
 
 def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +86,7 @@ def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capsys: pyte
     output = capsys.readouterr().out
     assert "saved at step 12" in output
     assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
-    assert (rundir.read_status(preempted) or {})["next"] == "requeued"
+    assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
 
 def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +121,7 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     assert f"saved at step 12; {words}" in capsys.readouterr().out
-    assert (rundir.read_status(preempted) or {})["next"] == next_word
+    assert (directory.read_status(preempted) or {})["next"] == next_word
 
 
 def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
@@ -129,7 +131,7 @@ def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
     finish(preempted)
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
     assert "requeued (restart 1 of at most 20), but held: scontrol release 7 starts it;" in capsys.readouterr().out
-    assert (rundir.read_status(preempted) or {})["next"] == "held"
+    assert (directory.read_status(preempted) or {})["next"] == "held"
 
 
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), ""), (("max_requeues=3",), "3")])
@@ -140,26 +142,31 @@ def test_max_requeues_limits_the_requeues(
     assert finish(preempted, *words, SLURM_RESTART_COUNT=restarts) == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     assert "not requeued, since max_requeues= is reached: to resume" in capsys.readouterr().out
-    assert (rundir.read_status(preempted) or {})["next"] == "max-requeues"
+    assert (directory.read_status(preempted) or {})["next"] == "max-requeues"
 
 
 def test_a_job_below_max_requeues_is_requeued(preempted: Path, stubs: Stubs) -> None:
-    stub_scontrol(stubs, f"{RUNNING} Restarts=2")
-    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="2")
+    """A requeue without bad nodes does not count."""
+    stub_scontrol(stubs, f"{RUNNING} Restarts=3")
+    (preempted / "doctor").mkdir()
+    files.write_json(preempted / "doctor/requeues.json", {"job_id": "7", "count": 1})
+    finish(preempted, "max_requeues=3", SLURM_RESTART_COUNT="3")
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
 
 
 def test_a_job_without_progress_is_not_requeued(
-    preempted: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first start may be stopped before its first step."""
     stub_scontrol(stubs, f"{RUNNING} Restarts=1")
-    monkeypatch.setattr(rundir, "gained_nothing", lambda run_dir, launch: True)
+    again = helpers.attempt(preempted, step=12)
+    directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
     assert [call[0] for call in stubs.calls("scontrol")] == ["show"]
     assert "not requeued, since its last start completed no step: to resume" in capsys.readouterr().out
-    assert (rundir.read_status(preempted) or {})["next"] == "no-progress"
-    stub_scontrol(stubs)
-    finish(preempted)  # the first start may be stopped before its first step
+    assert (directory.read_status(preempted) or {})["next"] == "no-progress"
+    directory.write_status(preempted, "preempted", attempt=again.number, step=13)
+    finish(preempted, SLURM_RESTART_COUNT="1")
     assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
 
 
@@ -179,7 +186,7 @@ def test_a_missing_scontrol_is_reported(
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert finish(preempted) == errors.EXIT_REQUEUE
     assert "not requeued (scontrol is not on the PATH" in capsys.readouterr().out
-    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
+    assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
 
 
 def test_a_failed_requeue_is_reported_in_one_line(
@@ -189,7 +196,7 @@ def test_a_failed_requeue_is_reported_in_one_line(
     assert finish(preempted) == errors.EXIT_REQUEUE
     output = capsys.readouterr().out
     assert "not requeued (slurm_update error: Access denied): to resume, start it again" in output
-    assert (rundir.read_status(preempted) or {})["next"] == "requeue-failed"
+    assert (directory.read_status(preempted) or {})["next"] == "requeue-failed"
     assert len(output.splitlines()) == 1
 
 
@@ -201,17 +208,18 @@ def test_finish_returns_the_runs_exit_status(
     tmp_path: Path, stubs: Stubs, state: str, srun_status: int, expected: int
 ) -> None:
     stub_scontrol(stubs)
-    rundir.write_status(tmp_path, state, attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=1)
+    directory.write_status(tmp_path, state, attempt=helpers.attempt(tmp_path, launch="7.0").number, step=1)
     assert finish(tmp_path, srun_status=srun_status) == expected
     assert stubs.calls("scontrol") == []
-    status = rundir.read_status(tmp_path)
+    status = directory.read_status(tmp_path)
     assert status
     assert status["state"] != "running"
 
 
 def test_finish_of_a_refused_run_keeps_the_status(preempted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (preempted / "status.json").read_bytes()
-    rundir.refuse(preempted, "7.1", 2, "host: no data in /d")
+    refused = helpers.attempt(preempted, step=None)
+    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, "host: no data in /d")
     assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
     assert capsys.readouterr().err == "mnist: host: no data in /d\n"
     assert (preempted / "status.json").read_bytes() == before
@@ -231,11 +239,7 @@ def test_a_config_file_that_became_invalid_is_reported_in_one_line(
 def test_finish_of_a_run_that_never_began_returns_sruns_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert finish(tmp_path, srun_status=2) == 2
-    assert capsys.readouterr() == ("", "mnist: ended with status 2 before the run began; the lines above say why\n")
-    assert finish(tmp_path) == errors.EXIT_CRASH
-    assert "before the run began" in capsys.readouterr().err
-    assert finish(tmp_path, srun_status=2, SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="7") == 2
-    logs = f"{ROOT}/runs/submitit/7_*_log.out"
-    line = f"mnist: ended with status 2 before the run began; the lines above, or in {logs}, say why\n"
-    assert capsys.readouterr().err == line
+    helpers.attempt(tmp_path, step=None, hosts=())
+    assert finish(tmp_path, srun_status=137) == 137
+    line = "mnist: failed: it ended before the run began; the lines above say why\n"
+    assert capsys.readouterr() == ("", line)

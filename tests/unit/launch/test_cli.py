@@ -13,7 +13,7 @@ from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks, cli, local, snapshot
 from recipes.core.run import command_line
-from tests.unit.launch.stand_ins import Stubs, directives
+from tests.unit.launch.stand_ins import Stubs
 
 
 def test_a_submission_takes_a_snapshot_and_prints_its_paths(
@@ -25,7 +25,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
-    stubs.add("sbatch", f"{asked}\ncp $1 $NOTES/job.sh; echo Submitted batch job 7")
+    stubs.add("sbatch", f"{asked}\ncp $1 $NOTES/submitted; echo Submitted batch job 7")
     stubs.add("scontrol", "echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
@@ -37,14 +37,18 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert output == ["job 7: to start soon", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
     [copy] = (tmp_path / "runs/code").iterdir()
     assert (copy / "recipes/toy.py").read_text() == "as submitted"
-    submitted = (tmp_path / "job.sh").read_text()
-    assert f"cd {copy} || exit" in submitted.splitlines()
-    wanted, found = directives((tmp_path / "asked").read_text()), directives(submitted)
-    assert {**wanted, "--output": ""} == {**found, "--output": ""}
-    command = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["command"]
-    assert command == [*(sys.executable, "-u", "-m", "recipes.mnist"), f"data_dir={tmp_path}/here/d", *words[2:]]
+    assert (tmp_path / "submitted").read_text() == (tmp_path / "asked").read_text()
+    arguments = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["arguments"]
+    assert arguments == [f"data_dir={tmp_path}/here/d", *words[2:]]
+    script = tmp_path / "runs/mnist/7/job.sh"
+    lines = {
+        f"export RECIPES_CODE={copy}",
+        f". {copy}/sbatch/job.sh || exit",
+        f"export RECIPES_PYTHON={sys.executable}",
+    }
+    assert lines <= set(script.read_text().splitlines())
     assert launch.main([*words, "wait=true", "snapshot=false"]) == 3
-    assert str(copy) not in (tmp_path / "job.sh").read_text()
+    assert str(copy) not in script.read_text()
     assert launch.main([*words, "sweep.lr=0.1,0.2", "wait=true"]) == 3
     output = capsys.readouterr().out.splitlines()
     assert {"7_0: lr=0.1", "7_1: lr=0.2"} <= set(output)

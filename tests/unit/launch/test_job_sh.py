@@ -14,7 +14,7 @@ import pytest
 from recipes.core import errors
 from recipes.core.config import profiles
 from recipes.core.launch import scripts
-from recipes.core.run import rundir
+from recipes.core.run import directory
 from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
 
@@ -33,13 +33,12 @@ def test_arguments_reach_the_recipe_unchanged(bench: Bench) -> None:
 def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     run_dir = bench.folder / "run"
     run_dir.mkdir()
-    attempt = rundir.open_attempt(run_dir, ["a"], "7.0", "7")
-    for state, expected in (("done", 0), ("failed", 143), ("running", 143)):
-        rundir.write_status(run_dir, state, attempt=attempt, step=3)
+    for number, (state, expected) in enumerate((("done", 0), ("failed", 143), ("running", 143))):
+        directory.write_status(run_dir, state, attempt=number, step=3)  # by the attempt that `begin` opens
         # A signal to all processes of the job, including the batch shell, ends only the step.
         status, stderr = bench.run("sbatch/mnist_1x1.sh", f"run_dir={run_dir}", STEP_ENDS="143", SIGNALS="TERM USR2")
         assert status == expected, stderr
-    status_now = rundir.read_status(run_dir)
+    status_now = directory.read_status(run_dir)
     assert status_now
     assert status_now["state"] == "failed"
 

@@ -1,18 +1,18 @@
-"""The sbatch script and the parameters of submitit that are made from a job."""
+"""The sbatch script that is made from a job."""
 
 import dataclasses
+import inspect
 import re
-import shlex
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from recipes.core import errors
 from recipes.core.config.job_keys import JobKeys
-from recipes.core.launch import scripts
+from recipes.core.launch import scripts, submit
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import (
@@ -24,7 +24,6 @@ from tests.unit.launch.stand_ins import (
     Bench,
     describe,
     directives,
-    submitit_text,
 )
 
 JOBS: tuple[tuple[str, ...], ...] = (
@@ -51,14 +50,21 @@ JOBS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def test_the_docstring_shows_a_finished_script() -> None:
+    text = scripts.sbatch_script(describe("nodes=2", "gpus_per_node=8", "epochs=5", root=Path("/repo")))
+    assert inspect.cleandoc(scripts.sbatch_script.__doc__ or "").endswith(
+        "::\n\n" + textwrap.indent(text, "    ").rstrip()
+    )
+
+
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
 @pytest.mark.parametrize("root", [ROOT, HOSTILE_ROOT], ids=["plain", "hostile"])
-def test_submitit_and_the_script_request_the_same(words: tuple[str, ...], root: Path) -> None:
+def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...], root: Path) -> None:
     job = describe(*words, root=root)
-    ours, theirs = directives(scripts.sbatch_script(job)), directives(submitit_text(job))
+    ours, theirs = directives(scripts.sbatch_script(job)), directives(submit.submission_text(job, "/py thon"))
     number = "%A_%a" if job.elements else "%j"
     assert ours.pop("--output") == f"%x-{number}.out"
-    assert theirs.pop("--output") == f"/f/{number}_0_log.out"
+    assert theirs.pop("--output") == f"{root}/runs/submitit/{number}_0_log.out"
     assert ours == theirs
     assert ours["--chdir"] == str(root)
 
@@ -80,38 +86,11 @@ def test_the_profile_chooses_the_options_for_gpus_and_nodes(
     nodes = {"--exclusive": "", "--mem": "0", "--segment": "4", "--switches": "1@30:00"}
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
     site.write_text(f"gpus: {way}\n{count}exclusive: true\nmem: 0\nsegment: 4\nswitches: 1@30:00\n")
-    job = describe("cluster=here", *words)
-    for text in (scripts.sbatch_script(job), submitit_text(job)):
-        asked = directives(text)
-        assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
-        assert {name: asked[name] for name in nodes} == nodes
-        assert ("--gpu-bind=none" in text) == ("--gpus-per-task" in expected)
-
-
-def test_submitit_and_the_script_start_and_end_alike() -> None:
-    job = describe("cluster=example", "device=cpu", "data_dir=/a b")
-    ours, theirs = scripts.sbatch_script(job), submitit_text(job)
-    shared = f". {shlex.quote(str(job.root / 'sbatch/job.sh'))} || exit"
-    for line in ("export RECIPES_CLUSTER=example", shared):
-        assert line in ours.splitlines()
-        assert line in theirs.splitlines()
-    assert "load gcc/12 cuda/12.4" in theirs.splitlines()
-    srun = next(line for line in theirs.splitlines() if line.startswith("srun "))
-    options = {"--export=ALL", "--kill-on-bad-exit=1", "--wait=60", "--mem=0"}
-    assert {*options, "--cpus-per-task=8"} <= set(shlex.split(srun))
-    assert {*options, '--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"'} <= set(ours[ours.index("\nsrun ") :].split())
-    for words in (
-        ("gpus=10",),
-        ("gpus=10", "device=cpu"),
-        (),
-    ):  # NCCL could not copy between GPUs that are shown to one task alone
-        job = describe(*words)
-        is_bound = "--gpu-bind=none" in scripts.sbatch_script(job), "--gpu-bind=none" in submitit_text(job)
-        assert is_bound == (words == ("gpus=10",),) * 2
-    last = shlex.split(theirs.splitlines()[-1])
-    assert last == [
-        "/py thon", "-m", "recipes.core.launch.batch", "finish", "mnist", "$?", "device=cpu", "data_dir=/a b",
-    ]  # fmt: skip
+    text = scripts.sbatch_script(describe("cluster=here", *words))
+    asked = directives(text)
+    assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected
+    assert {name: asked[name] for name in nodes} == nodes
+    assert ("--gpu-bind=none" in text) == ("--gpus-per-task" in expected)
 
 
 ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
@@ -147,7 +126,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
 )  # fmt: skip
 
 
-# Keys that are not an option of sbatch, with a line of both scripts; "" for keys that do not concern the job.
+# Keys that are not an option of sbatch, with a line of the script; "" for keys that do not concern the job.
 IN_SCRIPT = {
     "cluster=example": "export RECIPES_CLUSTER=example",
     "container=docker://x": "export RECIPES_CONTAINER=docker://x",
@@ -161,7 +140,6 @@ IN_SCRIPT = {
 
 
 def test_every_job_key_reaches_slurm() -> None:
-    """A comparison of the two scripts does not find a key that both of them omit."""
     for field in dataclasses.fields(JobKeys):
         options = set(re.findall(r"--[a-z-]+", field.metadata["sbatch"]))
         expectations = [asked for words, asked in ASKED for word in words if word.split("=")[0].endswith(field.name)]
@@ -170,7 +148,6 @@ def test_every_job_key_reaches_slurm() -> None:
     for word, line in IN_SCRIPT.items():
         job = describe(word, *(["doctor=true"] if "max_resubmits" in word else []))
         assert line in scripts.sbatch_script(job), word
-        assert line in submitit_text(job), word
 
 
 @pytest.mark.parametrize(("words", "expected"), ASKED)
@@ -193,17 +170,13 @@ def elements(text: str, count: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("make", [scripts.sbatch_script, submitit_text])
-def test_each_run_of_a_sweep_has_its_own_values(make: Any, tmp_path: Path) -> None:
+def test_each_run_of_a_sweep_has_its_own_values() -> None:
     hostile = [word for word in HOSTILE if "," not in word]
     given = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
-    text = make(describe(given, "sweep.seed=1,2", "epochs=3"))
+    text = scripts.sbatch_script(describe(given, "sweep.seed=1,2", "epochs=3"))
     assert elements(text, 2 * len(hostile)) == [
         ["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)
     ]
-    last = text.splitlines()[-1]
-    assert "finish mnist $?" in last
-    assert "begin mnist" in text or last.endswith(' "$@"')  # with the words of this run, which name its run directory
     outside = subprocess.run(
         ["bash", "-c", text[text.index("\ncase $") : text.index("\nesac") + 5]], capture_output=True, text=True
     )

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.core.errors import MachineError
 from recipes.core.launch import snapshot
-from recipes.core.run import rundir, source
+from recipes.core.run import directory, source
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_snapshot_has_the_code_and_nothing_else(root: Path) -> None:
     assert copy.parent == root / "runs" / "code"
     assert contents(copy) == CODE | {"snapshot.json", "code.diff"}
     assert source.home(copy) == root
-    assert rundir.choose("", "toy", "7", copy) == root / "runs" / "toy" / "7"
+    assert directory.choose("", "toy", "7", copy) == root / "runs" / "toy" / "7"
     assert (root / "runs/code").stat().st_mode & 0o777 == 0o700
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from recipes.core.errors import MachineError
 from recipes.core.launch import submit, waiting
-from recipes.core.run import rundir, scontrol
+from recipes.core.run import directory, queue
+from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
 
@@ -37,15 +38,17 @@ def test_waiting_returns_the_jobs_exit_status(
 ) -> None:  # fmt: skip
     states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str, environ: Mapping[str, str]) -> scontrol.Job | None:
+    def ask(job: str, environ: Mapping[str, str]) -> queue.Job | None:
         if (answer := next(states)) is None:
             raise MachineError("a controller that is started again does not answer")
-        return scontrol.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
+        return queue.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
 
-    monkeypatch.setattr(scontrol, "find", ask)
+    monkeypatch.setattr(queue, "find", ask)
     monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
     job = "7" if left else "71"  # its run directory may hold an older run's end
-    rundir.write_status(tmp_path, left or "done", attempt=rundir.open_attempt(tmp_path, ["a"], f"{job}.0"), step=1)
+    directory.write_status(
+        tmp_path, left or "done", attempt=helpers.attempt(tmp_path, launch=f"{job}.0").number, step=1
+    )
     (tmp_path / "log").write_text("rank 0's words\n")
     assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == expected
     assert capsys.readouterr().out.count("rank 0's words") == 1
@@ -54,14 +57,14 @@ def test_waiting_returns_the_jobs_exit_status(
 def test_waiting_reports_a_held_job_and_the_saved_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = scontrol.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
-    cancelled = scontrol.Job("7", "CANCELLED", "", 75, 1)
-    answers = iter([scontrol.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
-    monkeypatch.setattr(scontrol, "find", lambda job, environ: next(answers))
-    monkeypatch.setattr(scontrol, "show", lambda *asked: [cancelled])
+    held = queue.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
+    cancelled = queue.Job("7", "CANCELLED", "", 75, 1)
+    answers = iter([queue.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
+    monkeypatch.setattr(queue, "find", lambda job, environ: next(answers))
+    monkeypatch.setattr(queue, "show", lambda *asked: [cancelled])
     monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
-    rundir.write_status(
-        tmp_path, "preempted", attempt=rundir.open_attempt(tmp_path, ["a"], "7.0"), step=5, reason="SIGUSR2"
+    directory.write_status(
+        tmp_path, "preempted", attempt=helpers.attempt(tmp_path, launch="7.0", job="7").number, step=5, reason="SIGUSR2"
     )
     assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == 75
     first, last = capsys.readouterr().err.splitlines()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core.run import signals
+from recipes.core.run import queue, signals
 from recipes.core.run.signals import StopFlag
 from tests import helpers
 from tests.helpers import ROOT
@@ -33,14 +33,14 @@ def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
     squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
-    assert signals.seconds_left(job) == 120
+    assert queue.seconds_left(job) == 120
     for silent in ("exit 1", "echo NOT_SET"):
         squeue(tmp_path, silent)
-        assert signals.seconds_left(job) == pytest.approx(1000, abs=5)
+        assert queue.seconds_left(job) == pytest.approx(1000, abs=5)
     (tmp_path / "squeue").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert signals.seconds_left({"SLURM_JOB_ID": "7"}) is None
-    assert signals.seconds_left({}) is None
+    assert queue.seconds_left({"SLURM_JOB_ID": "7"}) is None
+    assert queue.seconds_left({}) is None
 
 
 class Clock:

@@ -12,18 +12,24 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.run import rundir, table
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, table
 from tests import helpers
 
 
 def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **keys: Any) -> Path:
     folder.mkdir(parents=True)
-    rundir.open_attempt(folder, ["a"])
-    rundir.write_status(folder, state, attempt=0, step=step, reason=reason)
+    helpers.attempt(folder)
+    directory.write_status(folder, state, attempt=0, step=step, reason=reason)
     (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()))
     if state == "done":
         files.write_json(folder / "summary.json", {"recipe": "cifar", "val_top1": 0.9412, "samples_per_second": 1234.5})
     return folder
+
+
+def refuse(folder: Path, line: str) -> None:
+    new = helpers.attempt(folder, step=None)
+    attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, line)
 
 
 def lines(*words: str) -> list[list[str]]:
@@ -61,8 +67,8 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
         files.write_json(
             tmp_path / f"{number}/job.yaml", {"job_id": f"7_{number}", "recipe": "cifar", "arguments": words}
         )
-    rundir.refuse(tmp_path / "2", "7_2.0", 3, "node7: no GPU")
-    rundir.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
+    refuse(tmp_path / "2", "node7: no GPU")
+    directory.write_status(tmp_path / "3", "failed", attempt=1, step=50, reason="lost")
     (tmp_path / "3/metrics.jsonl").write_text('{"step": 50, "loss": 0.5, "val_top1": 0.95}\n')
     head, *rows = lines(*(f"{tmp_path}/{number}" for number in range(4)))
     assert head == ["run", "state", "step", "lr", "cpu_threads", "val_top1", "loss", "samples_per_second", "note"]
@@ -83,7 +89,7 @@ def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
 
 def test_a_running_run_shows_the_age_of_its_status(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", "running")
-    updated = rundir.read_status(folder)["updated"]  # type: ignore[index]
+    updated = directory.read_status(folder)["updated"]  # type: ignore[index]
     for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
         assert table.read_run(folder, updated + seconds).note == f"last update {told} ago"
 
@@ -127,20 +133,18 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path, make_it: 
 
 def test_a_run_whose_newest_launch_was_refused_is_shown_as_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", lr=0.1)
-    os.utime(folder / "status.json", (1, 1))
-    rundir.refuse(folder, "7.0", 2, "lr=0.1 becomes 0.2")
+    refuse(folder, "lr=0.1 becomes 0.2")
     found = table.read_run(folder, time.time())
     assert (found.state, found.note, found.step) == ("refused", "lr=0.1 becomes 0.2 (before that: done)", 10)
     assert found.results["val_top1"] == 0.9412
-    os.utime(folder / "refused.json", (0, 0))  # a later launch has done it
+    helpers.attempt(folder)  # a later launch has begun
     found = table.read_run(folder, time.time())
     assert (found.state, found.note) == ("done", "")
 
 
 def test_a_running_run_stays_running_if_a_second_launch_is_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", "running")
-    os.utime(folder / "status.json", (1, 1))
-    rundir.refuse(folder, "8.0", 2, "job 7 (running) uses it")
+    refuse(folder, "job 7 (running) uses it")
     found = table.read_run(folder, time.time())
     assert found.state == "running"
     assert found.note.startswith("last update ")

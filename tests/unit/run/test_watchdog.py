@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.run import failures, watchdog
+from recipes.core.run import attempt, watchdog
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -69,7 +69,7 @@ from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse
 faulthandler.enable()
 pulse = Pulse()
-pulse.tell(recipe="toy", rank=3, host="node7", run_dir=sys.argv[2], attempt=1)
+pulse.tell(recipe="toy", rank=3, host="node7", attempt=sys.argv[2] + "/attempts/0001")
 pulse.watch(float(sys.argv[1]), Path.cwd())
 pulse.beat(watchdog.BACKWARD, 11)
 print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
@@ -89,7 +89,7 @@ WAYS[sys.argv[3]]()
 
 
 def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str]:
-    (folder / "failures").mkdir(exist_ok=True)
+    (folder / "attempts/0001/failed").mkdir(parents=True, exist_ok=True)
     return helpers.start([sys.executable, "-c", RANK, str(timeout_s), str(folder), way], cwd=ROOT)
 
 
@@ -109,7 +109,7 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
     ended = helpers.finish(process, timeout_s=30)
     assert ended.status == (-signal.SIGKILL if way == "stopped" else -signal.SIGABRT), ended.out
     assert "toy: rank 3 on node7 made no progress for 1.5 s at step 12 (backward): it is ended" in ended.lines
-    record = json.loads((folder / "failures" / "attempt-1-rank-3.json").read_text())
+    record = helpers.failure(folder, 3, 1)
     assert (record["rank"], record["host"], record["kind"]) == (3, "node7", "hang")
     assert record["error"] == "made no progress for 1.5 s at step 12 (backward)"
     if way == "stuck":
@@ -123,17 +123,17 @@ def test_a_rank_that_gets_on_is_left_alone(way: str, started: Started) -> None:
     folder, process = started[way]
     ended = helpers.finish(process, timeout_s=60)
     assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
-    assert list((folder / "failures").iterdir()) == []
+    assert list((folder / "attempts/0001/failed").iterdir()) == []
 
 
 def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the watchdog: it may be what the rank waits for."""
     hangs = threading.Event()
-    monkeypatch.setattr(failures, "record", lambda *args, **record: hangs.wait(60))
+    monkeypatch.setattr(attempt, "record", lambda *args, **record: hangs.wait(60))
     monkeypatch.setattr(watchdog, "TELL_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     memory = mmap.mmap(-1, watchdog.BYTES)
-    note = json.dumps({"run_dir": str(tmp_path), "attempt": 0}).encode()
+    note = json.dumps({"attempt": f"{tmp_path}/attempts/0000"}).encode()
     memory[watchdog.NOTE_AT : watchdog.NOTE_AT + len(note)] = note
     begin = time.monotonic()
     try:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +23,14 @@ from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
 from recipes.core import errors
-from recipes.core.data.sampling import GlobalBatches, Shard
-from recipes.core.errors import Kind
+from recipes.core.data.sampling import GlobalBatches
+from recipes.core.errors import Kind, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import entry, failures, rundir, signals, watchdog
-from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, peers, rendezvous, session
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, entry, queue, signals, watchdog
+from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, session, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
 from recipes.core.train.session import Run
@@ -59,9 +60,11 @@ class Trained:
 
     def __init__(self, folder: Path, losses: dict[int, float] | None = None) -> None:
         self.folder, self.losses, self.evaluations, self.stop_at = folder, losses or {}, 0, 0
-        self.values: list[float | None] = []  # None: a stop comes meanwhile
+        self.values: list[float | None] = []  # 0: no results; None: a stop comes meanwhile
         self.now = 0.0  # a clock: 2 s for a step, 100 s for an evaluation
-        for name in ("logs", "checkpoints", "failures"):
+        self.calls, self.leave_at = {"backward": 1, "optimizer": 1, "scheduler": 1}, 0  # of each step, if held wrong
+        self.reduction: Callable[[Tensor], Tensor] = lambda losses: losses[:, 0]
+        for name in ("logs", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, resumes: bool = False, **keys: Any) -> tuple[dict[str, Any], Run]:
@@ -75,26 +78,9 @@ class Trained:
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             batches = GlobalBatches(10, 5, 0, 0, 1)
-            rows = metrics.Rows(self.folder / "metrics.jsonl")
-            run = Run(
-                start.settings,
-                world,
-                self.folder,
-                0,
-                "",
-                stop,
-                None,
-                rows,
-                state=State(net, optimizer, scheduler),
-                sampler=loop.sampler_state(batches),
-            )
-
-            def loss_sum(shard: Shard) -> Tensor:
-                step = run.state.step + 1
-                self.now += 2.0
-                if step == self.stop_at:
-                    os.kill(os.getpid(), signal.SIGUSR2)
-                return net(torch.ones(len(shard.indices), 1)).sum() * self.losses.get(step, 1.0)
+            attempt = helpers.attempt(self.folder, step=None)
+            state = State(net, optimizer, scheduler)
+            run = Run(start.settings, world, attempt, stop, None, state=state, sampler=batches.order)
 
             def evaluate() -> dict[str, float]:
                 self.evaluations += 1
@@ -102,20 +88,36 @@ class Trained:
                 value = self.values[self.evaluations - 1] if self.values else float(self.evaluations)
                 if value is None:
                     os.kill(os.getpid(), signal.SIGUSR2)
-                return {} if value is None else {"val_top1": value}
+                    raise errors.Stopped(run.agree_to_stop())
+                return {"val_top1": value} if value else {}
 
-            (self.folder / "attempt.json").write_text('{"attempt": 0, "launch": "", "hosts": ["x"]}')
             try:
                 if resumes:
-                    run.resume(run.state, loop.sampler_state(batches))
-                results = loop.fit(run, cfg, net, batches, loss_sum, evaluate)
+                    run.resume(run.state, batches)
+                else:
+                    attempts.begin(attempt, 0, own=False)
+                    run.rows = metrics.Rows(self.folder / "metrics.jsonl")
+                for step in loop.steps(run, cfg, net, batches, evaluate):
+                    self.now += 2.0
+                    if run.step + 1 == self.stop_at:
+                        os.kill(os.getpid(), signal.SIGUSR2)
+                    for shard in step.shards:
+                        losses = net(torch.ones(len(shard.indices), 1)) * self.losses.get(run.step + 1, 1.0)
+                        for _ in range(self.calls["backward"]):
+                            step.backward(self.reduction(losses))
+                    for _ in range(self.calls["optimizer"]):
+                        optimizer.step()
+                    for _ in range(self.calls["scheduler"]):
+                        scheduler.step()
+                    if run.step + 1 == self.leave_at:
+                        break
                 if resumes:
-                    run.finish(results)
+                    run.finish(run.results)
             finally:
-                rows.close()
+                run.close_rows()
                 assert run.saver
                 run.saver.wait()
-        return dict(results), run
+        return dict(run.results), run
 
 
 def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> None:
@@ -123,6 +125,51 @@ def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> Non
     assert results == {"val_top1": 3.0}
     assert run.state.step == 6
     assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("call", "times", "line"),
+    [
+        ("backward", 0, r"^step\.backward\(\): called 0 times in step 1: call it once for each shard of step\.shards$"),
+        ("backward", 2, r"^step\.backward\(\): called again for the same shard: call it once "),
+        ("optimizer", 0, r"^optimizer\.step\(\): called 0 times in step 1: call it once in each step"),
+        ("optimizer", 2, r"^optimizer\.step\(\): called 2 times in step 1"),
+        ("scheduler", 0, r"^scheduler\.step\(\): called 0 times in step 1: call it once in each step"),
+        ("scheduler", 2, r"^scheduler\.step\(\): called 2 times in step 1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_call_left_out_or_made_twice_ends_the_run(tmp_path: Path, call: str, times: int, line: str) -> None:
+    trained = Trained(tmp_path)
+    trained.calls[call] = times
+    with pytest.raises(RunError, match=line):
+        trained.run(accumulate=2)
+
+
+@pytest.mark.parametrize("reduction", [torch.mean, lambda losses: losses], ids=["mean", "(B, 1)"])
+def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduction: Any) -> None:
+    trained = Trained(tmp_path)
+    trained.reduction = reduction
+    with pytest.raises(
+        RunError, match=r'losses of shape \(.*\), not \(5,\): give one loss per sample, reduction="none"'
+    ):
+        trained.run()
+
+
+def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.leave_at = 3
+    with pytest.raises(RunError, match=r"^main\(\) returned within the loop over loop\.steps\(\): leave out its break"):
+        trained.run(resumes=True, epochs=3)
+    assert helpers.read(tmp_path, "status")["state"] == "running"
+
+
+def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    trained.values = [0.0, 0.0]
+    results, run = trained.run(resumes=True, epochs=2)
+    assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
+    assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
 def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
@@ -146,7 +193,7 @@ def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: p
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
     assert (status["state"], status["step"], status["reason"]) == ("preempted", 2, "SIGTERM")
-    assert failures.records(tmp_path, 0) == []
+    assert attempts.records(run.attempt) == []
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
 
@@ -202,7 +249,7 @@ def test_the_newest_checkpoints_and_those_of_keep_every_steps_are_kept(tmp_path:
     trained = Trained(tmp_path)
     trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=1, keep_best="false")
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.glob("[!.]*")) == [
         "latest", "step-00000003.pt", "step-00000006.pt",
     ]  # fmt: skip
     assert checkpoint.named(folder, "latest") == "step-00000006.pt"
@@ -250,7 +297,7 @@ def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
     assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, late = [row for row in written if row["step"] == step]
-    assert late == before | {"val_top1": 0.9}
+    assert late == before | {"val_top1": 0.9, "attempt": 1}
     assert [row["step"] for row in written] == sorted(row["step"] for row in written)
     found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
     assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
@@ -274,14 +321,15 @@ def test_a_rank_that_fails_right_after_its_first_record_writes_another(
 ) -> None:
     """Writing status.json flushes its folder last, which a file system may refuse."""
     _, run = Trained(tmp_path).run(epochs=1)
-    written, error = rundir.write_status, OSError(errno.EIO, "Input/output error")
+    written, error = directory.write_status, OSError(errno.EIO, "Input/output error")
 
     def torn(*given: Any, **of: Any) -> None:
         written(*given, **of)
         raise error
 
+    run.attempt, run.begun = helpers.attempt(tmp_path, step=None), False
     with monkeypatch.context() as patched:
-        patched.setattr(rundir, "write_status", torn)
+        patched.setattr(directory, "write_status", torn)
         with pytest.raises(OSError, match="Input/output error"):
             run._begin()
     assert helpers.read(tmp_path, "status")["state"] == "running"
@@ -315,18 +363,23 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
 
 
-def test_best_is_updated_before_the_best_checkpoint_is_rewritten(tmp_path: Path) -> None:
+def test_best_is_updated_before_the_best_checkpoint_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill between the two leaves a checkpoint that is evaluated again, or the best one with its name."""
     checkpoint.write(tmp_path, {"meta": {"step": 2}}, best=True)
     checkpoint.write(tmp_path, {"meta": {"step": 4}})
+    replace = os.replace
 
-    def killed() -> None:
+    def killed(old: str, new: str) -> None:
         if seen.append((tmp_path / "best").read_text()) or len(seen) == 2:
             raise KeyboardInterrupt
+        replace(old, new)
 
     seen: list[str] = []
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.write(tmp_path, {"meta": {"step": 4, "best": 1}}, best=True, before_rename=killed)
+        checkpoint.write(tmp_path, {"meta": {"step": 4, "best": 1}}, best=True)
     assert seen == ["step-00000002.pt\n", "step-00000004.pt\n"]
     assert torch.load(tmp_path / "step-00000004.pt")["meta"] == {"step": 4}
 
@@ -342,12 +395,12 @@ def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
 def test_a_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
         Trained(tmp_path, {4: float("nan")}).run(epochs=3, keep_best="false")
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert list((tmp_path / "checkpoints").glob("[!.]*")) == []
 
 
 def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
-    (tmp_path / "attempt.json").write_text('{"attempt": 1, "launch": "other", "hosts": ["x"]}')
+    helpers.attempt(tmp_path, launch="other")
     with pytest.raises(RuntimeError, match="a later attempt writes here"):
         run.check_mine()
     with pytest.raises(RuntimeError, match="a later attempt writes here"):
@@ -355,12 +408,6 @@ def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> 
     before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
     assert failure.fail(run, RuntimeError("late")) == 1
     assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
-
-
-def test_an_unresponsive_file_system_does_not_count_as_another_attempt(tmp_path: Path) -> None:
-    _, run = Trained(tmp_path).run(epochs=1)
-    (tmp_path / "attempt.json").unlink()
-    run.check_mine()
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
@@ -471,7 +518,7 @@ def test_rank_0_watches_the_time_limit_of_its_job(
     rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, over, stop = [], threading.Event(), signals.StopFlag()
-    monkeypatch.setattr(signals, "seconds_left", lambda environ: 600.0)
+    monkeypatch.setattr(queue, "seconds_left", lambda environ: 600.0)
     monkeypatch.setattr(
         signals, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
     )
@@ -581,4 +628,4 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     assert bool(said) == ends
     if ends:
         (error, named), code = said
-        assert (named, code, peers.peer_kind(error)) == (behind, 1, Kind.timeout)
+        assert (named, code, torch_errors.peer_kind(error)) == (behind, 1, Kind.timeout)

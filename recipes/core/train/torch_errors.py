@@ -1,7 +1,8 @@
-"""Errors that another rank caused, by its end or its absence. torch has few classes for them, so their texts are searched."""
+"""Errors of torch for which it has no class: their texts are searched here, and nowhere else."""
 
 import re
 
+import torch
 import torch.distributed
 
 from recipes.core import errors
@@ -32,3 +33,8 @@ def peer_words(error: BaseException) -> str:
     if isinstance(error, PeerTimeout):
         return str(error)
     return re.sub(r"^\w+: \[\S+\] ", "", errors.one_line(error)).partition(". This is typically")[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)

@@ -1,4 +1,4 @@
-"""Who else uses a run directory: by the records of its attempts, a process on this machine, and a heartbeat. Slurm's part is in tests/slurm."""
+"""What Slurm says about jobs, and who uses a run directory: by its job, a process on this machine, or a heartbeat."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.run import liveness, rundir
+from recipes.core.errors import MachineError
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, queue
+from tests import helpers
 
 
 @pytest.fixture
 def other() -> Iterator[dict[str, Any]]:
     """What a live process records of itself."""
-    code = "import json, os, sys; from recipes.core.run import liveness; print(json.dumps(liveness.describe_process({})), flush=True); sys.stdin.read()"
+    code = "import json, os, sys; from recipes.core.run import attempt; print(json.dumps(attempt.describe_process({})), flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         cwd=files.ROOT,
@@ -33,29 +36,29 @@ def other() -> Iterator[dict[str, Any]]:
 
 
 def an_attempt(folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any) -> Path:
-    rundir.open_attempt(folder, ["a"], launch, job, **about)
-    rundir.begin_attempt_at(folder, 0)
-    rundir.write_status(folder, state, attempt=0, step=3)
+    number = helpers.attempt(folder, launch=launch, **{"job": job, **about}).number
+    directory.write_status(folder, state, attempt=number, step=3)
     return folder
 
 
-def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ: str) -> liveness.Usage:
-    return liveness.check(folder, environ, takeover, patience_s)
+def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ: str) -> queue.Usage:
+    """Who else uses ``folder``, for an attempt that is opened next."""
+    return queue.check(attempts.Attempt(folder, 99), environ, takeover, patience_s)
 
 
 def test_a_running_process_on_this_machine_uses_the_run_directory(
     tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
+    monkeypatch.setattr(queue, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
     an_attempt(tmp_path, **other)
     pid = other["process"]["pid"]
     assert f"process {pid} on " in look(tmp_path).problem
     assert f"end it (kill {pid})" in look(tmp_path).problem
-    assert f"process {pid} on " in liveness.queued(tmp_path, "", {})
-    assert look(tmp_path, takeover=True) == liveness.Usage()
-    rundir.open_attempt(tmp_path, ["a"])  # a later launch that was refused does not hide it
+    assert f"process {pid} on " in queue.queued(tmp_path, "", {})
+    assert look(tmp_path, takeover=True) == queue.Usage()
+    helpers.attempt(tmp_path, step=None)  # a later launch that was refused does not hide it
     assert f"process {pid} on " in look(tmp_path).problem
-    rundir.write_status(tmp_path, "done", attempt=0, step=3)
+    directory.write_status(tmp_path, "done", attempt=0, step=3)
     assert not look(tmp_path).problem
 
 
@@ -64,13 +67,13 @@ def test_an_ended_process_or_another_one_with_its_id_does_not_count(
     tmp_path: Path, other: dict[str, Any], name: str, value: object
 ) -> None:
     an_attempt(tmp_path, **{**other, "process": {**other["process"], name: value}})
-    assert look(tmp_path) == liveness.Usage()
+    assert look(tmp_path) == queue.Usage()
 
 
 def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: Path, other: dict[str, Any]) -> None:
-    an_attempt(tmp_path, job="7", launch="7.0", **{**other, "cluster": ""})
+    an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
     assert "another step of this job" in look(tmp_path, SLURM_JOB_ID="7").problem
-    assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == liveness.Usage()
+    assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == queue.Usage()
 
 
 @pytest.mark.parametrize("takeover", [False, True])
@@ -83,11 +86,11 @@ def test_elements_of_an_array_may_not_share_a_run_directory(tmp_path: Path, take
         "launch.py makes such an array (sweep.KEY=A,B)"
     )
     first = {**second, "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
-    assert look(tmp_path, takeover, **first) == liveness.Usage()
+    assert look(tmp_path, takeover, **first) == queue.Usage()
 
 
 def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "WATCH_S", 3.0)
+    monkeypatch.setattr(queue, "WATCH_S", 3.0)
     monkeypatch.setenv("PATH", "")
     an_attempt(
         tmp_path, job="7", launch="7.0", cluster="here", process={"host": "x", "pid": 1, "started": "1", "place": "x"}
@@ -103,7 +106,7 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
 
     def beats() -> None:
         while not over.wait(0.2):
-            liveness.heartbeat(tmp_path)
+            attempts.heartbeat(attempts.Attempt(tmp_path, 0))
 
     thread = threading.Thread(target=beats)
     thread.start()
@@ -117,19 +120,9 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
     assert "job 7 on a (its heartbeat advances; scontrol is not on the PATH" in found.problem
     assert "it is a job of cluster here" in elsewhere.problem
     assert not at_submission.problem
-    os.utime(tmp_path / "attempt.json", (1, 1))
-    monkeypatch.setattr(liveness, "WATCH_S", 1e6)
+    os.utime(tmp_path / "attempts/0000/opened.json", (1, 1))
+    monkeypatch.setattr(queue, "WATCH_S", 1e6)
     assert "no heartbeat" in look(tmp_path, patience_s=1e6, **here).note  # an old one is not waited for
-
-
-def test_a_launch_finds_the_launch_that_has_taken_over(tmp_path: Path) -> None:
-    an_attempt(tmp_path, launch="1.0")
-    assert rundir.taken_over_by(tmp_path, "1.0") == ""
-    rundir.open_attempt(tmp_path, ["b"], "2.0")
-    assert rundir.taken_over_by(tmp_path, "1.0") == ""  # it may yet be refused
-    rundir.begin_attempt_at(tmp_path, 3)
-    assert rundir.taken_over_by(tmp_path, "1.0") == "2.0"
-    assert rundir.taken_over_by(tmp_path, "0.0") == ""
 
 
 def answering(folder: Path, *fields: str) -> dict[str, str]:
@@ -160,15 +153,75 @@ def test_slurm_is_asked_once_for_the_state_of_the_job(
     problem = look(tmp_path, **environ).problem
     assert used in problem if used else not problem
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
-    assert bool(liveness.queued(tmp_path, "", environ)) == bool(used)
+    assert bool(queue.queued(tmp_path, "", environ)) == bool(used)
     assert (tmp_path / "bin/asked").read_text() == "asked\n" * 2
-    assert liveness.queued(tmp_path, "afterany:7", environ) == ""
+    assert queue.queued(tmp_path, "afterany:7", environ) == ""
 
 
 def test_a_requeued_job_counts_as_a_future_user(tmp_path: Path) -> None:
     environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
     an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
-    assert liveness.queued(tmp_path, "", environ) == ""
+    assert queue.queued(tmp_path, "", environ) == ""
     files.write_json(tmp_path / "job.yaml", {"job_id": "7"})
-    assert "job 7, which was requeued and is pending, will use it" in liveness.queued(tmp_path, "", environ)
+    assert "job 7, which was requeued and is pending, will use it" in queue.queued(tmp_path, "", environ)
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
+
+
+# Printed by Slurm 22.05, shortened; the name and the paths hold what a user may type.
+PRINTED = """\
+JobId=12 ArrayJobId=11 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=a b JobState=DONE
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=CANCELLED Reason=BeginTime Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9
+   NodeList=node[1-2]
+   Command=/home/me/my jobs/x=1.sh
+   StdErr=
+   StdOut=/home/me/my jobs/log
+   Comment=Restarts=7 x
+   SystemComment=see JobState=RUNNING
+
+JobId=13 JobName=b
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=3:0
+"""
+
+
+def test_each_job_that_scontrol_prints_is_parsed() -> None:
+    task, plain = queue.parse(PRINTED)
+    assert (task.id, task.state, task.reason) == ("11_0", "CANCELLED", "BeginTime")
+    assert (task.exit_status, task.restarts, task.ended) == (137, 2, True)
+    assert task.fields["JobName"] == "a b JobState=DONE"
+    assert task.fields["Command"] == "/home/me/my jobs/x=1.sh"
+    assert task.fields["StdErr"] == ""
+    assert (plain.id, plain.state, plain.reason, plain.exit_status, plain.ended) == ("13", "RUNNING", "", 3, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
+        ("echo Job 7 not found; exit 1", None),  # printed for 7_1 while other elements of array 7 are known
+        ("echo Unable to contact slurm controller >&2; exit 1", "does not answer: Unable to contact"),
+        ("exec /bin/sleep 60", r"^Slurm's controller has not answered within 0\.5 s$"),
+        ("", "not on the PATH"),
+    ],
+)
+def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
+    tmp_path: Path, script: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if expected is None:
+        assert queue.find("7", os.environ) is None
+    else:
+        with pytest.raises(MachineError, match=expected):
+            queue.show("7", os.environ, timeout_s=0.5 if "sleep" in script else queue.ANSWER_S)
+
+
+def test_a_job_name_that_is_not_utf8_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_bytes(b"#!/bin/sh\necho 'JobId=7 JobName=\xe9t\xe9\n JobState=RUNNING'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [job.state for job in queue.show("7", os.environ)] == ["RUNNING"]

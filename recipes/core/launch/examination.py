@@ -1,0 +1,140 @@
+"""Examines the nodes of a job with the doctor, and requeues the job without bad nodes."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.core import errors, files
+from recipes.core.config.parser import Settings
+from recipes.core.files import ROOT
+from recipes.core.launch import allocation, container
+from recipes.core.run import attempt as attempts
+from recipes.core.run import command_line, directory, source
+
+JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
+DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
+
+# Options of sbatch that select nodes, with the field of scontrol for each. If they were typed, they are in no script.
+OPTIONS = {
+    "partition": "Partition",
+    "account": "Account",
+    "qos": "QOS",
+    "reservation": "Reservation",
+    "constraint": "Features",
+    "time": "TimeLimit",
+    "nodes": "NumNodes",
+}
+COUNT = "doctor/requeues.json"  # in the run directory: how often the job was requeued without bad nodes
+
+
+def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str, str]) -> int:
+    """Runs the doctor on the nodes of the job.
+
+    resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are healthy; else 3, after
+    requeueing the job without the bad nodes if it may.
+    """
+    try:
+        settings = command_line.parse(words, recipe=recipe, to_start=False)
+    except errors.ConfigError as error:  # begin has accepted the keys: an env file was removed since then
+        print(f"{recipe}: {error}", file=sys.stderr)
+        return errors.EXIT_CONFIG
+    run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
+    try:
+        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
+    except OSError as error:
+        print(
+            f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
+        )
+        return errors.EXIT_MACHINE
+    shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
+    _run_doctor(settings, run_dir / "doctor", environ)
+    subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
+    verdict = files.read_json(run_dir / "doctor" / "doctor.json")
+    if verdict and verdict["healthy"]:
+        return errors.EXIT_DONE
+    if not verdict:
+        line = "the doctor gave no verdict, so nothing was trained: the lines above say why"
+    elif not verdict["exclude"]:
+        line = "not healthy, but excluding nodes would not fix it: the lines above say what to do"
+    else:
+        bad = ",".join(verdict["exclude"])
+        line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
+    attempts.refuse(environ, errors.EXIT_MACHINE, line)
+    print(f"{recipe}: {line}", file=sys.stderr)
+    return errors.EXIT_MACHINE
+
+
+def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -> None:
+    """Runs the doctor with one task on each node of the job, with the keys of the run that concern the nodes."""
+    keys = {"device": settings.run.device.name, "network": settings.run.network}
+    keys["data_dir"] = getattr(settings.config, "data_dir", "")
+    options: list[str] = []
+    inside = [sys.executable]
+    if image := container.of_job(settings, environ):
+        bound = container.folders_of_run(settings, settings.typed, source.home(ROOT))
+        options, inside = container.enter(image, settings, bound, ROOT, environ)
+    if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):  # each task tests all GPUs of its node
+        options = [*options, f"--gpus={gpus}"]
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
+    command = [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *("--export=ALL", "--wait=60", "--mem=0", f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK') or 1}"),
+        *options,
+        *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
+        *(f"{name}={value}" for name, value in keys.items() if value),
+    ]
+    variables = {name: value for name, value in environ.items() if name not in allocation.GPU_VARIABLES}
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, env=variables, timeout=DOCTOR_S, cwd=ROOT)
+
+
+def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:
+    """How often this job was requeued because its nodes were bad. ``max_requeues=`` does not count these requeues."""
+    noted = files.read_json(run_dir / COUNT)
+    return int(noted["count"]) if noted and noted["job_id"] == directory.job_id(environ) else 0
+
+
+def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, str]) -> str:
+    """Requeues this job without the nodes ``bad``, at most ``most`` times. Returns a short phrase on the result.
+
+    Slurm accepts another list of excluded nodes only for a pending job. It does not start the job before this process
+    has ended. The requeue sends SIGTERM to this process, which ignores it.
+    """
+    job, count, fields = str(directory.job_id(environ)), requeues(run_dir, environ), allocation.fields_of_job(environ)
+    before = fields.get("ExcNodeList", "(null)")
+    excluded = bad if before == "(null)" else f"{before},{bad}"
+    by_hand = f"submit it with exclude={excluded} (sbatch: --exclude={excluded})"
+    if count >= most:
+        return f"not requeued without them, since max_resubmits= is reached: {by_hand}"
+    try:
+        _require_other_nodes(run_dir / "job.sh", excluded, fields, environ)
+        files.write_json(run_dir / COUNT, {"job_id": job, "count": count + 1})
+        _call("scontrol", "requeue", job)
+        _call("scontrol", "update", f"JobId={job}", f"ExcNodeList={excluded}")
+    except (OSError, subprocess.SubprocessError) as error:
+        why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
+        return f"not requeued without them ({why}): {by_hand}"
+    return f"requeued without them ({most - count - 1} more at most)"
+
+
+def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job would pend for ever.
+
+    fields: the fields of this job, by scontrol's names. Raises OSError or SubprocessError.
+    """
+    text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)  # it was met
+    options = {name: fields[field] for name, field in OPTIONS.items() if field in fields}
+    if re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE):
+        del options["nodes"]  # Slurm may choose another number of nodes
+    known = [f"--{name}={value}" for name, value in options.items() if value not in ("(null)", "N/A")]
+    _call("sbatch", "--test-only", *known, f"--exclude={excluded}", text=text, environ=environ)
+
+
+def _call(*command: str, text: str = "", environ: Mapping[str, str] | None = None) -> None:
+    """Runs a command of Slurm. text: its stdin. Raises OSError, or SubprocessError if it fails."""
+    clean = environ and allocation.clean_environment(environ)
+    subprocess.run(command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True)

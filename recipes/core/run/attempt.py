@@ -1,0 +1,266 @@
+"""The attempts of a run. Each start has its own folder ``attempts/NNNN`` in the run directory. Standard library only.
+
+``opened.json`` numbers an attempt. ``begun.json`` makes it the owner of the run. ``failed/`` has a record of each rank that failed, and
+``ended.json`` is the judgement. Only the attempt and its parent write in its folder.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files
+from recipes.core.errors import EXIT_CRASH, Kind, MachineError
+from recipes.core.run import directory
+
+VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of the run in ``run_dir``. number: from 0."""
+
+    run_dir: Path
+    number: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / "attempts" / f"{self.number:04d}"
+
+    @property
+    def staging(self) -> Path:
+        """The folder in which this attempt writes its checkpoints before it renames them. A later attempt removes it."""
+        return self.run_dir / "checkpoints" / f".{self.number}"
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.folder / "begun.json").exists()
+
+    def facts(self) -> dict[str, Any]:
+        """What was recorded when this attempt was opened and when it began."""
+        names = ("opened.json", "begun.json")
+        return {k: v for name in names for k, v in (files.read_json(self.folder / name) or {}).items()}
+
+
+def numbers(run_dir: Path) -> list[int]:
+    """The numbers of the attempts of a run, highest first."""
+    with contextlib.suppress(OSError):
+        return sorted((int(name) for name in os.listdir(run_dir / "attempts") if name.isdecimal()), reverse=True)
+    return []
+
+
+def newest(run_dir: Path, launch: str = "") -> Attempt | None:
+    """The attempt that was opened last. launch: only attempts of this launch count."""
+    found = (Attempt(run_dir, number) for number in numbers(run_dir))
+    return next((one for one in found if not launch or one.facts().get("launch") == launch), None)
+
+
+def owner(run_dir: Path) -> Attempt | None:
+    """The attempt that owns the run: the highest one that has begun. None if none has begun."""
+    return next((one for number in numbers(run_dir) if (one := Attempt(run_dir, number)).has_begun), None)
+
+
+def facts(run_dir: Path) -> dict[str, Any]:
+    """The facts of the attempt that owns the run, else of the newest one; {} if there is none. With ``attempt``, its number."""
+    if found := owner(run_dir) or newest(run_dir):
+        return {**found.facts(), "attempt": found.number}
+    return files.read_json(run_dir / "attempt.json") or {}  # written before each attempt had a folder
+
+
+def describe_process(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The facts about this process and its job that `open_next` records. ``cluster`` is None outside Slurm."""
+    process = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": start_time(os.getpid()),
+        "place": namespace(),
+    }
+    in_slurm = directory.job_id(environ)
+    return {
+        "launch": directory.launch_id(environ),
+        "job": in_slurm or environ.get("TORCHELASTIC_RUN_ID"),
+        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if in_slurm else None,
+        "process": process,
+    }
+
+
+def start_time(pid: int) -> str:
+    """The start time of a process in kernel clock ticks. "" if there is no such process or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def namespace() -> str:
+    """The boot ID of this machine and the process namespace. Process IDs can be compared only if both are the same."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def given(environ: Mapping[str, str]) -> Attempt | None:
+    """The attempt that the parent of this rank has opened; None if there is no parent."""
+    folder = Path(environ.get(VARIABLE) or ".")
+    return Attempt(folder.parent.parent, int(folder.name)) if folder.name.isdecimal() else None
+
+
+def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()) -> Attempt:
+    """Opens a new attempt. The run still belongs to the last attempt that has begun.
+
+    hosts: the host of each rank; empty if the caller is the parent of the ranks. Raises MachineError if the run directory cannot be
+    written.
+    """
+    try:
+        (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
+        _convert(run_dir)
+        new = _number(run_dir)
+        (new.folder / "failed").mkdir()
+        describe(new, recipe, environ, hosts)
+    except OSError as error:
+        raise MachineError(f"run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir") from None
+    return new
+
+
+def _number(run_dir: Path) -> Attempt:
+    """Creates the folder of a new attempt."""
+    number = max(numbers(run_dir), default=-1) + 1
+    while True:  # another launch may make the folder first, and a network file system may repeat a call that succeeded
+        try:
+            Attempt(run_dir, number).folder.mkdir()
+            return Attempt(run_dir, number)
+        except FileExistsError:
+            number += 1
+
+
+def describe(attempt: Attempt, recipe: str, environ: Mapping[str, str], hosts: Sequence[str]) -> None:
+    """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are known. Raises OSError."""
+    about = {"recipe": recipe, **describe_process(environ), "hosts": list(hosts), "time": round(time.time(), 3)}
+    files.write_json(attempt.folder / "opened.json", about)
+
+
+def _convert(run_dir: Path) -> None:
+    """Converts ``attempt.json``, which held the attempts before each had a folder. The numbers continue above it."""
+    old = files.read_json(run_dir / "attempt.json")
+    for record in (old, (old or {}).get("before")):
+        if record and not (attempt := Attempt(run_dir, int(record["attempt"]))).folder.exists():
+            attempt.folder.mkdir()
+            files.write_json(attempt.folder / "opened.json", {k: v for k, v in record.items() if k != "before"})
+            if "from_step" in record:
+                files.write_json(attempt.folder / "begun.json", {"step": record["from_step"], "own": record.get("own")})
+
+
+def begin(attempt: Attempt, step: int, own: bool) -> None:
+    """Makes this attempt the owner of the run. Only rank 0 calls it.
+
+    Earlier attempts that still run can then no longer rename a checkpoint, and their rows go into a file without a name. step: the step
+    at which it begins. own: whether it resumes from a checkpoint of this run directory. Raises MachineError if a later attempt has
+    begun. Raises OSError.
+    """
+    check_owner(attempt)
+    for number in numbers(attempt.run_dir):
+        if number < attempt.number:
+            _remove(Attempt(attempt.run_dir, number).staging)
+    metrics = attempt.run_dir / "metrics.jsonl"
+    if metrics.exists():
+        with open(metrics, "rb") as old:
+            files.write_whole(metrics, lambda new: shutil.copyfileobj(old, new))
+    attempt.staging.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(attempt.folder / "begun.json", "x") as file:
+            file.write(json.dumps({"step": step, "own": own}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        raise MachineError(
+            f"{attempt.folder}: another step of this job has begun this attempt: wait for its end"
+        ) from None
+
+
+def leave(attempt: Attempt) -> None:
+    """Removes the empty staging folder of an attempt that has saved everything."""
+    with contextlib.suppress(OSError):
+        attempt.staging.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder. It is renamed first, so that a process that still writes in it cannot rename a file out of it."""
+    removed = folder.with_name(f"{folder.name}.removed")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def check_owner(attempt: Attempt) -> None:
+    """Raises MachineError if a later attempt has begun, as far as the file system shows."""
+    if by := taken_over_by(attempt):
+        raise MachineError(f"{attempt.run_dir}: a later attempt writes here ({by}); this one ends")
+
+
+def taken_over_by(attempt: Attempt) -> str:
+    """The launch of a later attempt that has begun; "" if there is none."""
+    found = owner(attempt.run_dir)
+    return str(found.facts().get("launch") or "unknown") if found and found.number > attempt.number else ""
+
+
+def heartbeat(attempt: Attempt) -> None:
+    """Shows that the run is alive. Rank 0 calls it every few seconds. Raises OSError."""
+    os.utime(attempt.folder / "opened.json")
+
+
+def newest_heartbeat(attempt: Attempt) -> float:
+    """The time of the newest heartbeat, as time.time(); 0 if there is none.
+
+    Opening the file makes a network file system ask its server for the current time stamp.
+    """
+    with contextlib.suppress(OSError), open(attempt.folder / "opened.json", "rb") as file:
+        return os.fstat(file.fileno()).st_mtime
+    return 0.0
+
+
+def record(
+    attempt: Attempt,
+    *,
+    rank: int,
+    host: str,
+    kind: Kind,
+    error: str,
+    exit_status: int = EXIT_CRASH,
+    behind: Mapping[str, Any] | None = None,
+    moment: float | None = None,
+) -> None:
+    """Writes the error record of a rank. Raises OSError.
+
+    behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this
+    rank sees it. moment: the time of the failure, as time.time(); None means now.
+    """
+    content = {
+        "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "behind": behind,
+        "time": moment or time.time(),
+    }  # fmt: skip
+    files.write_json(attempt.folder / "failed" / f"rank{rank:04d}.json", content)
+
+
+def records(attempt: Attempt) -> list[dict[str, Any]]:
+    """The error records of an attempt, earliest first."""
+    found = map(files.read_json, (attempt.folder / "failed").glob("rank*.json"))
+    return sorted(filter(None, found), key=lambda one: one["time"])
+
+
+def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
+    """Records in the attempt that the parent has opened why the launch is refused. Does nothing without a parent.
+
+    exit_status: 2 (input) or 3 (machine).
+    """
+    kind = Kind.input if exit_status == 2 else Kind.machine
+    if attempt := given(environ):
+        with contextlib.suppress(OSError):
+            record(attempt, rank=rank, host=socket.gethostname(), kind=kind, error=line, exit_status=exit_status)

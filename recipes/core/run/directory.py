@@ -1,0 +1,130 @@
+"""The run directory: its path and ``status.json``. Standard library only.
+
+``status.json`` decides the outcome of a run, since srun can mask the exit status of a rank.
+"""
+
+import contextlib
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files
+from recipes.core.errors import EXIT_CRASH, EXIT_DONE, EXIT_REQUEUE, Kind, Next
+from recipes.core.run import source
+
+STATES = ("running", "done", "preempted", "failed", "incomplete")
+EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
+FIX_JOB_FILES = "the files of submitted jobs go there: free space on its disk, or make it writable"
+
+
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
+
+
+def own_folder(environ: Mapping[str, str]) -> Path | None:
+    """The path of a run's own temporary folder on this node; None outside Slurm. The folder is not created."""
+    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "0")
+    if not job:
+        return None
+    # Several runs may run at the same time in one step.
+    run_names = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    run = zlib.crc32(" ".join(run_names).encode("utf-8", "surrogateescape"))
+    parent = Path(environ.get("TMPDIR") or "/tmp")
+    parent = parent if parent.is_dir() else Path("/tmp")
+    return parent / f"recipes-{os.getuid()}-{job}.{step}-{socket.gethostname()}-{run:08x}"
+
+
+def launch_id(environ: Mapping[str, str]) -> str:
+    """An ID that differs for each launch of a run: the launcher's own ID, else Slurm's ``<job>.<restart>``, else ""."""
+    job = job_id(environ)
+    return environ.get("RECIPES_LAUNCH") or (f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}" if job else "")
+
+
+def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
+    """The run directory: ``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository.
+
+    A time stamp replaces ``run_id`` if there is none. base: the repository, or a snapshot of its code.
+    """
+    if run_dir:
+        return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
+    now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    return source.home(base) / "runs" / recipe / (run_id or now)
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """The content of ``status.json``; None before the run has begun."""
+    return files.read_json(run_dir / "status.json")
+
+
+def write_status(
+    run_dir: Path,
+    state: str,
+    *,
+    attempt: int,
+    step: int,
+    reason: str = "",
+    kind: Kind | None = None,
+    first: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Replaces ``status.json`` and returns its content.
+
+    kind: why the attempt ended; None while it runs or if it is done. first: the first failing rank, with ``rank``, ``host`` and
+    ``exit_status``. `note_next` adds ``next`` later. Raises OSError.
+    """
+    assert state in STATES
+    first = first or {}
+    content = {
+        "state": state,
+        "attempt": attempt,
+        "step": step,
+        "reason": reason,
+        "kind": kind,
+        "next": None,
+        "first_failing_rank": first.get("rank"),
+        "first_failing_host": first.get("host"),
+        "exit_status": first.get("exit_status"),
+        "updated": round(time.time(), 3),
+    }
+    files.write_json(run_dir / "status.json", content)
+    return content
+
+
+def note_next(run_dir: Path, word: Next, attempt: int) -> None:
+    """Sets ``next`` in ``status.json``, if the status is of this attempt: what happens to the job after the run was saved."""
+    with contextlib.suppress(OSError):
+        status = read_status(run_dir)
+        if status and status["attempt"] == attempt:
+            files.write_json(run_dir / "status.json", {**status, "next": word})
+
+
+def for_evaluation(run_dir: Path) -> Path:
+    """The folder for an evaluation: ``evaluation/`` in the run directory of a training, which may run; else ``run_dir``."""
+    trained = (run_dir / "config.yaml").exists()  # an evaluation does not write this file
+    return run_dir / EVALUATION if trained else run_dir
+
+
+def for_examination(run_dir: Path) -> Path:
+    """The folder for the doctor's status and verdict: ``doctor/`` in an existing run directory; else ``run_dir``."""
+    return run_dir / DOCTOR if (run_dir / "config.yaml").exists() else run_dir
+
+
+def accuracy(run_dir: Path) -> str:
+    """The accuracy in ``summary.json`` as part of a line; "" if there is none."""
+    found = (files.read_json(run_dir / "summary.json") or {}).get("val_top1")
+    return f"; val_top1 {found:.4f}" if isinstance(found, float) else ""
+
+
+def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
+    """The exit status for the content of ``status.json``.
+
+    If the content does not determine it, the result is ``fallback``, or 1 if ``fallback`` is 0.
+    """
+    status = status or {}
+    known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
+    return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

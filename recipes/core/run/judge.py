@@ -1,0 +1,216 @@
+"""How an attempt ended, according to its records and to what its parent saw. Standard library only.
+
+`judge` is a pure function. `close` reads once, judges, and writes. The parent of the ranks calls it; readers call only `judge`.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.core import files
+from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_MACHINE, EXIT_REQUEUE, Kind, kind_of
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
+from recipes.core.run.attempt import Attempt
+
+REFUSED = (
+    "refused"  # the state of an attempt that ended before it began: status.json, of an earlier attempt, is not changed
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes of an attempt ended, as their parent saw it.
+
+    exit_status: of srun, or of the first rank to fail; 0 if all exited with 0. first: the first process that failed, with ``rank``,
+    ``host`` and ``exit_status``; None if the parent cannot know. reason, kind: why, for ``first``.
+    """
+
+    exit_status: int
+    first: Mapping[str, Any] | None = None
+    reason: str = ""
+    kind: Kind = Kind.killed
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the files of a run say about one attempt.
+
+    hosts: by rank. records: of the ranks that failed, earliest first. status: the content of ``status.json``, of this or of another
+    attempt. runs_elsewhere: whether another job still runs this run. taken_by: the launch of a later attempt that has begun, or "".
+    """
+
+    number: int
+    begun: bool
+    hosts: Sequence[str] = ()
+    records: Sequence[Mapping[str, Any]] = ()
+    status: Mapping[str, Any] | None = None
+    runs_elsewhere: bool = False
+    taken_by: str = ""
+    place: str = ""
+
+    @property
+    def own_status(self) -> Mapping[str, Any]:
+        """``status.json`` if this attempt wrote it, else {}."""
+        return self.status if self.status and self.status.get("attempt") == self.number else {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The judgement. state: one of `directory.STATES`, or `REFUSED`. reason: one line. first: the first failing rank, if it is known."""
+
+    state: str
+    kind: Kind | None
+    reason: str
+    first: Mapping[str, Any] | None
+    exit_status: int
+    step: int = 0
+
+    @property
+    def line(self) -> str:
+        """The reason; for rank 0, which represents the ranks that are refused for the same reason, without its name."""
+        return (
+            str(self.first["error"])
+            if self.first and self.first["rank"] == 0 and "error" in self.first
+            else self.reason
+        )
+
+
+def gather(attempt: Attempt) -> Evidence:
+    """Reads the files of an attempt once."""
+    facts, status = attempt.facts(), directory.read_status(attempt.run_dir)
+    begun, elsewhere = attempt.has_begun, False
+    if not begun and status and status["state"] == "running":
+        running = Attempt(attempt.run_dir, int(status["attempt"])).facts()
+        elsewhere = running.get("job") != facts.get("job")
+    taken_by = attempts.taken_over_by(attempt)
+    return Evidence(
+        attempt.number, begun, facts.get("hosts") or (), attempts.records(attempt), status, elsewhere, taken_by,
+        str(attempt.run_dir),
+    )  # fmt: skip
+
+
+def close(attempt: Attempt, end: End) -> Outcome:
+    """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` if it is failed or incomplete."""
+    outcome = judge(gather(attempt), end)
+    with contextlib.suppress(OSError):  # the disk may be full
+        files.write_json(attempt.folder / "ended.json", asdict(outcome))
+        if outcome.state in ("failed", "incomplete") or outcome.kind is Kind.suspended:
+            directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **_for_status(outcome))
+    return outcome
+
+
+def refusal(run_dir: Path) -> str:
+    """Why the newest launch of a run was refused; "" if it was not."""
+    newest = attempts.newest(run_dir)
+    if newest and not newest.has_begun and (records := attempts.records(newest)):
+        seen = Evidence(newest.number, False, records=records, status=directory.read_status(run_dir))
+        return "" if seen.own_status else str(_represents(records)["error"])
+    return ""
+
+
+def _for_status(outcome: Outcome) -> dict[str, Any]:
+    return {"step": outcome.step, "reason": outcome.reason, "kind": outcome.kind, "first": outcome.first}
+
+
+def judge(seen: Evidence, end: End | None = None) -> Outcome:
+    """How the attempt ended. end: None for a reader, which has not seen the processes end."""
+    own = seen.own_status
+    step = int((seen.status or {}).get("step") or 0)
+    if own.get("state") == "done":
+        return Outcome("done", None, "", None, EXIT_DONE, step)
+    if own.get("state") == "preempted":
+        return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
+    if seen.taken_by:
+        reason = f"{seen.place} was taken over by {seen.taken_by}; this job is not requeued"
+        return Outcome(REFUSED, Kind.machine, reason, None, EXIT_MACHINE, step)
+    found = _first_failure(seen, end)
+    status = end.exit_status if end else 0
+    code = int((found.first or {}).get("exit_status") or found.exit_status or status or EXIT_CRASH)
+    state = found.state
+    if not seen.begun and (seen.runs_elsewhere or (seen.status and not own and code in (EXIT_CONFIG, EXIT_MACHINE))):
+        state = REFUSED
+    return Outcome(state, found.kind, found.reason, found.first, code, step)
+
+
+def _first_failure(seen: Evidence, end: End | None) -> Outcome:
+    """Why the attempt failed. The exit status is 0 if the failure does not determine it."""
+    reported = {one["rank"] for one in seen.records}
+    by_parent = None
+    if end and end.first and end.first["rank"] not in reported:
+        by_parent = Outcome("failed", end.kind, end.reason, dict(end.first), 0)
+    if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
+        return by_parent
+    causes = [one for one in seen.records if not (_kind(one).is_consequence or _kind(one) is Kind.suspended)]
+    if causes:
+        first = _represents(causes)
+        return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first, 0)
+    if late := _late_rank(seen.records):
+        return late
+    if suspended := next((one for one in seen.records if _kind(one) is Kind.suspended), None):
+        return Outcome("preempted", Kind.suspended, suspended["error"], None, EXIT_REQUEUE)
+    if not (by_parent or seen.begun or seen.records or seen.hosts):
+        return Outcome("failed", Kind.killed, "it ended before the run began; the lines above say why", None, 0)
+    if end and end.exit_status == 0 and not seen.records:
+        return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run", None, 0)
+    return by_parent or _silent_ranks(seen.records, seen.hosts) or _lost(seen.records)
+
+
+def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The earliest cause. Several ranks are often refused for the same reason: the lowest rank then represents them."""
+    first = causes[0]
+    if first["exit_status"] == EXIT_CRASH:
+        return first
+    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
+
+
+def _kind(record: Mapping[str, Any]) -> Kind:
+    return kind_of(record) or Kind.error
+
+
+def _who(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']} on {rank['host']}"
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """One line on the failure of one rank, for a rank without a parent that judges."""
+    late = record.get("behind")
+    return _behind(late) if late else f"{_who(record)} failed first: {record['error']}"
+
+
+def _behind(late: Mapping[str, Any]) -> str:
+    return f"{_who(late)} got no further than {late['at']}, and the other ranks timed out waiting for it"
+
+
+def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
+    """The rank for which other ranks timed out; None if there is none."""
+    reported: set[int] = set()
+    for failure in records:
+        # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards that it has lost its peers.
+        if (late := failure.get("behind")) and late["rank"] not in reported:
+            return Outcome("failed", Kind.timeout, _behind(late), late, 0)
+        reported.add(failure["rank"])
+    return None
+
+
+def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Outcome | None:
+    """The ranks without a record; None if there is none."""
+    reported = {failure["rank"] for failure in records}
+    silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
+    if not records:
+        reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
+        return Outcome("failed", Kind.killed, reason, None, 0)
+    if not silent:
+        return None
+    named = ", ".join(_who(one) for one in silent[:4])
+    more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
+    reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
+    return Outcome("failed", Kind.killed, reason, silent[0], 0)
+
+
+def _lost(records: Sequence[Mapping[str, Any]]) -> Outcome:
+    """All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest."""
+    first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
+    return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first, 0)

@@ -1,0 +1,56 @@
+"""The image sets of a run, opened on all ranks: copied to the local disk, listed, and compared."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from recipes.core.data import datasets, image_sets
+from recipes.core.data.image_sets import Images
+from recipes.core.data.packed import stage
+from recipes.core.errors import InputError, Stopped
+from recipes.core.train.session import Run
+
+
+def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:
+    """The training and the validation set of the keys of these names. Logs what they are.
+
+    Called by all ranks. Raises InputError or MachineError, on all ranks, if one of them fails or if they see different samples.
+    """
+    if dataset == "fake":
+        return image_sets.Fake(1_281_167), image_sets.Fake(2000)
+    world = run.world
+
+    def staged(report: Callable[[object], None]) -> Path:
+        folder = datasets.find_imagenet(data_dir)
+        place = os.path.expanduser(os.path.expandvars(stage_dir))
+        if "$" in place:
+            raise InputError(f"stage_dir={stage_dir}: a variable in it is not set: give a folder")
+
+        def copied(done: int, total: int) -> None:
+            if run.stop:
+                raise Stopped(run.stop.reason)
+            report(done)
+            run.progress(f"to {place}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+        return stage.to_local_disk(folder, Path(place), copied) if place else folder
+
+    if stage_dir:
+        run.say(f"copying the packed copy to stage_dir={stage_dir}, unless it is there")
+    # Separate steps: each reports its own progress, and an error of any rank is raised on all after each step.
+    folder = world.together("staging", staged)
+    sets = world.together(
+        "images", lambda report: tuple(image_sets.open_images(folder, split, report) for split in ("train", "val"))
+    )
+    train, val = sets
+    first = world.broadcast_text("images", f"{train.digest()} {val.digest()}").split(" ")
+
+    def alike(report: Callable[[object], None]) -> None:
+        for images, expected in zip(sets, first, strict=True):
+            if images.digest() != expected:
+                raise InputError(
+                    f"{images.place!r} has other samples on this host than on {world.hosts[0]}: give all ranks the same data"
+                )
+
+    world.together("alike", alike)
+    run.say(f"{len(train):,} images in {len(train.classes)} classes, {len(val):,} to evaluate: {train.kind}, {folder}")
+    return train, val

@@ -1,0 +1,76 @@
+"""The recipes give the losses, and continue the run directories, that are recorded in tests/goldens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import goldens, helpers
+
+# Recorded with torch 2.15. On the same CPU, torch 2.10 gives the same bits. Other kernels (AVX2, or plain C, in place
+# of AVX-512) change the losses by less than 1e-5. A learning rate that is 1 % higher changes the last by at least 4e-4.
+RELATIVE = 1e-4
+SAMPLES = 2  # of the evaluated samples: two logits that are almost equal may change places
+TOY = (sys.executable, "-m", "recipes.toy")
+
+
+@pytest.mark.parametrize("recipe", ["mnist", helpers.long("cifar"), helpers.long("imagenet")])
+def test_two_ranks_give_the_recorded_losses_and_accuracies(recipe: str, tmp_path: Path) -> None:
+    recorded = json.loads((goldens.FOLDER / f"{recipe}.json").read_text())
+    found = goldens.train(recipe, tmp_path)
+    assert [row["step"] for row in found] == [row["step"] for row in recorded]
+    for row, before in zip(found, recorded, strict=True):
+        assert row.keys() == before.keys(), row
+        for name, value in before.items():
+            share = name in ("val_top1", "val_top5")
+            near = pytest.approx(
+                value, abs=SAMPLES / before["val_samples"] if share else 0, rel=0 if share else RELATIVE
+            )
+            assert row[name] == near, f"{name} at step {row['step']}"
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in helpers.rows(run_dir)}  # the last row of a step counts
+
+
+def reported(run_dir: Path) -> dict[str, Any]:
+    ended = helpers.run([sys.executable, "-m", "recipes.report", "--json", str(run_dir)])
+    assert ended.status == 0, ended.out
+    return json.loads(ended.out)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "step", "note", "saved"),
+    [
+        ("done", 1, goldens.STEPS, "", goldens.STEPS),
+        ("preempted", 1, 11, "stopped by SIGTERM", 11),
+        ("failed", 2, 12, "rank 1 on ", 8),
+    ],
+)
+def test_a_run_directory_of_before_is_reported_and_continued(
+    name: str, ranks: int, step: int, note: str, saved: int, tmp_path: Path
+) -> None:
+    """step: of the last row before. saved: of the newest checkpoint."""
+    run_dir = goldens.copy_of_run(name, tmp_path)
+    before = reported(run_dir)
+    assert (before["state"], before["recipe"], before["step"]) == (name, "toy", step)
+    assert note in before["note"]
+
+    ended = [helpers.finish(process) for process in helpers.fork_ranks([*TOY, f"run_dir={run_dir}"], ranks)]
+    assert [one.status for one in ended] == [0] * ranks, ended
+    lines = ended[0].lines
+    assert lines[-1] == f"finished at step {goldens.STEPS}"
+    assert any(line.startswith("resumed from ") and line.endswith(f", step {saved}") for line in lines), lines
+    assert any(line.startswith("already finished: ") for line in lines) == (name == "done")
+    status = helpers.read(run_dir, "status")
+    assert (status["state"], status["attempt"], status["step"]) == ("done", 1, goldens.STEPS)
+    after = reported(run_dir)
+    assert (after["state"], after["step"], after["note"]) == ("done", goldens.STEPS, "")
+    rows = [(row["attempt"], row["step"]) for row in helpers.rows(run_dir)]
+    assert rows == [(0, n) for n in range(1, step + 1)] + [(1, n) for n in range(saved + 1, goldens.STEPS + 1)]
+    # All runs have the same keys: a run that is continued ends as one that was never stopped.
+    assert losses(run_dir) == pytest.approx(losses(goldens.RUNS / "done"), rel=RELATIVE)

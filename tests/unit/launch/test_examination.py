@@ -1,0 +1,154 @@
+"""A job on a bad node is examined, and requeued without that node."""
+
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recipes.core import errors
+from recipes.core.launch import batch, examination
+from tests import helpers
+from tests.helpers import ROOT
+from tests.unit.launch.stand_ins import Stubs
+
+
+def doctor_finds(*bad: str, healthy: bool = False) -> str:
+    """The body of a stub of srun whose doctor reports these nodes to exclude."""
+    verdict = shlex.quote(json.dumps({"healthy": healthy, "exclude": bad}))
+    find_folder = "for word; do [[ $word != run_dir=* ]] || folder=${word#run_dir=}; done"
+    return f"env > $NOTES/srun.env; {find_folder}; mkdir -p $folder; echo {verdict} > $folder/doctor.json"
+
+
+@pytest.fixture(autouse=True)
+def no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub of srun writes the verdict itself."""
+    monkeypatch.setattr(examination, "JUDGE", ("true",))
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """A job of two nodes, in which the doctor finds that the nodes n2 and n3 are bad."""
+
+    run_dir: Path
+    words: list[str]
+    environ: dict[str, str]
+
+    def examine(self, resubmits: int = 2, **environ: str) -> int:
+        return examination.examine("mnist", resubmits, self.words, {**self.environ, **environ})
+
+
+@pytest.fixture
+def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> ScriptJob:
+    helpers.use_root(monkeypatch, tmp_path)
+    for name in ("recipes", "env"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    # Slurm 26.05 describes a job of 4 tasks with a GPU each like this. Only SLURM_TRES_PER_TASK has the number of GPUs.
+    fields = "JobId=7 TimeLimit=00:07:00 ExcNodeList=n1 NumNodes=2 Partition=gpu Account=(null) NumTasks=4 TresPerTask=cpu=5,gres/gpu=1"
+    stubs.add("scontrol", f"[ $1 != show ] || echo '{fields}'")
+    stubs.add("srun", doctor_finds("n2", "n3"))
+    stubs.add("sbatch", "cat > $NOTES/asked; env > $NOTES/sbatch.env")
+    environ = {
+        **os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "5",
+        "SLURM_TRES_PER_TASK": "cpu=5,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_NTASKS": "4",
+    }  # fmt: skip
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "job.sh").write_text("#SBATCH --nodes=2\n#SBATCH --dependency=afterok:3\n#SBATCH --requeue\n")
+    words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
+    return ScriptJob(run_dir, words, environ)
+
+
+def test_a_job_is_requeued_without_the_bad_nodes(
+    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First Slurm is asked whether the job could run without them."""
+    assert script_job.examine() == errors.EXIT_MACHINE
+    assert "bad nodes: n2,n3; requeued without them (1 more at most)" in capsys.readouterr().err
+    options = ["--partition=gpu", "--time=00:07:00", "--nodes=2", "--exclude=n1,n2,n3"]
+    assert stubs.calls("sbatch") == [["--test-only", *options]]
+    assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
+    assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()
+    asked = [call for call in stubs.calls("scontrol") if call[0] != "show"]
+    assert asked == [["requeue", "7"], ["update", "JobId=7", "ExcNodeList=n1,n2,n3"]]
+
+
+def test_max_resubmits_limits_the_requeues(
+    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for left in ("1 more", "0 more"):
+        script_job.examine()
+        assert f"requeued without them ({left} at most)" in capsys.readouterr().err
+    assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "7"}) == 2
+    assert examination.requeues(script_job.run_dir, {"SLURM_JOB_ID": "8"}) == 0
+    assert script_job.examine() == errors.EXIT_MACHINE
+    line = (
+        "bad nodes: n2,n3; not requeued without them, since max_resubmits= is reached: submit it with exclude=n1,n2,n3 "
+    )
+    assert line in capsys.readouterr().err
+    assert len(stubs.calls("sbatch")) == 2
+    assert batch.finish("mnist", 0, script_job.words, script_job.environ) == errors.EXIT_MACHINE
+
+
+def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(script_job: ScriptJob, stubs: Stubs) -> None:
+    (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=1-4\n")
+    script_job.examine()
+    [call] = stubs.calls("sbatch")
+    assert "--nodes=2" not in call
+
+
+@pytest.mark.parametrize("refusing", ["sbatch", "scontrol"])
+def test_a_refused_requeue_is_reported_in_one_line(
+    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str], refusing: str
+) -> None:
+    stubs.add(refusing, "[ $1 = show ] || { echo not allowed >&2; exit 1; }")
+    assert script_job.examine() == errors.EXIT_MACHINE
+    excluded = "n2,n3" if refusing == "scontrol" else "n1,n2,n3"
+    line = f"mnist: bad nodes: n2,n3; not requeued without them (not allowed): submit it with exclude={excluded} (sbatch: --exclude={excluded})\n"
+    assert capsys.readouterr().err == line
+    assert not [call for call in stubs.calls("scontrol") if call[0] == "update"]
+
+
+def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(script_job: ScriptJob, stubs: Stubs) -> None:
+    script_job.examine()
+    [call] = stubs.calls("srun")
+    assert call[-4:] == [f"run_dir={script_job.run_dir}/doctor", "device=cpu", "network=ethernet", "data_dir=/d"]
+    size = {
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=5",
+        "--mem=0",
+        "--export=ALL",
+        "--gpus=4",
+    }
+    assert {*size, "recipes.doctor"} <= set(call)
+    assert "SLURM_TRES_" not in (stubs.folder / "srun.env").read_text()  # it would give each task only one GPU
+
+
+def test_nothing_is_trained_without_a_verdict(
+    script_job: ScriptJob, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A verdict of an earlier job does not count."""
+    (script_job.run_dir / "doctor").mkdir(parents=True)
+    (script_job.run_dir / "doctor/doctor.json").write_text('{"healthy": true}')
+    stubs.add("srun", "true")
+    assert script_job.examine() == errors.EXIT_MACHINE
+    assert "the doctor gave no verdict" in capsys.readouterr().err
+    stubs.add("srun", doctor_finds(healthy=True))
+    assert script_job.examine() == errors.EXIT_DONE
+
+
+def test_a_failed_examination_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    environ = {"SLURM_JOB_ID": "7"}
+    for words, status, expected in (
+        (["epoch=3"], 2, "mnist: epoch=3: recipe mnist has no key 'epoch'"),
+        ([f"run_dir={tmp_path}/file"], 3, f"mnist: run_dir={tmp_path}/file: cannot be written (Not a directory)"),
+    ):
+        assert examination.examine("mnist", 2, words, environ) == status
+        line = capsys.readouterr().err
+        assert line.startswith(expected)
+        assert line.count("\n") == 1

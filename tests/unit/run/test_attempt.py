@@ -1,0 +1,181 @@
+"""The attempts of a run: their numbers, which one owns the run, and what an earlier one can no longer change."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.core import files
+from recipes.core.errors import Kind, MachineError
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
+from recipes.core.run.attempt import Attempt
+from recipes.core.train import checkpoint, metrics
+from tests import helpers
+from tests.helpers import ROOT
+
+
+def test_attempts_are_numbered_from_zero_above_the_highest_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [helpers.attempt(tmp_path, step=None).number for _ in range(3)] == [0, 1, 2]
+    (tmp_path / "attempts/0009").mkdir()
+    assert helpers.attempt(tmp_path).number == 10
+    monkeypatch.setattr(attempts, "numbers", lambda run_dir: [9])  # another launch has just made number 10
+    assert helpers.attempt(tmp_path).number == 11
+
+
+def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> None:
+    assert (attempts.owner(tmp_path), attempts.facts(tmp_path)) == (None, {})
+    first = helpers.attempt(tmp_path, launch="1.0", step=3)
+    refused = helpers.attempt(tmp_path, launch="2.0", step=None)
+    assert attempts.owner(tmp_path) == first
+    assert attempts.newest(tmp_path) == refused
+    assert attempts.newest(tmp_path, "1.0") == first
+    assert (attempts.facts(tmp_path)["attempt"], attempts.facts(tmp_path)["step"]) == (0, 3)
+    attempts.check_owner(first)
+    later = helpers.attempt(tmp_path, launch="3.0", step=5)
+    assert attempts.taken_over_by(first) == "3.0"
+    attempts.check_owner(later)
+    for stale in (first, refused):
+        with pytest.raises(MachineError, match=r"a later attempt writes here \(3\.0\); this one ends"):
+            attempts.begin(stale, 3, own=False)
+
+
+def test_two_steps_cannot_begin_the_same_attempt(tmp_path: Path) -> None:
+    attempt = helpers.attempt(tmp_path)
+    with pytest.raises(MachineError, match="another step of this job has begun this attempt"):
+        attempts.begin(attempt, 0, own=False)
+
+
+def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> None:
+    attempt = helpers.attempt(tmp_path, step=None)
+    assert attempts.given({attempts.VARIABLE: str(attempt.folder)}) == attempt
+    assert attempts.given({}) is None
+    attempts.refuse({}, 2, "nowhere to record it")
+    attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
+    [record] = attempts.records(attempt)
+    assert (record["rank"], record["kind"], record["error"], record["exit_status"]) == (5, "machine", "no GPU", 3)
+
+
+def test_records_are_those_of_one_attempt_and_damaged_ones_are_ignored(tmp_path: Path) -> None:
+    first, second = (helpers.attempt(tmp_path) for _ in range(2))
+    for rank, moment in ((2, 5.0), (1, 4.0)):
+        attempts.record(first, rank=rank, host="a", kind=Kind.error, error="x", moment=moment)
+    (first.folder / "failed/rank0000.json").write_text('{"rank": 0, "ho')
+    assert [one["rank"] for one in attempts.records(first)] == [1, 2]
+    assert attempts.records(second) == []
+
+
+def test_attempts_of_the_older_layout_are_converted_and_the_numbers_continue(tmp_path: Path) -> None:
+    before = {"attempt": 3, "launch": "5.0", "job": "5", "cluster": "", "recipe": "toy", "from_step": 7, "own": True}
+    files.write_json(tmp_path / "attempt.json", {"attempt": 4, "launch": "6.0", "job": "6", "before": before})
+    assert attempts.facts(tmp_path)["launch"] == "6.0"
+    new = helpers.attempt(tmp_path, step=None)
+    assert new.number == 5
+    assert attempts.owner(tmp_path) == Attempt(tmp_path, 3)
+    facts = attempts.facts(tmp_path)
+    assert (facts["job"], facts["recipe"], facts["step"], facts["own"]) == ("5", "toy", 7, True)
+    assert not Attempt(tmp_path, 4).has_begun
+
+
+def content(step: int) -> dict[str, object]:
+    return {"model": {}, "meta": {"step": step}}
+
+
+def write_checkpoint(old: Attempt, step: int = 9) -> None:
+    checkpoint.write(old.run_dir / "checkpoints", content(step), old.staging)
+
+
+def point_to_it(old: Attempt) -> None:
+    checkpoint.point(old.run_dir / "checkpoints/step-00000004.pt", "latest", old.staging)
+
+
+def set_status(old: Attempt) -> None:
+    attempts.check_owner(old)
+    directory.write_status(old.run_dir, "running", attempt=old.number, step=9)
+
+
+@pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status])
+def test_an_attempt_that_wakes_up_after_its_successor_has_begun_changes_nothing(
+    tmp_path: Path, write: Callable[[Attempt], None]
+) -> None:
+    """It is stopped just before it renames a checkpoint, ``latest`` or the status."""
+    old = helpers.attempt(tmp_path)
+    write_checkpoint(old, 5)
+    helpers.attempt(tmp_path, step=5)
+    directory.write_status(tmp_path, "running", attempt=1, step=5)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(MachineError, match="a later attempt writes here"):
+        write(old)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_rows_of_an_attempt_do_not_reach_the_file_of_its_successor(tmp_path: Path) -> None:
+    helpers.attempt(tmp_path)
+    rows = metrics.Rows(tmp_path / "metrics.jsonl")
+    rows.add({"step": 1})
+    helpers.attempt(tmp_path, step=1)
+    rows.add({"step": 2})  # the first attempt continues
+    rows.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_save_that_is_being_written_cannot_be_renamed_by_an_earlier_attempt(tmp_path: Path) -> None:
+    old = helpers.attempt(tmp_path)
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+
+    def write(file: object) -> None:
+        helpers.attempt(tmp_path)  # the successor begins meanwhile
+
+    with pytest.raises(MachineError, match="a later attempt writes here"):
+        files.write_whole(tmp_path / "checkpoints/step-00000009.pt", write, old.staging)
+    assert not (tmp_path / "checkpoints/step-00000009.pt").exists()
+
+
+COUNT = """
+import json, os, sys
+from pathlib import Path
+from recipes.core.errors import Kind
+from recipes.core.run import attempt as attempts, judge
+run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
+new = attempts.open_next(run_dir, "mnist", {}, [f"node{i // 8}" for i in range(ranks)])
+attempts.begin(new, 0, own=False)
+os.fsync = lambda descriptor: None
+counted = 0
+def count(event, arguments):
+    global counted
+    counted += event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime", "os.link")
+sys.addaudithook(count)
+of_ranks = set()
+for rank in range(ranks):
+    before = counted
+    lost = rank != 3
+    attempts.record(
+        new, rank=rank, host=f"node{rank // 8}", kind=Kind.peer_lost if lost else Kind.error, error="x"
+    )
+    of_ranks.add(counted - before)
+before = counted
+found = judge.close(new, judge.End(1))
+assert found.reason == "rank 3 on node0 failed first: x", found
+assert "torch" not in sys.modules
+print(json.dumps({"ranks": sorted(of_ranks), "judge": counted - before}))
+"""
+
+
+def test_file_operations_of_a_failure_are_constant_for_a_rank_and_linear_for_the_judge(tmp_path: Path) -> None:
+    """No rank reads the records of other ranks."""
+    found = {}
+    for ranks in (16, 256, 4096):
+        command = [sys.executable, "-c", COUNT, str(tmp_path / str(ranks)), str(ranks)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=dict(os.environ))
+        found[ranks] = json.loads(done.stdout)
+    assert found[16]["ranks"] == found[256]["ranks"] == found[4096]["ranks"]
+    assert len(found[16]["ranks"]) == 1
+    fixed = found[16]["judge"] - 16
+    assert fixed < 40
+    assert [found[ranks]["judge"] for ranks in (256, 4096)] == [256 + fixed, 4096 + fixed]

@@ -1,0 +1,101 @@
+"""The run directory: where it is, and its status."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core.errors import Next
+from recipes.core.run import directory
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": ""}, None),
+        ({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}, "12_0"),
+        ({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12"}, "14"),
+    ],
+)
+def test_the_job_id_is_that_of_the_job_or_array_task(variables: dict[str, str], expected: str | None) -> None:
+    assert directory.job_id(variables) == expected
+
+
+def test_the_run_directory_is_the_given_one_else_named_by_job_or_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert directory.choose("a/../b", "mnist", "7", Path("/base")) == tmp_path / "b"
+    assert directory.choose("/x/y", "mnist", "7", tmp_path) == Path("/x/y")
+    assert directory.choose("~/y", "mnist", "7", tmp_path) == Path("/home/me/y")
+    assert directory.choose("", "mnist", "12_0", tmp_path) == tmp_path / "runs" / "mnist" / "12_0"
+    (tmp_path / "round").symlink_to("round")
+    assert directory.choose("round", "mnist", "7", tmp_path) == tmp_path / "round"  # what makes it says what is wrong
+    stamped = directory.choose("", "mnist", None, tmp_path)
+    assert stamped.parent == tmp_path / "runs" / "mnist"
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{os.getpid()}", stamped.name)
+
+
+def test_each_launch_of_a_job_has_its_own_id() -> None:
+    job = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
+    assert directory.launch_id({}) == ""
+    assert directory.launch_id(job) == "12_0.0"
+    assert directory.launch_id({**job, "SLURM_RESTART_COUNT": ""}) == "12_0.0"
+    assert directory.launch_id({**job, "SLURM_RESTART_COUNT": "2"}) == "12_0.2"
+    assert directory.launch_id({**job, "RECIPES_LAUNCH": "host.7"}) == "host.7"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"state": "runn', b"\x00" * 40, b"[1]", b"null", b"\xff\xfe{}"])
+def test_a_damaged_status_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
+    assert directory.read_status(tmp_path / "no" / "folder") is None
+    (tmp_path / "status.json").write_bytes(content)
+    assert directory.read_status(tmp_path) is None
+
+
+def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None:
+    directory.note_next(tmp_path, Next.requeued, 0)
+    assert not (tmp_path / "status.json").exists()
+    before = directory.write_status(tmp_path, "preempted", attempt=0, step=7)
+    directory.note_next(tmp_path, Next.cancelled, 1)
+    assert directory.read_status(tmp_path) == before
+    directory.note_next(tmp_path, Next.requeued, 0)
+    assert directory.read_status(tmp_path) == {**before, "next": "requeued"}
+
+
+def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:
+    assert directory.for_examination(tmp_path) == directory.for_evaluation(tmp_path) == tmp_path
+    (tmp_path / "config.yaml").touch()
+    assert directory.for_examination(tmp_path) == tmp_path / "doctor"
+    assert directory.for_evaluation(tmp_path) == tmp_path / "evaluation"
+
+
+@pytest.mark.parametrize(
+    ("status", "fallback", "expected"),
+    [
+        ({"state": "done"}, 143, 0),
+        ({"state": "preempted"}, 143, 75),
+        ({"state": "preempted"}, 0, 75),
+        ({"state": "failed", "exit_status": 2}, 143, 2),
+        ({"state": "failed", "exit_status": None}, 143, 143),
+        ({"state": "failed", "exit_status": None}, 0, 1),
+        ({"state": "incomplete"}, 0, 1),
+        ({"state": "running"}, 0, 1),
+        (None, 0, 1),
+        (None, 3, 3),
+    ],
+)
+def test_the_exit_status_follows_from_the_status_file(
+    status: dict[str, Any] | None, fallback: int, expected: int
+) -> None:
+    assert directory.exit_code(status, fallback) == expected
+
+
+def test_an_unknown_state_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        directory.write_status(tmp_path, "finished", attempt=0, step=0)
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,175 @@
+"""How an attempt ended: `judge` on the records of its ranks and on what their parent saw, and what `close` writes."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import files
+from recipes.core.errors import Kind
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, judge
+from recipes.core.run.judge import End, Evidence, Outcome
+from tests import helpers
+
+HOSTS = ("a", "a", "b", "b")
+LOST = (Kind.peer_lost, "RuntimeError: connection closed")
+RUNNING = {"state": "running", "attempt": 0, "step": 7}
+KILLED = End(137, {"rank": 1, "host": "a", "exit_status": 137}, "rank 1 on a was killed by SIGKILL")
+
+
+def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool = True, **facts: Any) -> Evidence:
+    """What an attempt has left whose ranks failed in this order, two seconds apart. A record: rank, kind, error, other fields."""
+    found = [
+        {
+            "rank": rank,
+            "host": hosts[rank],
+            "kind": kind,
+            "error": error,
+            "exit_status": 1,
+            "time": 2.0 * moment,
+            **dict(*more),
+        }
+        for moment, (rank, kind, error, *more) in enumerate(records)
+    ]
+    return Evidence(0, begun, hosts, found, **{"status": RUNNING, **facts})
+
+
+@pytest.mark.parametrize(
+    ("records", "reason", "rank", "kind"),
+    [
+        ([(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")], "rank 2 on b failed first: boom", 2, Kind.error),
+        ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})], "rank 1 on a failed first: x", 1, Kind.input),
+        ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
+        ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
+        ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
+        ([(0, *LOST), (1, *LOST), (3, Kind.timeout, "x")], "rank 2 on b exited without an error record", 2, Kind.killed),
+        ([(3, Kind.timeout, "x"), (2, *LOST), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
+        ([(2, *LOST), (3, Kind.timeout, "x"), (1, *LOST), (0, *LOST)], "rank 3 on b lost its peers: x", 3, Kind.timeout),
+        ([], "all ranks exited without an error record", None, Kind.killed),
+    ],
+)  # fmt: skip
+def test_the_first_failure_is_the_earliest_that_no_other_rank_caused(
+    records: list[tuple[Any, ...]], reason: str, rank: int | None, kind: Kind
+) -> None:
+    found = judge.judge(seen(*records))
+    assert found.reason.startswith(reason)
+    assert (found.state, found.kind, (found.first or {}).get("rank")) == ("failed", kind, rank)
+
+
+def test_a_rank_for_which_the_others_timed_out_is_named() -> None:
+    late = {"rank": 2, "host": "b", "at": "step 7 (backward)"}
+    found = judge.judge(seen((0, Kind.timeout, "x", {"behind": late})))
+    expected = "rank 2 on b got no further than step 7 (backward), and the other ranks timed out waiting for it"
+    assert (found.reason, found.first, found.kind) == (expected, late, Kind.timeout)
+
+
+def test_four_ranks_without_a_record_are_named_and_the_others_counted() -> None:
+    found = judge.judge(seen((1, *LOST), hosts=tuple(f"h{i}" for i in range(8))))
+    assert found.reason.startswith("rank 0 on h0, rank 2 on h2, rank 3 on h3, rank 4 on h4 and 3 more exited")
+    assert found.first == {"rank": 0, "host": "h0"}
+
+
+def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() -> None:
+    """Its peers may report an error of their own that its end has caused."""
+    found = judge.judge(seen((0, Kind.error, "ValueError: x")), KILLED)
+    assert (found.reason, found.exit_status) == ("rank 1 on a was killed by SIGKILL", 137)
+    assert (
+        judge.judge(seen((1, Kind.hang, "made no progress")), KILLED).reason
+        == "rank 1 on a failed first: made no progress"
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "end", "state", "status"),
+    [
+        (seen(status={"state": "done", "attempt": 0, "step": 7}), End(143), "done", 0),
+        (seen((2, Kind.error, "x"), status={"state": "preempted", "attempt": 0, "step": 7}), End(143), "preempted", 75),
+        (seen(), End(0), "incomplete", 1),
+        (seen(), End(137), "failed", 137),
+        (seen((2, Kind.input, "x", {"exit_status": 2})), End(143), "failed", 2),
+        (seen((0, Kind.suspended, "x"), (1, *LOST)), End(1), "preempted", 75),
+        (seen((0, Kind.suspended, "x"), (1, Kind.error, "x")), End(1), "failed", 1),
+        # An attempt that has not begun.
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "refused", 3),
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status=None), End(1), "failed", 3),
+        (seen((0, Kind.error, "x"), begun=False), End(1), "failed", 1),
+        (seen(begun=False, runs_elsewhere=True), End(143), "refused", 143),
+        (seen(taken_by="9.0"), End(3), "refused", 3),
+    ],
+)  # fmt: skip
+def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, state: str, status: int) -> None:
+    found = judge.judge(evidence, end)
+    assert (found.state, found.exit_status, found.step) == (state, status, 7 if evidence.status else 0)
+
+
+# --- close
+
+
+def closed(run_dir: Path, end: End, state: str = "running", rank: int | None = None) -> tuple[Outcome, dict[str, Any]]:
+    """Closes a new attempt in which rank ``rank`` has failed. The outcome, and ``status.json``."""
+    attempt = helpers.attempt(run_dir, hosts=HOSTS)
+    directory.write_status(run_dir, state, attempt=attempt.number, step=7)
+    if rank is not None:
+        attempts.record(attempt, rank=rank, host=HOSTS[rank], kind=Kind.error, error="ValueError: boom")
+    outcome = judge.close(attempt, end)
+    assert (files.read_json(attempt.folder / "ended.json") or {})["state"] == outcome.state
+    return outcome, directory.read_status(run_dir) or {}
+
+
+def test_close_writes_the_judgement_into_the_status(tmp_path: Path) -> None:
+    _, status = closed(tmp_path, End(1), rank=2)
+    assert (status["state"], status["attempt"], status["step"], status["kind"]) == ("failed", 0, 7, "error")
+    assert status["reason"] == "rank 2 on b failed first: ValueError: boom"
+    assert (status["first_failing_rank"], status["first_failing_host"], status["exit_status"]) == (2, "b", 1)
+    _, status = closed(tmp_path, End(0))
+    assert (status["state"], status["attempt"]) == ("incomplete", 1)
+
+
+def test_close_replaces_the_provisional_status_of_a_rank(tmp_path: Path) -> None:
+    assert closed(tmp_path, KILLED, state="failed")[1]["reason"] == "rank 1 on a was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("state", ["done", "preempted"])
+def test_close_does_not_change_a_status_that_rank_0_has_written(tmp_path: Path, state: str) -> None:
+    outcome, status = closed(tmp_path, KILLED, state=state, rank=2)
+    assert (outcome.state, status["state"], status["reason"]) == (state, state, "")
+
+
+def test_close_does_not_change_the_status_of_a_later_attempt_or_of_another_job(tmp_path: Path) -> None:
+    first = helpers.attempt(tmp_path, launch="1.0", job="1")
+    second = helpers.attempt(tmp_path, launch="2.0", job="2")
+    before = directory.write_status(tmp_path, "running", attempt=1, step=5)
+    assert judge.close(first, End(3)).reason == f"{tmp_path} was taken over by 2.0; this job is not requeued"
+    never = helpers.attempt(
+        tmp_path, launch="3.0", job="3", step=None
+    )  # it was killed in its start, and the second one runs
+    assert judge.close(never, End(143)).state == "refused"
+    assert directory.read_status(tmp_path) == before
+    assert judge.close(second, End(1)).state == "failed"
+
+
+def test_a_refused_attempt_leaves_its_line_and_not_the_status(tmp_path: Path) -> None:
+    closed(tmp_path, End(0), state="done")
+    before = directory.read_status(tmp_path)
+    refused = helpers.attempt(tmp_path, step=None)
+    attempts.record(refused, rank=0, host="a", kind=Kind.input, error="lr=1 becomes 2", exit_status=2)
+    assert judge.close(refused, End(143)).exit_status == 2
+    assert directory.read_status(tmp_path) == before
+    assert judge.refusal(tmp_path) == "lr=1 becomes 2"
+    helpers.attempt(tmp_path)
+    assert judge.refusal(tmp_path) == ""
+
+
+def test_close_returns_the_judgement_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = helpers.attempt(tmp_path)
+    directory.write_status(tmp_path, "running", attempt=0, step=5)
+
+    def full(*arguments: object, **words: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_json", full)
+    outcome = judge.close(attempt, End(1))
+    assert (outcome.state, outcome.step, outcome.exit_status) == ("failed", 5, 1)
