@@ -29,7 +29,7 @@ from recipes.core import bandwidth, drawing
 from recipes.core.train import session
 from recipes.core.bandwidth import Figure
 from recipes.core.errors import InputError, RunError, Stopped
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # the result and the expected result

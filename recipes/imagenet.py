@@ -29,7 +29,7 @@ from recipes.core.data.loader import LoadedShard, Loader
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
 from recipes.core.train.lars import LARS
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 # Of ImageNet's pixels (0 to 255). All of torchvision's weights require these values.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

@@ -28,7 +28,7 @@ from recipes.core.train import loop, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels, scale 0 to 255
 REACH = 1  # maximum shift of a training image, in pixels; 2 was worse

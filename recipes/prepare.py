@@ -2,7 +2,7 @@
 
     python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]
     python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]
-    python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [encoding=raw] [size=256] [workers=N] …
+    python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME
 
 Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
@@ -10,14 +10,12 @@ Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine can
 
 import contextlib
 import dataclasses
-import http.client
 import os
 import shlex
+import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,17 @@ from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets, download
 from recipes.core.data.datasets import DataFile, DataFileError, Dataset
+from recipes.core.data.download import FetchError
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.progress import Meter
 from recipes.core.errors import ConfigError, InputError, MachineError
 
-LOCK = "prepare.lock"
-WAIT_S = 0.5  # between two attempts to take a lock
+LOCK, SCRATCH = "prepare.lock", ".download"
+FIX = (
+    "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
+    "or give another source=, such as a folder that has the files"
+)
 MAX_NAMED = 10  # skipped images that are named
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
@@ -53,16 +55,10 @@ class PrepareKeys:
         declare.check(self)
 
 
-class Encoding(Enum):
-    jpeg = "jpeg"
-    raw = "raw"
-
-
 @dataclass(frozen=True)
 class ImagenetKeys:
     data_dir: str = key("", "new folder for the packed copy")
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
-    encoding: Encoding = key(Encoding.jpeg, "jpeg, or raw: pixels, about 8 times as large, not decoded in training")
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
@@ -114,8 +110,7 @@ def _help(dataset: str) -> str:
     fields = dataclasses.fields(KEYS.get(dataset, PrepareKeys))
     lines = []
     for field in fields:
-        default = field.default.name if isinstance(field.default, Enum) else field.default
-        shown = "" if default in ("", None) else f" (default {default})"
+        shown = "" if field.default in ("", None) else f" (default {field.default})"
         lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
     return "\n".join([f"  {dataset}", *lines])
 
@@ -139,43 +134,63 @@ def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     _check_source(keys.source)
     folder = data_dir / dataset.folder
     missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
-    need = sum(file.size for file in missing)
     if missing:
-        with _writing(data_dir, folder, need, wait=True):
-            mirrors = list(dataset.mirrors)
+        with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
             for file in missing:
-                if datasets.fault_of(folder / file.name, file):  # otherwise another process has just fetched it
-                    sources = _sources(dataset, file, data_dir, keys.source, mirrors)
-                    used = _fetch(dataset, file, sources, folder, keys)
-                    mirrors.sort(key=lambda mirror: not used.startswith(mirror))
+                content = _first_valid(file, _sources(dataset, file, data_dir, keys.source), scratch, bool(keys.source))
+                files.write_whole(folder / file.name, lambda out, content=content: out.write(content))  # type: ignore[misc]
+                _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(dataset, data_dir)
 
 
+def _first_valid(file: DataFile, sources: Sequence[str], scratch: Path, given: bool) -> bytes:
+    """The content of ``file`` from the first of ``sources`` (URLs and paths) that has it. given: the user chose the source.
+
+    Raises InputError (a given source has an invalid file), MachineError (no source can be read) and OSError (the disk is full).
+    """
+    faults: list[str] = []
+    kind: type[InputError | MachineError] = MachineError
+    for source in sources:
+        _say(f"{file.name}: from {source}")
+        try:
+            return download.read(_fetched(source, scratch), file)
+        except (DataFileError, FetchError) as error:
+            kind = InputError if given and isinstance(error, DataFileError) else MachineError
+            faults.append(f"{source}: {error}")
+            _say(f"{file.name}: {error}")
+    raise kind(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
+
+
+def _fetched(source: str, scratch: Path) -> Path:
+    """The path of a source, downloaded to ``scratch`` if it is a URL. Raises FetchError and OSError."""
+    if "://" not in source:
+        return Path(source)
+    path = scratch / source.rpartition("/")[2]
+    download.fetch(source, path)
+    return path
+
+
 @contextlib.contextmanager
-def _writing(data_dir: Path, folder: Path, need: int, wait: bool = False) -> Iterator[None]:
+def _writing(data_dir: Path, folder: Path, need: int) -> Iterator[Path]:
     """Creates ``folder`` below ``data_dir`` and holds its lock within the ``with`` block; checks that ``need`` bytes are free.
 
-    Removes temporary files of killed processes. wait: wait for another process that has the lock; otherwise MachineError is raised.
-    Raises MachineError if the disk cannot be written.
+    Removes temporary files of killed processes. Yields a new folder in ``folder``, which is removed at the end. Raises MachineError if
+    another process has the lock, or if the disk cannot be written.
     """
-    is_first_call = True
-
-    def waiting() -> None:
-        nonlocal is_first_call
-        if is_first_call:
-            _say(f"{folder / LOCK}: waiting for another process")
-        is_first_call = False
-        time.sleep(WAIT_S)
-
+    scratch = folder / SCRATCH
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder / LOCK, waiting if wait else None) as held:
-            if held:
-                files.remove_temporary(folder)
-            else:
+        with files.locked(folder / LOCK) as held:
+            if not held:
                 _say(f"{folder / LOCK}: this file system has no locks: start no second process for this folder")
+            files.remove_temporary(folder)
+            shutil.rmtree(scratch, ignore_errors=True)
             files.check_free(folder, need)
-            yield
+            scratch.mkdir()
+            try:
+                yield scratch
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     except OSError as err:
         raise files.disk_error(err, "data_dir", data_dir, need) from err
 
@@ -201,10 +216,10 @@ def _check_source(source: str) -> None:
         raise InputError(f"source={source!r} is not a folder: give one that has the files, or a base URL https://…/")
 
 
-def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirrors: list[str]) -> list[str]:
+def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
     """URLs and paths where the file may be, in the order in which to try them."""
     if "://" in source:
-        return [f"{source.rstrip('/')}/{file.name}{dataset.ending}"]
+        return [f"{source.rstrip('/')}/{file.name}.gz"]
     if source:
         paths = datasets.local_copies(source, dataset, file, "source")
         if not paths:
@@ -214,68 +229,38 @@ def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str, mirr
     # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
     own = data_dir / dataset.folder / file.name
     local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
-    return local + [f"{mirror}{file.name}{dataset.ending}" for mirror in mirrors]
-
-
-def _fetch(dataset: Dataset, file: DataFile, sources: list[str], folder: Path, keys: PrepareKeys) -> str:
-    unpack, given = bool(dataset.ending), bool(keys.source)
-    return download.fetch(file, sources, folder, unpack=unpack, say=_say, progress=_show_bytes, given=given)
+    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
 
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    dataset = datasets.CIFAR10
-    folder, archive = data_dir / dataset.folder, dataset.files[0]
-    need = 6 * cifar10.BATCH_IMAGES * (cifar10.IMAGE_BYTES + 1)
+    folder = data_dir / datasets.CIFAR10.folder
+    need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
     if not cifar10.is_converted(folder, keys.source, _say):
         if "://" in keys.source:
             download.check_url(keys.source)
-            local, urls = [], [f"{keys.source.rstrip('/')}/{archive.name}"]
+            local = None
         else:
-            local = cifar10.local_sources(keys.source, data_dir)
-            urls = [] if keys.source else [f"{mirror}{archive.name}" for mirror in dataset.mirrors]
-        need += archive.size if urls else 0
-        with _writing(data_dir, folder, need):
+            local = cifar10.local_source(keys.source, data_dir)
+        source = str(local) if local else f"{keys.source.rstrip('/') or cifar10.MIRROR}/{cifar10.ARCHIVE}"
+        archive = source.endswith(cifar10.ARCHIVE)
+        with _writing(data_dir, folder, need + archive * 2 * need) as scratch:  # the archive, and what it contains
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-            if not _convert_local(local, folder, last=not urls):
-                _fetch_and_convert(archive, urls, folder, keys)
-    _say_next(dataset, data_dir)
+            _say(f"cifar10: from {_one_line(source)}")
+            try:
+                _convert_cifar10(_fetched(source, scratch), folder, scratch, source)
+            except DataFileError as err:
+                raise InputError(f"source={source!r}: {err}; remove it, or give another source=") from None
+            except FetchError as err:
+                raise MachineError(f"{source}: {err}: {FIX}") from None
+    _say_next(datasets.CIFAR10, data_dir)
 
 
-def _convert_local(sources: Sequence[Path], folder: Path, last: bool) -> bool:
-    """Converts the first undamaged copy. Returns False if there is none, or raises InputError if ``last``.
-
-    last: there is nothing to try after these sources.
-    """
-    for source in sources:
-        _say(f"cifar10: from {_one_line(str(source))}")
-        try:
-            _convert_cifar10(source, folder)
-            return True
-        except DataFileError as err:
-            if last and source == sources[-1]:
-                raise InputError(f"source={str(source)!r}: {err}; give another source=") from None
-            _say(f"cifar10: {_one_line(str(err))}; trying the next source")
-    return False
-
-
-def _fetch_and_convert(archive: DataFile, urls: list[str], folder: Path, keys: PrepareKeys) -> None:
-    """Fetches the archive from the first URL that has it, converts it, and removes it unless it existed before."""
-    path = folder / archive.name
-    was_there = os.path.lexists(path)
+def _convert_cifar10(source: Path, folder: Path, scratch: Path, name: str) -> None:
+    meters = {split: Meter(f"cifar10 {split}") for split in cifar10.SAMPLES}
     try:
-        used = _fetch(datasets.CIFAR10, archive, urls, folder, keys)
-        _convert_cifar10(path, folder, used)
-    finally:
-        if not was_there:
-            path.unlink(missing_ok=True)
-
-
-def _convert_cifar10(source: Path, folder: Path, name: str = "") -> None:
-    meters = {split: Meter(f"cifar10 {split}") for split in ("train", "test")}
-    try:
-        skipped = cifar10.convert(source, folder, _say, lambda split, state: meters[split].show(state), name)
+        skipped = cifar10.convert(source, folder, scratch, _say, lambda split, state: meters[split].show(state), name)
     finally:
         meters["test"].end()
     _say_skipped(skipped)
@@ -293,9 +278,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         )
     source = Path(keys.source).expanduser().absolute()
     was_finished = format.is_finished(target)
-    options = PackOptions(
-        keys.encoding.value, keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard
-    )
+    options = PackOptions(keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard)
     meter = Meter("imagenet")
     try:
         copy = write.pack(source, target, options, _say, meter.show)
@@ -318,8 +301,6 @@ def prepare_weights(keys: WeightsKeys) -> None:
 
     The hash in the file's name verifies them. A damaged file is fetched again.
     """
-    import torch
-
     from recipes.core.train import models
 
     chosen = models.find_weights(keys.arch, keys.weights)
@@ -327,8 +308,8 @@ def prepare_weights(keys: WeightsKeys) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if models.fault_of(path):
-            torch.hub.download_url_to_file(chosen.url, str(path), path.stem.rpartition("-")[2], sys.stderr.isatty())
-    except (OSError, RuntimeError, http.client.HTTPException) as err:
+            download.fetch(chosen.url, path, path.stem.rpartition("-")[2])
+    except (OSError, FetchError) as err:
         raise MachineError(
             f"{chosen.url} could not be fetched ({download.describe(err)}): copy the file to {path}"
         ) from None
@@ -341,12 +322,6 @@ def _say(text: str) -> None:
     print(clear, end="", file=sys.stderr, flush=True)
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-def _show_bytes(file: DataFile, done: int) -> None:
-    if sys.stderr.isatty():
-        line = f"\r{file.name}  {files.size_text(done)} of {files.size_text(file.size)}  {100 * done // file.size:3d} %"
-        print(line, end="", file=sys.stderr, flush=True)
 
 
 def _say_skipped(skipped: Sequence[Mapping[str, str]]) -> None:

@@ -26,7 +26,7 @@ from recipes.core.launch import spawn
 from recipes.core.train import loop, optimisation, session
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 
 def make_data(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -71,6 +71,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(F.mse_loss(outputs, targets[indices], reduction="none").squeeze(1))
         optimizer.step()
         scheduler.step()
+        step.save = step.ends_epoch and (step.shard.epoch + 1) % cfg.save_every == 0
     return run.results
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from recipes.core.errors import MachineError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
@@ -192,7 +193,7 @@ def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> Machine
     need: required bytes, 0 if unknown.
     """
     sizes, fix = "", ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         fix = "make room there, or "
         with contextlib.suppress(OSError):
             free = free_bytes(folder)

@@ -39,7 +39,9 @@ def figures(size: Size) -> list[Figure]:
             return time.perf_counter() - start
 
         values = interleaved(size.rounds, {"beside": beside, "in place": in_place})
-    note = f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk, with its SHA-256, after {durations['begin to end']:.2f} s"
+    note = (
+        f"{checkpoint.size_of(content) / 1e6:.0f} MB, one thread; on the disk after {durations['begin to end']:.2f} s"
+    )
     return [
         Figure(
             "checkpoint, training stands still", "s", "written beside it", "torch.save", "<= 0.25",

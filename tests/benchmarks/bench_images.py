@@ -34,7 +34,6 @@ WAYS = (  # figure, folder, decoder, targets of uint8 and floats
     ("files, other pixels", "files", "opencv", ">= 1.6", ">= 1.3"),
     ("files, the same pixels", "files", "torchvision", ">= 1.4", ">= 1"),
     ("packed jpeg", "jpeg", "opencv", ">= 5", ">= 1.9"),
-    ("packed raw", "raw", "opencv", ">= 20", ">= 2.5"),
 )
 PEERS = {"uint8": "RandomResizedCrop, PILToTensor", "floats": "RandomResizedCrop, flip, ToTensor, Normalize"}
 Batch = tuple[Tensor, Tensor]  # images, labels
@@ -44,8 +43,7 @@ def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "files")
         source = inputs.photos(files, size)
-        for encoding in ("jpeg", "raw"):
-            write.pack(files, Path(folder, encoding), PackOptions(encoding=encoding), say=lambda line: None)
+        write.pack(files, Path(folder, "jpeg"), PackOptions(), say=lambda line: None)
         with one_core():
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
     return [

@@ -131,7 +131,7 @@ def mnist_folder(images: int) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         if images == FULL.images and has_mnist(source):
             with contextlib.redirect_stdout(io.StringIO()):
-                prepare.prepare_files(datasets.MNIST, prepare.PrepareKeys(folder, source))
+                prepare.prepare_mnist(prepare.PrepareKeys(folder, source))
             yield folder, "MNIST"
         else:
             write_random(Path(folder, datasets.MNIST.folder), images)

@@ -30,7 +30,7 @@ from recipes.core.data.sampling import Shard
 from recipes.core.run import entry
 from recipes.core.train import loop, session
 from recipes.core.train.checkpoint import State
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 from recipes.core.train.world import World
 from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
 

@@ -22,7 +22,7 @@ from recipes.core.run import command_line, signals
 from recipes.core.run.entry import Start
 from recipes.core.train import metrics
 from recipes.core.train.rendezvous import process_group
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 from recipes.core.train.world import World
 from tests import helpers
 

@@ -34,7 +34,7 @@ from recipes.core.train import loop, optimisation, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
 from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
 

@@ -17,10 +17,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,8 @@ from torch import nn
 import launch
 from recipes import prepare
 from recipes.core import files
-from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10, DataFile, DataFileError
+from recipes.core.data import datasets
+from recipes.core.data.datasets import DataFileError
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import private_folder, write_json
 from recipes.core.launch import batch, cli, controller
@@ -405,11 +403,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         model, optimizer, scheduler, ema=nn.Linear(2, 2), step=1, meta={"recipe": RECIPE, "config": {"seed": 1}}
     )
     content = checkpoint.content_of(state, {"samples": 3}, [checkpoint.rng_state(torch.device("cpu"))])
-    folder = tmp_path_factory.mktemp("good")
-    assert checkpoint.read(checkpoint.write(folder, content))["meta"] == content["meta"]
-    (folder / "sealed.pt").write_bytes(sealed(saved(content)))
+    path = tmp_path_factory.mktemp("good") / "saved.pt"
+    path.write_bytes(saved(content))
     # Or what follows is refused for another reason.
-    assert checkpoint.read(folder / "sealed.pt")["meta"] == content["meta"]
+    assert checkpoint.read(path)["meta"] == content["meta"]
     return content
 
 
@@ -419,25 +416,17 @@ def saved(content: object, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def sealed(content: bytes) -> bytes:
-    """A file that is whole as far as its SHA-256 goes, whatever is in it: the sum is no secret."""
-    end = zipfile.is_zipfile(io.BytesIO(content)) and content.endswith(b"\0\0")
-    body = content[:-2] if end else content
-    comment = b"sha256:" + hashlib.sha256(body).hexdigest().encode()
-    return body + len(comment).to_bytes(2, "little") + comment
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_with_code_in_it_is_refused(place: str, good: dict[str, Any], trap: Trap) -> None:
     path = trap.work / "step-00000001.pt"
     for evil in (Evil(trap.canary), EvilCall(trap.canary), EvilState(trap.canary), EvilModule(trap.canary)):
         content = {**good, "rng": PLACES[place](good["rng"], evil)}
         for options, why in (({}, "UnpicklingError"), ({"_use_new_zipfile_serialization": False}, "BadZipFile")):
-            path.write_bytes(sealed(saved(content, **options)))
+            path.write_bytes(saved(content, **options))
             with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or no checkpoint \({why}\)$"):
                 checkpoint.read(path)
             assert not trap.fired()
-    path.write_bytes(sealed(saved({**good, "rng": PLACES[place](good["rng"], Evil(trap.canary))})))
+    path.write_bytes(saved({**good, "rng": PLACES[place](good["rng"], Evil(trap.canary))}))
     torch.load(path, weights_only=False)
     assert trap.fired()  # or the trap above was none
 
@@ -449,7 +438,7 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
         for name in archive.namelist():
             small.writestr(name, archive.read(name))
     path = trap.work / "step-00000001.pt"
-    path.write_bytes(sealed(packed.getvalue()))
+    path.write_bytes(packed.getvalue())
     assert path.stat().st_size < 1_000_000
     with pytest.raises(InputError, match=r"step-00000001\.pt: is no checkpoint \(it would unpack to more than it is\)"):
         checkpoint.read(path)
@@ -508,11 +497,12 @@ def test_a_batch_of_cifar_with_code_in_it_is_never_unpickled(trap: Trap, capsys:
     content = b"cbuiltins\neval\n(V__import__('os').mkdir('" + str(trap.canary).encode() + b"')\ntR."
     source = trap.work / "source" / "cifar-10-batches-py"
     source.mkdir(parents=True)
-    for batch_name in cifar10.PICKLE_MD5:
+    theirs = torchvision.datasets.CIFAR10
+    for batch_name, _ in (*theirs.train_list, *theirs.test_list, (theirs.meta["filename"], "")):
         (source / batch_name).write_bytes(content)
     assert prepare.main(["cifar10", f"data_dir={trap.work / 'data'}", f"source={source}"]) == 2
     err = capsys.readouterr().err
-    assert "data_batch_1 has invalid content (MD5" in err
+    assert "cifar-10-batches-py is incomplete or damaged" in err
     assert err.count("\n") == 1
     assert not trap.fired()
     pickle.loads(content)
@@ -543,86 +533,6 @@ def test_job_files_are_not_put_where_others_can_change_them(
     assert ("use a clone of your own" if "link" in plant else "chmod 700") in capsys.readouterr().err
     assert not at_work.fired()
     assert list(folder.iterdir()) == []
-
-
-# --- archives
-
-
-def member(
-    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", content: bytes = b""
-) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, link, len(content)
-    return info, content
-
-
-def archive(members: Sequence[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for info, content in members:
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-FEW = 3  # images of a batch here
-BATCH = bytes(FEW * 3073)
-BATCHES = [member(f"cifar-10-batches-bin/{name}.bin", content=BATCH) for name in (*cifar10.TRAIN_BATCHES, "test_batch")]
-FIRST = BATCHES[0][0].name
-
-
-def hostile(canary: Path, secret: Path) -> dict[str, list[tuple[tarfile.TarInfo, bytes]]]:
-    """Archives with all batches in them but, in some, the first; and what none may have."""
-    up = "../" * 30 + str(canary).lstrip("/")
-    return {
-        "up": [*BATCHES, member(up, content=b"x")],
-        "through a link": [
-            *BATCHES,
-            member("out", tarfile.SYMTYPE, str(canary.parent)),
-            member("out/canary", content=b"x"),
-        ],
-        "a batch that is a link": [member(FIRST, tarfile.SYMTYPE, str(secret)), *BATCHES[1:]],
-        "a batch that is a hard link": [member(FIRST, tarfile.LNKTYPE, str(secret)), *BATCHES[1:]],
-        "a batch that is a pipe": [member(FIRST, tarfile.FIFOTYPE), *BATCHES[1:]],
-        "a batch of nothing but size": [member(FIRST, content=bytes(20 << 20)), *BATCHES[1:]],
-    }
-
-
-@pytest.mark.parametrize("kind", hostile(Path("/c"), Path("/s")))
-def test_an_archive_writes_nothing_outside_and_reads_nothing_of_ours(
-    kind: str, trap: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each archive has the expected SHA-256, since otherwise it is refused before it is opened."""
-    secret = trap.folder / "secret"
-    secret.write_bytes(b"\x01" * len(BATCH))
-    content = archive(hostile(trap.canary, secret)[kind])
-    file = DataFile(CIFAR10.files[0].name, len(content), hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(datasets, "CIFAR10", replace(CIFAR10, files=(file,)))
-    monkeypatch.setattr(cifar10, "BATCH_IMAGES", FEW)
-    (trap.work / file.name).write_bytes(content)
-    before = set(trap.folder.rglob("*"))
-    status = prepare.main(["cifar10", f"data_dir={trap.work / 'data'}", f"source={trap.work / file.name}"])
-    err = capsys.readouterr().err
-    data = trap.work / "data" / "cifar10"
-    if kind.startswith("a batch"):
-        assert status == 2
-        assert file.name in err
-        assert err.count("\n") == 1
-        with pytest.raises(DataFileError):
-            datasets.find_cifar10(trap.work / "data")
-    else:
-        assert (status, err) == (0, "")
-        assert sorted(path.name for path in data.iterdir()) == sorted(
-            [*datasets.CIFAR10_IDX, "index.json", "prepare.lock"]
-        )
-    assert not trap.fired()
-    assert {path for path in trap.folder.rglob("*") if data not in path.parents} - before <= {trap.work / "data", data}
-    assert all(b"\x01" * 100 not in path.read_bytes() for path in data.iterdir())
-    if kind in ("up", "through a link"):
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            # Python before 3.11.4 has no filters, and trusts fully.
-            trusting = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
-            tar.extractall(trap.work / "naive", **trusting)
-        assert trap.fired()  # or the trap above was none
 
 
 # --- links that lie in wait

@@ -22,7 +22,7 @@ import torch
 from recipes.core import files
 from recipes.core.errors import InputError
 from recipes.core.train import checkpoint
-from tests import helpers
+from tests import helpers, states
 from tests.faults import conftest
 from tests.faults import saves as saves_module
 from tests.faults.conftest import Recorded, Start
@@ -72,12 +72,13 @@ def grown(good: bytes, draw: random.Random) -> bytes:
     return good + bytes(draw.randrange(1, 4096))
 
 
-def refused(path: Path) -> str:
-    """What is said of a checkpoint that is not read; "" where it is."""
+def refusal(path: Path, whole: dict[str, Any]) -> str:
+    """Why a checkpoint is not read; "" if it is. Raises AssertionError if its content differs from ``whole``."""
     try:
-        checkpoint.read(path)
+        found = checkpoint.read(path)
     except InputError as error:
         return str(error)
+    assert (states.digest(found), found["meta"]) == (states.digest(whole), whole["meta"])
     return ""
 
 
@@ -90,19 +91,35 @@ def refused(path: Path) -> str:
         pytest.param(grown, 20, marks=pytest.mark.fault(27)),
     ],
 )
-def test_every_damaged_checkpoint_is_detected(
+def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
     made: Path, tmp_path: Path, damage: Callable[[bytes, random.Random], bytes], count: int, record_property: Recorded
 ) -> None:
-    good, draw = checkpoint.candidates(made / "checkpoints")[0].read_bytes(), random.Random(11)
+    """The archive has bytes between its parts that nothing reads."""
+    path = checkpoint.candidates(made / "checkpoints")[0]
+    good, whole, draw, refused = path.read_bytes(), checkpoint.read(path), random.Random(11), 0
     path = tmp_path / "step-00000010.pt"
     for number in range(count):
         path.write_bytes(damage(good, draw))
-        said = refused(path)
-        assert str(path) in said, f"damage {number} was not found"
-        assert "\n" not in said
-    record_property(f"checkpoints {damage.__name__}, all found", count)
-    path.write_bytes(good)
-    assert checkpoint.read(path)["meta"]["step"] == 10
+        if said := refusal(path, whole):
+            assert said.startswith(f"checkpoint {path}: "), number
+            assert "\n" not in said
+            refused += 1
+    record_property(f"of {count} checkpoints {damage.__name__}, refused; the others have the same content", refused)
+    assert refused >= {flipped: count // 2, zeroed: count // 2, cut: count, grown: 0}[damage], refused
+
+
+@pytest.mark.fault(28)
+@pytest.mark.long
+def test_a_flipped_bit_in_a_weight_or_in_the_list_of_its_parts_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}
+    weight = torch.arange(10, dtype=torch.int32)
+    path = checkpoint.write(tmp_path, {"model": {"w": weight}, **parts, "meta": {"step": 1, "config": {}}})
+    good, whole, begin = path.read_bytes(), checkpoint.read(path), path.read_bytes().index(weight.numpy().tobytes())
+    for at in (*range(begin, begin + weight.nbytes), *range(good.index(b"PK\1\2"), len(good))):
+        for bit in range(8):
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+            said = refusal(path, whole)
+            assert "is damaged or no checkpoint (BadZipFile)" in said or at >= begin + weight.nbytes
 
 
 @pytest.mark.fault(28)

@@ -1,7 +1,6 @@
 """Damaged data and interrupted downloads: the file is named, no partial file is left, and valid files are used.
 
-Bytes are changed at random, always the same for a case's number, in every kind of file that is read; downloads come
-from a real server that drops them, to several processes at once, some of which are killed.
+Bytes are changed at random, always the same for a case's number, in the kinds of files that the project parses.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ import math
 import os
 import random
 import resource
-import signal
 import struct
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +26,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import cifar10, crops, datasets, decode, download, idx, image_sets, pillow
+from recipes.core.data import crops, decode, idx, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.decode import Decoder
@@ -39,11 +35,9 @@ from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.train import models
-from tests.helpers import wait_until
 from tests.unit.data import serving
 from tests.unit.data import test_prepare as tiny
-from tests.unit.data import test_prepare_cifar10 as small
-from tests.unit.data.serving import Answer, Handler, Server, dropping, whole
+from tests.unit.data.serving import Handler, Server, dropping, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,10 +84,6 @@ def bounded(more: int = 2 << 30) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # --- IDX
 
 
@@ -121,97 +111,6 @@ def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(packed: bool,
     assert min(seen["named"], seen["read"]) > 5, seen
 
 
-# --- what prepare is given
-
-
-def test_a_damaged_download_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataset = tiny.dataset()
-    monkeypatch.setitem(prepare.DATASETS, "tiny", lambda keys: prepare.prepare_mnist(keys, dataset))
-    monkeypatch.setitem(tiny.PACKED, tiny.LABELS, gzip.compress(tiny.PLAIN[tiny.LABELS], mtime=0))
-    source, data = tmp_path / "source", tmp_path / "data"
-    source.mkdir()
-    seen: Counter[int] = Counter()
-    for number in range(150):
-        chance = random.Random(number)
-        bad = chance.choice((tiny.IMAGES, tiny.LABELS))
-        contents, end = (tiny.PLAIN, "") if number % 2 else (tiny.PACKED, ".gz")
-        for name, content in contents.items():
-            (source / f"{name}{end}").write_bytes(damaged(chance, content) if name == bad else content)
-        status = prepare.main(["tiny", f"data_dir={data}", f"source={source}"])
-        seen[status] += 1
-        found = tiny.there(data)
-        err = capsys.readouterr().err
-        if status == 0:  # the damage is where gzip keeps a time or a name
-            assert found == tiny.PLAIN
-        else:
-            assert status == 2
-            one_line(err.removesuffix("\n"), bad)
-            assert found.items() <= tiny.PLAIN.items()
-            assert bad not in found
-        for path in (*data.rglob("*-ubyte"), *source.iterdir()):
-            path.unlink()
-    assert seen[2] > 100
-    assert seen[0] > 0
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CIFAR-10 of few images, whose hashes are known."""
-    small.know(monkeypatch, small.ARCHIVE)
-    monkeypatch.setattr(cifar10, "BATCH_IMAGES", small.N)
-    known = {name: hashlib.md5(small.pickled(small.DATA[name])).hexdigest() for name in small.BATCHES}
-    monkeypatch.setattr(cifar10, "PICKLE_MD5", known)
-    monkeypatch.setattr(download, "RETRY_WAIT_S", 0.0)
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("kind", ["tar", "py"])  # of the binary batches there are no sums
-def test_a_damaged_copy_of_cifar_is_reported_and_no_older_copy_is_used(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    contents, data = small.SOURCES[kind], tmp_path / "data"
-    for number in range(40):
-        chance = random.Random(number)
-        bad = chance.choice(list(contents))
-        source = small.put(tmp_path / "source", {**contents, bad: damaged(chance, contents[bad])})
-        assert small.run(data, source) == 2
-        out, err = capsys.readouterr()
-        one_line(err.removesuffix("\n"), Path(bad).name)
-        assert "next:" not in out
-        with pytest.raises(DataFileError, match=r"index\.json"):
-            datasets.find_cifar10(data)
-        assert {path.name for path in (data / "cifar10").iterdir()} <= {*datasets.CIFAR10_IDX, "prepare.lock"}
-    small.put(tmp_path / "source", contents)
-    assert small.run(data, tmp_path / "source") == 0
-    small.assert_complete(data)
-
-
-@pytest.mark.usefixtures("few")
-def test_a_damaged_cifar_conversion_is_repeated_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage in any file, index.json too. prepare detects it, and leaves a complete conversion or none."""
-    source, data = small.put(tmp_path / "source", small.BINARIES), tmp_path / "data"
-    assert small.run(data, source) == 0
-    good = tree(data / "cifar10")
-    seen: Counter[int] = Counter()
-    for number in range(70):
-        chance = random.Random(number)
-        bad = chance.choice(("index.json", "index.json", *datasets.CIFAR10_IDX))
-        small.put(data / "cifar10", good)
-        (data / "cifar10" / bad).write_bytes(damaged(chance, good[bad]))
-        status = small.run(data, source)
-        seen[status] += 1
-        err = capsys.readouterr().err
-        if status:
-            assert status == 2
-            one_line(err.removesuffix("\n"), "cifar10")
-        assert {name: content for name, content in tree(data / "cifar10").items() if name != "index.json"} == {
-            name: content for name, content in good.items() if name != "index.json"
-        }
-    assert seen[0] > 45
-
-
 # --- images
 
 
@@ -230,30 +129,24 @@ PHOTOS = (
 )
 
 
-@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
-def test_a_damaged_photo_is_packed_or_unreadable(encoding: str) -> None:
+def test_a_damaged_photo_is_packed_or_unreadable() -> None:
     seen: Counter[str] = Counter()
     with bounded():
         for number in range(250):
             content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
             try:
-                payload, height, width, _ = pillow.encode(content, encoding, 48, 90)
+                payload, height, width, _ = pillow.encode(content, 48, 90)
             except Unreadable as error:
                 one_line(str(error))
                 seen["unreadable"] += 1
                 continue
             seen["packed"] += 1
-            if encoding == "raw":
-                assert len(payload) == height * width * 3
-            else:
-                assert Image.open(io.BytesIO(payload)).size == (width, height)
+            assert Image.open(io.BytesIO(payload)).size == (width, height)
     assert min(seen.values()) > 30, seen
 
 
 class Alone:
     """A set of one image, given as its bytes."""
-
-    raw = False
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -322,29 +215,6 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
         assert cropped(buffer.getvalue(), decoder, CROPS[1]) == "read"
 
 
-def test_damaged_photos_in_class_folders_are_reported_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dataset of the user's, in the form of CIFAR-10: index.json names the unreadable files, and the others are all there."""
-    for split, count in (("train", 30), ("test", 10)):
-        for number in range(count):
-            content = photo(number, 32, 32)
-            path = tmp_path / "source" / split / f"class{number % 2}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(damaged(random.Random(number), content) if number % 5 == 0 else content)
-        (path.parent / "gone.jpg").write_bytes(content[:50])
-    assert prepare.main(["cifar10", f"data_dir={tmp_path / 'data'}", f"source={tmp_path / 'source'}"]) == 0
-    out = capsys.readouterr().out
-    index = json.loads((tmp_path / "data" / "cifar10" / "index.json").read_bytes())
-    skipped = {skip["file"] for skip in index["skipped"]}
-    assert {"train/class1/gone.jpg", "test/class1/gone.jpg"} <= skipped
-    assert all(int(name.rpartition("/")[2].removesuffix(".jpg")) % 5 == 0 for name in skipped if "gone" not in name)
-    assert index["samples"]["train"] + index["samples"]["test"] + len(skipped) == 42
-    assert all(f"skipped {name}: " in out for name in list(skipped)[:10])
-    files = datasets.find_cifar10(tmp_path / "data")
-    assert idx.read_idx(files["train_images"])[0] == (index["samples"]["train"], 3, 32, 32)
-
-
 # --- packed copies
 
 
@@ -366,7 +236,6 @@ def look_through(folder: Path) -> None:
     for i in range(min(len(found), 64)):
         found.label(i)
         found.name(i)
-        found.shape(i)
         found.read(i)
 
 
@@ -441,94 +310,6 @@ def test_a_packed_copy_with_false_records_is_reported(packed: Path, tmp_path: Pa
                 one_line(str(error), tmp_path)
                 seen["named"] += 1
     assert min(seen["read"], seen["named"]) > 20, seen
-
-
-# --- downloads
-
-
-def in_halves(go_on: threading.Event) -> Answer:
-    """Sends the first half, and closes the connection when the event is set; after that, whole files."""
-
-    def answer(handler: Handler) -> None:
-        if go_on.is_set():
-            whole(handler)
-            return
-        handler.head(200, Content_Length=len(handler.body))
-        handler.wfile.write(handler.body[: len(handler.body) // 2])
-        go_on.wait(60)
-
-    return answer
-
-
-def test_many_processes_download_once_from_an_unreliable_server(tmp_path: Path) -> None:
-    """One downloads and the others wait. If it is killed, the next one starts, and no partial file has the final name."""
-    go_on = threading.Event()
-    with serving.serving(tiny.SERVED) as server, contextlib.ExitStack() as stack:
-        stack.callback(go_on.set)
-        server.answers = {f"{name}.gz": in_halves(go_on) for name in tiny.PLAIN}
-        children = [stack.enter_context(tiny.process(tmp_path, [server.url]))]
-        wait_until(lambda: len(server.requests) == 1, 60, "the first half for the first process")
-        children += [stack.enter_context(tiny.process(tmp_path, [server.url])) for _ in range(3)]
-        for child in children[1:]:
-            assert child.stdout
-            assert "waiting for another process" in child.stdout.readline()
-        children[0].send_signal(signal.SIGKILL)
-        assert children[0].wait(60) == -signal.SIGKILL
-        wait_until(lambda: len(server.requests) == 2, 60, "the first half for another process")
-        assert not tiny.there(tmp_path).keys() & tiny.PLAIN.keys()
-        go_on.set()
-        errors = [child.communicate(timeout=100)[1] for child in children[1:]]
-        assert [(child.returncode, err) for child, err in zip(children[1:], errors, strict=True)] == [(0, "")] * 3
-        assert Counter(Path(path).name for path in server.requests) == {f"{tiny.IMAGES}.gz": 3, f"{tiny.LABELS}.gz": 1}
-        tiny.assert_complete(tmp_path)  # what the killed one left is removed
-
-
-CIFAR_RUNNER = """
-import hashlib, sys
-from dataclasses import replace
-from recipes import prepare
-from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10, DataFile
-url, size, sha256, images, data_dir = sys.argv[1:]
-file = DataFile("cifar-10-binary.tar.gz", int(size), sha256)
-datasets.CIFAR10 = replace(CIFAR10, files=(file,), mirrors=(url,))
-cifar10.BATCH_IMAGES = int(images)
-sys.exit(prepare.main(["cifar10", f"data_dir={data_dir}"]))
-"""
-
-
-@pytest.mark.usefixtures("few")
-def test_one_of_many_processes_converts_cifar_and_the_others_name_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = small.ARCHIVE
-    sha256 = hashlib.sha256(archive).hexdigest()
-    asked, go_on = threading.Event(), threading.Event()
-
-    def start(url: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", CIFAR_RUNNER, url, str(len(archive)), sha256, str(small.N), str(tmp_path)]
-        return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    with serving.serving({"cifar-10-binary.tar.gz": archive}) as server:
-        server.answers = {"cifar-10-binary.tar.gz": serving.half_then_wait(asked, go_on)}
-        first = start(server.url)
-        try:
-            assert asked.wait(60)
-            others = [start(server.url) for _ in range(3)]
-            for other in others:
-                _, err = other.communicate(timeout=60)
-                assert other.returncode == 3
-                one_line(err.removesuffix("\n"), "prepare.lock", "another process")
-            with pytest.raises(DataFileError):
-                datasets.find_cifar10(tmp_path)
-            go_on.set()
-            assert first.wait(60) == 0
-        finally:
-            go_on.set()
-            first.kill()
-            first.communicate()
-        assert len(server.requests) == 1
-    small.assert_complete(tmp_path)
 
 
 # --- weights

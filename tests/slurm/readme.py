@@ -198,8 +198,6 @@ TABLE: dict[str, How] = {
     "python -m recipes.prepare weights arch=resnet50":
         tool(swap={"python": "PYTHONPATH=$WEIGHTS TORCH_HOME=$NEW python"}, says=NEXT),
     "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-256": tool(swap=PACK, says=NEXT),
-    "python -m recipes.prepare imagenet source=/data/imagenet data_dir=/scratch/imagenet-raw encoding=raw":
-        tool(swap=PACK, says=NEXT),
     "sbatch sbatch/imagenet_2x8.sh data_dir=/scratch/imagenet-256 decoder=opencv stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     # docs/your-site.md
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(says="^#SBATCH --partition=gpu$"),
@@ -241,8 +239,8 @@ TABLE: dict[str, How] = {
         tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
     "python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]":
         tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
-    "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [encoding=raw] [size=256] [workers=N] …":
-        tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[encoding=raw] [size=256] [workers=N] …": "workers=1"}, says=NEXT),
+    "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …":
+        tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[size=256] [workers=N] …": "workers=1"}, says=NEXT),
     "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),
     "python -m recipes.report runs/cifar/1234_*": tool(says="^runs/cifar/1234_1 +done "),
     "python -m recipes.report --json runs/cifar": tool(says='"state": "done"'),

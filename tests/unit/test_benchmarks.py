@@ -39,7 +39,7 @@ def test_every_figure_is_in_the_json_with_both_sides(measured: Path) -> None:
         assert isinstance(figure["met"], bool)
     assert notes["mnist, input"] == "2,000 random images"
     assert notes["cifar, input"] == "2,000 images, random images"
-    assert notes["images, packed raw, uint8"] == "20 made JPEGs of 500x375"
+    assert notes["images, packed jpeg, uint8"] == "20 made JPEGs of 500x375"
 
 
 @pytest.mark.long

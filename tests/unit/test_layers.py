@@ -59,19 +59,12 @@ PACKAGES = {module_name(path) for path in (ROOT / "recipes").rglob("__init__.py"
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports anywhere in it, functions included; not those for type checkers alone."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    """Full names of the modules that a file imports anywhere in it, in functions and for type checkers too."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and id(node) not in typing_only:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {part if part in FILES else str(node.module) for part in parts}
@@ -102,6 +95,14 @@ def test_imports_go_one_way() -> None:
                     foreign.append((module, top))
     assert not foreign
     assert against == EXCEPTIONS
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    """What is left when files that import no other file that is left are taken away, again and again, is in a circle."""
+    left = {module: imports(FILES[module]) & FILES.keys() - PACKAGES for module in FILES.keys() - PACKAGES}
+    while free := {module for module, others in left.items() if not others & left.keys()}:
+        left = {module: others for module, others in left.items() if module not in free}
+    assert sorted(left) == []
 
 
 # Commands of a login node; all in one process, each checked after it has run.

@@ -1,15 +1,11 @@
-"""CIFAR-10 as IDX files, made from any of its published forms or from class folders.
+"""CIFAR-10 as IDX files, made from torchvision's copy or from class folders.
 
-The IDX files are mapped when a run starts: no image is decoded then. Works without torch.
+The IDX files are mapped when a run starts: no image is decoded then. Only torchvision's copy needs torch.
 """
 
-import contextlib
 import functools
-import hashlib
 import os
-import pickle
 import shlex
-import tarfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,21 +18,10 @@ from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX, DataFileErr
 from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError
 
-BATCH_IMAGES = 10_000
+BATCHES, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # torchvision's
+MIRROR = "https://www.cs.toronto.edu/~kriz"
+SAMPLES = {"train": 50_000, "test": 10_000}
 IMAGE_BYTES = 3 * 32 * 32
-TRAIN_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
-# torchvision 0.30's (datasets/cifar.py). They make unpickling safe: nobody can make other content for a given MD5.
-PICKLE_MD5 = {
-    "data_batch_1": "c99cafc152244af753f735de768cd75f",
-    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-    "data_batch_4": "634d18415352ddfa80567beed471001a",
-    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-    "test_batch": "40351d587109b95175f43aff81a1287e",
-}
-SOURCES = (
-    "cifar-10-batches-bin/, cifar-10-binary.tar.gz, cifar-10-batches-py/, or train/<class>/*.jpg and test/<class>/…"
-)
 Say = Callable[[str], None]
 Chunks = Iterable[tuple[bytes, bytes]]  # labels, and as many images of 3072 bytes: red, green and blue plane
 
@@ -69,8 +54,7 @@ def is_converted(folder: Path, source: str, say: Say) -> bool:
         given = source.rstrip("/") if "://" in source else str(Path(source).expanduser().absolute())
         matches, expected = made_of == given or made_of.startswith(os.path.join(given, "")), "the given source="
     else:
-        own = {"train": len(TRAIN_BATCHES) * BATCH_IMAGES, "test": BATCH_IMAGES}
-        matches, expected = (samples, classes) == (own, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
+        matches, expected = (samples, classes) == (SAMPLES, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
     if not matches:
         raise InputError(
             f"data_dir={str(folder.parent)!r}: its cifar10/ was made from {errors.shown(made_of, 1000)} ({content}), not from "
@@ -80,62 +64,55 @@ def is_converted(folder: Path, source: str, say: Say) -> bool:
     return True
 
 
-def local_sources(source: str, data_dir: Path) -> list[Path]:
-    """The copies in ``source``, or where it is empty in ``data_dir``: batches, then the archive, then class folders.
+def local_source(source: str, data_dir: Path) -> Path | None:
+    """torchvision's folder or archive, or class folders, in ``source``; if that is empty, torchvision's in ``data_dir``, or None.
 
-    Raises InputError where ``source`` has none.
+    Raises InputError if ``source`` has none.
     """
-    archive = datasets.CIFAR10.files[0].name
-    given = Path(source).expanduser().absolute() if source else None
-    kind = functools.partial(datasets.kind, key="source" if given else "data_dir")
-    if given and kind(given) == "file":
-        return [given]
-    found: list[Path] = []
-    for root in [given] if given else [data_dir, data_dir / datasets.CIFAR10.folder]:
-        folders = [root / "cifar-10-batches-bin", root / "cifar-10-batches-py", root]
-        found += [folder for folder in folders if _is_batches(folder, ".bin", kind) or _is_batches(folder, "", kind)]
-        found += [root / archive] if kind(root / archive) == "file" else []
-        if given and kind(root / "train") == kind(root / "test") == "folder":
-            found.append(root)
-    if given and not found:
-        raise InputError(f"source={source!r} has no copy of CIFAR-10: give a folder that has {SOURCES}")
-    return list(dict.fromkeys(found))
-
-
-def _is_batches(folder: Path, ending: str, kind: Callable[[Path], str] = datasets.kind) -> bool:
-    return all(kind(folder / f"{name}{ending}") == "file" for name in (*TRAIN_BATCHES, "test_batch"))
+    kind = functools.partial(datasets.kind, key="source" if source else "data_dir")
+    given = Path(source).expanduser().absolute()
+    roots = (given.parent, given) if given.name in (BATCHES, ARCHIVE) else (given,)
+    for root in roots if source else (data_dir, data_dir / datasets.CIFAR10.folder):
+        for name, wanted in ((BATCHES, "folder"), (ARCHIVE, "file")):
+            if kind(root / name) == wanted:
+                return root / name
+    if source and kind(given / "train") == kind(given / "test") == "folder":
+        return given
+    if source:
+        raise InputError(
+            f"source={source!r} has no copy of CIFAR-10: give a folder that has {BATCHES}/, {ARCHIVE}, "
+            "or train/<class>/*.jpg and test/<class>/…"
+        )
+    return None
 
 
 def convert(
-    source: Path, folder: Path, say: Say, progress: Callable[[str, Progress], None], name: str = ""
+    source: Path, folder: Path, scratch: Path, say: Say, progress: Callable[[str, Progress], None], name: str
 ) -> list[dict[str, str]]:
     """Writes the four IDX files and then index.json to ``folder``; gives ``file`` and ``why`` of each image left out.
 
-    progress: gets a split's name and how far it is. name: of the source in index.json, where it is not ``source``. Raises
-    DataFileError (a damaged copy) and InputError (too many unreadable images, more than ten classes).
+    scratch: an empty folder. progress: gets a split's name and how far it is. name: of the source, for index.json.
+    Raises DataFileError (a damaged copy) and InputError (too many unreadable images, more than ten classes).
     """
     counts = _Counts()
     classes: tuple[str, ...] = CIFAR10_CLASSES
-    with contextlib.ExitStack() as stack:
-        if source.is_file():
-            chunks = _from_tar(source, stack)
-        elif _is_batches(source, ".bin"):
-            chunks = _from_batches(functools.partial(_read_binary, source))
-        elif _is_batches(source, ""):
-            chunks = _from_batches(functools.partial(_read_pickle, source))
-        else:
-            train = classfolder.scan(source / "train")
-            listings = {"train": train, "test": classfolder.scan(source / "test", train.classes)}
-            if len(train.classes) > len(CIFAR10_CLASSES):
-                raise InputError(f"source={str(source)!r}: {len(train.classes)} classes in train/, CIFAR-10 has ten")
-            classes = train.classes
-            chunks = {split: _from_listing(split, found, counts, progress) for split, found in listings.items()}
-        samples = {split: _write_idx(folder, split, chunks[split]) for split in ("train", "test")}
+    if source.name == ARCHIVE:
+        chunks = _from_archive(source, scratch)
+    elif source.name == BATCHES:
+        chunks = _from_torchvision(source.parent)
+    else:
+        train = classfolder.scan(source / "train")
+        listings = {"train": train, "test": classfolder.scan(source / "test", train.classes)}
+        if len(train.classes) > len(CIFAR10_CLASSES):
+            raise InputError(f"source={str(source)!r}: {len(train.classes)} classes in train/, CIFAR-10 has ten")
+        classes = train.classes
+        chunks = {split: _from_listing(split, found, counts, progress) for split, found in listings.items()}
+    samples = {split: _write_idx(folder, split, chunks[split]) for split in SAMPLES}
     if not all(samples.values()):
         raise InputError(f"source={str(source)!r}: no image can be read; give another source=")
     index = {
         "classes": classes,
-        "source": name or str(source),
+        "source": name,
         "samples": samples,
         "sha256": {idx_name: files.sha256(folder / idx_name) for idx_name in CIFAR10_IDX},
         "skipped": counts.skipped,
@@ -165,60 +142,26 @@ def _write_idx(folder: Path, split: str, chunks: Chunks) -> int:
     return len(labels)
 
 
-def _from_batches(read: Callable[[str], tuple[bytes, bytes]]) -> dict[str, Chunks]:
-    return {"train": map(read, TRAIN_BATCHES), "test": map(read, ("test_batch",))}
+def _from_archive(path: Path, scratch: Path) -> dict[str, Chunks]:
+    from torchvision.datasets import CIFAR10, utils
+
+    if not utils.check_integrity(str(path), CIFAR10.tgz_md5):
+        raise DataFileError(f"{path} is damaged (its MD5 is not torchvision's)")
+    utils.extract_archive(str(path), str(scratch))
+    return _from_torchvision(scratch)
 
 
-def _from_tar(path: Path, stack: contextlib.ExitStack) -> dict[str, Chunks]:
-    """The batches of cifar-10-binary.tar.gz; nothing is extracted to the disk. Raises DataFileError unless its SHA-256 is correct."""
-    if fault := datasets.fault_of(path, datasets.CIFAR10.files[0]):
-        raise DataFileError(f"{path} {fault}")
-    tar = tarfile.open(path, "r:gz")  # noqa: SIM115
-    stack.enter_context(tar)
+def _from_torchvision(root: Path) -> dict[str, Chunks]:
+    """From ``root/cifar-10-batches-py``. torchvision verifies the MD5 of every file before it unpickles one."""
+    from torchvision.datasets import CIFAR10
 
-    def read(name: str) -> tuple[bytes, bytes]:
-        member = tar.getmember(f"cifar-10-batches-bin/{name}.bin")
-        stream = tar.extractfile(member) if member.isreg() else None  # links of an archive can lead anywhere
-        if stream is None or member.size != BATCH_IMAGES * (1 + IMAGE_BYTES):
-            raise DataFileError(f"{path}: {name}.bin is not a batch of {BATCH_IMAGES} images")
-        return _planes(stream.read(), f"{name}.bin")
-
-    return _from_batches(read)
-
-
-def _read_binary(folder: Path, name: str) -> tuple[bytes, bytes]:
-    path = folder / f"{name}.bin"
-    return _planes(_read(path, BATCH_IMAGES * (1 + IMAGE_BYTES)), str(path))
-
-
-def _read_pickle(folder: Path, name: str) -> tuple[bytes, bytes]:
-    path = folder / name
-    content = _read(path, 2 * BATCH_IMAGES * IMAGE_BYTES)
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != PICKLE_MD5[name]:
-        raise DataFileError(f"{path} has invalid content (MD5 {found[:8]}… instead of {PICKLE_MD5[name][:8]}…)")
-    batch = pickle.loads(content, encoding="bytes")
-    return bytes(batch[b"labels"]), batch[b"data"].tobytes()
-
-
-def _read(path: Path, limit: int) -> bytes:
-    """At most one byte more than ``limit``."""
     try:
-        with path.open("rb") as file:
-            return file.read(limit + 1)
+        parts = {split: CIFAR10(str(root), train=split == "train") for split in SAMPLES}
+    except RuntimeError:
+        raise DataFileError(f"{root / BATCHES} is incomplete or damaged (by torchvision's MD5s)") from None
     except OSError as error:
-        raise DataFileError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _planes(records: bytes, name: str) -> tuple[bytes, bytes]:
-    """Labels and images of a binary batch: a label and 3072 bytes each (https://www.cs.toronto.edu/~kriz/cifar.html)."""
-    size = 1 + IMAGE_BYTES
-    if len(records) != BATCH_IMAGES * size:
-        raise DataFileError(f"{name} does not have the {BATCH_IMAGES * size} bytes of a batch")
-    labels = records[::size]
-    if max(labels) >= len(CIFAR10_CLASSES):
-        raise DataFileError(f"{name} has a label {max(labels)}, CIFAR-10 has ten classes")
-    return labels, b"".join(records[start + 1 : start + size] for start in range(0, len(records), size))
+        raise DataFileError(f"{root / BATCHES} cannot be read ({error.strerror})") from None
+    return {split: [(bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes())] for split, part in parts.items()}
 
 
 def _from_listing(split: str, listing: Listing, counts: _Counts, progress: Callable[[str, Progress], None]) -> Chunks:

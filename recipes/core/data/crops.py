@@ -53,13 +53,8 @@ class RandomCrop:
         self._uniform, self._least = uniform.tolist(), least
 
     def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> str:
-        uniform, least = self._uniform[i], self._least
-        if images.raw:
-            y, x, h, w = random_box(uniform, *images.shape(sample), least)
-            decoder.resize(images.rows(sample, y, h)[:, x : x + w], out)
-            return ""
         pixels, reason = decode.decode_any(decoder, images.read(sample))
-        y, x, h, w = random_box(uniform, pixels.shape[0], pixels.shape[1], least)
+        y, x, h, w = random_box(self._uniform[i], pixels.shape[0], pixels.shape[1], self._least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
         return reason
 
@@ -74,10 +69,7 @@ class CentreCrop:
         self._shorter = shorter
 
     def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> str:
-        if images.raw:
-            pixels, reason = images.rows(sample, 0, images.shape(sample)[0]), ""
-        else:
-            pixels, reason = decode.decode_any(decoder, images.read(sample))
+        pixels, reason = decode.decode_any(decoder, images.read(sample))
         height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")

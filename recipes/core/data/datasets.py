@@ -25,17 +25,13 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files. folder: where they are below data_dir. mirrors: base URLs.
-
-    ending: what the names of the files have in addition on mirrors; ``.gz`` where they are served compressed.
-    """
+    """A dataset of a few files. folder: where they are below data_dir. mirrors: base URLs of the files, compressed (``.gz``)."""
 
     name: str
     recipe: str
     folder: str
-    files: tuple[DataFile, ...]
-    mirrors: tuple[str, ...]
-    ending: str = ""
+    files: tuple[DataFile, ...] = ()
+    mirrors: tuple[str, ...] = ()
 
 
 # The names and the first mirror are torchvision 0.30's (datasets/mnist.py), the second mirror is used by TensorFlow's
@@ -57,24 +53,10 @@ MNIST = Dataset(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
-    ending=".gz",
 )
 IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
-# Size and SHA-256 are of the only file that https://www.cs.toronto.edu/~kriz/cifar.html serves.
-CIFAR10 = Dataset(
-    name="cifar10",
-    recipe="cifar",
-    folder="cifar10",
-    files=(
-        DataFile(
-            "cifar-10-binary.tar.gz",
-            170052171,
-            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-        ),
-    ),
-    mirrors=("https://www.cs.toronto.edu/~kriz/",),
-)
+CIFAR10 = Dataset(name="cifar10", recipe="cifar", folder="cifar10")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # The files that prepare writes, in the order of IDX_KEYS: images of shape (N, 3, 32, 32).
 CIFAR10_IDX = (
@@ -107,19 +89,20 @@ def fault_of(path: Path, file: DataFile) -> str | None:
     """The fault of the file at ``path`` as a clause for a message. None if its size and SHA-256 are correct."""
     try:
         size = path.stat().st_size
-        if size != file.size:
-            return f"has {size} bytes instead of {file.size}"
-        return sha256_fault(files.sha256(path), file)
+        return content_fault(size, files.sha256(path) if size == file.size else "", file)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def sha256_fault(found: str, file: DataFile) -> str | None:
-    if found == file.sha256:
-        return None
-    return f"has invalid content (SHA-256 {found[:8]}… instead of {file.sha256[:8]}…)"
+def content_fault(size: int, sha256: str, file: DataFile) -> str | None:
+    """As `fault_of`, from a size and a SHA-256."""
+    if size != file.size:
+        return f"has {'more' if size > file.size else size} bytes instead of {file.size}"
+    if sha256 != file.sha256:
+        return f"has invalid content (SHA-256 {sha256[:8]}… instead of {file.sha256[:8]}…)"
+    return None
 
 
 def search_folders(data_dir: str | Path, dataset: Dataset) -> list[Path]:
@@ -133,8 +116,7 @@ def local_copies(data_dir: str | Path, dataset: Dataset, file: DataFile, key: st
 
     Raises DataFileError as `kind` does.
     """
-    endings = ("", dataset.ending) if dataset.ending else ("",)
-    candidates = [folder / (file.name + end) for folder in search_folders(data_dir, dataset) for end in endings]
+    candidates = [folder / (file.name + end) for folder in search_folders(data_dir, dataset) for end in ("", ".gz")]
     return [path for path in candidates if kind(path, key) == "file"]
 
 

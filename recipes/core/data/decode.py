@@ -103,8 +103,8 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
 
 def _pillow(data: bytes) -> tuple[Pixels, str]:
     """An image's pixels by Pillow, converted as in a packed copy, and the kinds of conversion. Raises Unreadable."""
-    content, height, width, kinds = pillow.encode(data, "raw", 1 << 30, 0)
-    return np.frombuffer(content, np.uint8).reshape(height, width, 3), ", ".join(kinds)
+    image, kinds, _ = pillow.decode(data)
+    return np.asarray(image), ", ".join(kinds)
 
 
 def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:

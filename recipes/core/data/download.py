@@ -1,32 +1,22 @@
-"""Fetches files whose size and SHA-256 are known, from URLs or local copies. Standard library only.
+"""Downloads files with torch.hub, and reads files whose SHA-256 is known. Works without torch until something is downloaded."""
 
-The SHA-256 decides whether a file is valid, whatever server it is from. So all that remains is to bound the bytes and the time,
-to retry, and to give a file its name only when it is complete.
-"""
-
-import functools
+import gzip
 import hashlib
 import http.client
 import re
+import socket
 import ssl
-import time
+import sys
 import urllib.error
-import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 from recipes.core import files
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile, DataFileError
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import InputError
 
-CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30.0  # to connect, and for each read
-TOTAL_S = 1800.0  # for one file from one URL
-ATTEMPTS = 3  # for each URL
-RETRY_WAIT_S = 1.0
 # Printable ASCII without user, query and fragment. http only on this machine: a proxy on the way may change other http answers.
 URL = re.compile(
     r"(https://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])|http://(localhost|127\.0\.0\.1|\[::1\]))(:\d{1,5})?(/[!-\"$->A-~]*)?"
@@ -34,11 +24,7 @@ URL = re.compile(
 
 
 class FetchError(Exception):
-    """A source cannot be read: network, TLS, timeout, an unreadable local file. One line. retry: it may succeed later."""
-
-    def __init__(self, text: str, retry: bool = False):
-        super().__init__(text)
-        self.retry = retry
+    """A URL cannot be downloaded. One line."""
 
 
 def check_url(url: str) -> None:
@@ -50,127 +36,44 @@ def check_url(url: str) -> None:
         )
 
 
-def fetch(
-    file: DataFile,
-    sources: list[str],
-    folder: Path,
-    *,
-    unpack: bool,
-    say: Callable[[str], None],
-    progress: Callable[[DataFile, int], None],
-    given: bool = False,
-) -> str:
-    """Writes ``file`` to ``folder`` from the first of ``sources`` (URLs and paths) that has it, and gives that source.
+def fetch(url: str, path: Path, sha256: str = "") -> None:
+    """Downloads ``url`` to ``path``, which is replaced only by a complete file. TLS is verified; proxies and SSL_CERT_FILE are honoured.
 
-    unpack: gzip content is unpacked. say: gets lines for the user. progress: gets the bytes written so far. given: the user chose the
-    source. Raises InputError (a given source has an invalid file), MachineError (no source can be read) and OSError (cannot be written).
+    sha256: the first digits of the file's SHA-256; "" if the caller verifies the file, which may then be incomplete.
+    Raises FetchError, and OSError if the disk is full.
     """
-    faults: dict[str, DataFileError | FetchError] = {}
-    remaining = list(sources)
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(RETRY_WAIT_S)
-        for source in remaining:
-            say(f"{file.name}: from {source}")
-            try:
-                chunks = _chunks(source, file)
-                content = _unpacked(chunks, file) if unpack else chunks
-                files.write_whole(folder / file.name, functools.partial(_write, content, file, progress))
-            except (DataFileError, FetchError) as error:
-                faults[source] = error
-                say(f"{file.name}: {error}")
-            else:
-                say(f"{file.name}: verified, {files.size_text(file.size)}")
-                return source
-        remaining = [source for source in remaining if getattr(faults[source], "retry", False)]
-        if not remaining:
-            break
-    tried = "; ".join(f"{source}: {fault}" for source, fault in faults.items())
-    if given and all(isinstance(fault, DataFileError) for fault in faults.values()):
-        raise InputError(f"source= has no valid copy of {file.name} ({tried}): give another source=")
-    raise MachineError(
-        f"no valid copy of {file.name} could be fetched ({tried}): run this where there is internet (a login node), "
-        "set HTTPS_PROXY if the site has a proxy, or give source= a folder that has the files"
-    )
+    import torch
 
-
-def _write(content: Iterator[bytes], file: DataFile, progress: Callable[[DataFile, int], None], out: IO[bytes]) -> None:
-    """Writes and verifies the content. Raises DataFileError."""
-    digest, done = hashlib.sha256(), 0
-    for chunk in content:
-        done += len(chunk)
-        if done > file.size:
-            raise DataFileError(f"has more than the {file.size} bytes of {file.name}")
-        digest.update(chunk)
-        out.write(chunk)
-        progress(file, done)
-    if done != file.size:
-        raise DataFileError(f"has {done} bytes instead of {file.size}")
-    if fault := datasets.sha256_fault(digest.hexdigest(), file):
-        raise DataFileError(fault)
-
-
-def _unpacked(chunks: Iterator[bytes], file: DataFile) -> Iterator[bytes]:
-    """The content of a gzip stream, at most one byte more than the file has; other content unchanged.
-
-    The first byte decides, not the name: browsers and some proxies unpack a .gz and keep its name. Raises DataFileError.
-    """
-    first = next(chunks, b"")
-    if first[:1] != b"\x1f":
-        yield first
-        yield from chunks
-        return
-    gzip, done = zlib.decompressobj(wbits=31), 0
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT_S)  # torch.hub sets none
     try:
-        yield (content := gzip.decompress(first, file.size + 1))
-        done += len(content)
-        for chunk in chunks:
-            yield (content := gzip.decompress(chunk, file.size + 1 - done))
-            done += len(content)
-    except zlib.error as error:
+        torch.hub.download_url_to_file(url, str(path), sha256 or None, sys.stderr.isatty())
+    except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, OSError) and error.errno in files.FULL:
+            raise
+        raise FetchError(describe(error)) from None
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def read(path: Path, file: DataFile) -> bytes:
+    """The content of ``file`` from a copy, plain or gzip. Raises DataFileError if the copy is damaged or cannot be read.
+
+    The first byte decides, not the name: browsers and some proxies unpack a .gz and keep its name.
+    """
+    try:
+        with path.open("rb") as plain:
+            packed = plain.read(1) == b"\x1f"
+            plain.seek(0)
+            with gzip.open(plain) if packed else plain as content:
+                found = content.read(file.size + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataFileError(f"is damaged ({error})") from None
-    if not gzip.eof:
-        raise DataFileError("is truncated (gzip without its end)")
-
-
-def _chunks(source: str, file: DataFile) -> Iterator[bytes]:
-    """The content of a URL or a local file. Raises DataFileError and FetchError."""
-    try:
-        if "://" in source:
-            yield from _body(source, file.size + file.size // 100 + (1 << 16))  # gzip can enlarge a file a little
-        else:
-            with open(source, "rb") as local:
-                while chunk := local.read(CHUNK_BYTES):
-                    yield chunk
-    except urllib.error.HTTPError as error:
-        if error.code in (404, 410):
-            raise DataFileError(describe(error)) from None
-        raise FetchError(describe(error), retry=error.code == 429 or error.code >= 500) from None
-    except (OSError, http.client.HTTPException) as error:
-        retry = "://" in source and not isinstance(error, urllib.error.URLError)  # URLError: no connection was made
-        raise FetchError(describe(error), retry) from None
-
-
-def _body(url: str, limit: int) -> Iterator[bytes]:
-    """The body of ``url``, at most ``limit`` bytes. TLS is verified; proxies and SSL_CERT_FILE are honoured."""
-    deadline, received = time.monotonic() + TOTAL_S, 0
-    # Not urlopen, which keeps the proxies and certificates of its first call.
-    try:
-        opened = urllib.request.build_opener().open(url, timeout=TIMEOUT_S)
-    except ValueError as error:
-        raise FetchError(f"redirects to an invalid URL ({error})") from None
-    with opened as response:
-        if (response.length or 0) > limit:
-            raise DataFileError(f"announces {response.length} bytes, at most {limit} are expected")
-        while chunk := response.read1(CHUNK_BYTES):  # read() would block until all of CHUNK_BYTES have arrived
-            received += len(chunk)
-            if received > limit:
-                raise DataFileError(f"sends more than {limit} bytes")
-            if time.monotonic() > deadline:
-                raise FetchError(f"too slow: {received} bytes in {TOTAL_S:g} s")
-            yield chunk
-        if response.length:
-            raise ConnectionError(f"closed with {response.length} bytes missing")
+    except OSError as error:
+        raise DataFileError(f"cannot be read ({error.strerror})") from None
+    if fault := datasets.content_fault(len(found), hashlib.sha256(found).hexdigest(), file):
+        raise DataFileError(fault)
+    return found
 
 
 def describe(error: BaseException) -> str:

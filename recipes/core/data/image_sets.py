@@ -1,5 +1,6 @@
-"""Sets of images too large for memory: class folders, packed copies, and random pixels for benchmarks."""
+"""Sets of images too large for memory: class folders, packed copies, and random images for benchmarks."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -7,18 +8,16 @@ from typing import Protocol
 import numpy as np
 
 from recipes.core.data import classfolder, datasets
-from recipes.core.data.decode import Pixels
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
 from recipes.core.errors import InputError
 
 
 class Images(Protocol):
-    """A set of images with labels. Files and packed JPEGs are read completely; of packed pixels, only the rows of a crop."""
+    """A set of compressed images with labels."""
 
-    kind: str  # for the user: files; packed jpeg, 256 px; packed raw, 256 px
+    kind: str  # for the user: files; packed jpeg, 256 px
     place: str  # the folder, for error messages
-    raw: bool  # pixels: `shape` and `rows` are available, otherwise `read`
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -33,19 +32,11 @@ class Images(Protocol):
         """A compressed image. Raises OSError, Unreadable."""
         ...
 
-    def shape(self, i: int) -> tuple[int, int]:
-        """Height and width, where ``raw``."""
-        ...
-
-    def rows(self, i: int, first: int, count: int) -> Pixels:
-        """Rows of pixels (count, W, 3), where ``raw``; valid until this thread's next call. Raises OSError, Unreadable."""
-        ...
-
 
 class Files:
     """``FOLDER/<class>/*.JPEG``; labels are positions in ``classes``, by default the folder's own."""
 
-    kind, raw = "files", False
+    kind = "files"
 
     def __init__(self, folder: Path, classes: Sequence[str] | None, report: Callable[[object], None]) -> None:
         self._listing = classfolder.scan(folder, classes, report)
@@ -71,22 +62,22 @@ class Files:
         with open(f"{self._folder}/{self._listing.name(i)}", "rb", buffering=0) as file:
             return file.readall()
 
-    def shape(self, i: int) -> tuple[int, int]:
-        raise NotImplementedError
-
-    def rows(self, i: int, first: int, count: int) -> Pixels:
-        raise NotImplementedError
-
 
 class Fake:
-    """dataset=fake: a few images of random pixels, repeated, that are read and cropped like packed pixels."""
+    """dataset=fake: a few JPEGs of smooth noise, repeated, that are decoded like real ones."""
 
-    kind, place, raw = "random pixels, 256 px", "dataset=fake", True
+    kind, place = "random images, 256 px", "dataset=fake"
 
-    def __init__(self, samples: int, classes: int = 1000, size: int = 256) -> None:
+    def __init__(self, samples: int, classes: int = 1000) -> None:
+        from PIL import Image
+
         self.classes = tuple(f"class {i}" for i in range(classes))
         self._samples = samples
-        self._pixels = np.random.default_rng(0).integers(0, 256, (16, size, size, 3), np.uint8)
+        self._jpegs = []
+        for noise in np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3), np.uint8):
+            buffer = io.BytesIO()
+            Image.fromarray(noise).resize((256, 256)).save(buffer, "JPEG", quality=90)
+            self._jpegs.append(buffer.getvalue())
 
     def __len__(self) -> int:
         return self._samples
@@ -101,13 +92,7 @@ class Fake:
         return f"{self._samples} fake samples"
 
     def read(self, i: int) -> bytes:
-        raise NotImplementedError
-
-    def shape(self, i: int) -> tuple[int, int]:
-        return self._pixels.shape[1], self._pixels.shape[2]
-
-    def rows(self, i: int, first: int, count: int) -> Pixels:
-        return self._pixels[i % len(self._pixels), first : first + count]
+        return self._jpegs[i % len(self._jpegs)]
 
 
 def open_images(data_dir: str | Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:

@@ -37,18 +37,16 @@ def read_file(path: Path) -> bytes:
         ) from None
 
 
-def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, int, int, list[str]]:
+def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int, list[str]]:
     """An image for a packed copy: payload, height, width, and the kinds of conversion that were necessary.
 
     An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
     """
-    image, kinds, plain = _decode(data)
+    image, kinds, plain = decode(data)
     small = _reduced(image, size)
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
-    if encoding == "raw":
-        payload = small.tobytes()
-    elif plain and small is image:
+    if plain and small is image:
         payload = data
     else:
         small.info = {}  # comments and profiles would be stored too
@@ -58,8 +56,8 @@ def encode(data: bytes, encoding: str, size: int, quality: int) -> tuple[bytes, 
     return payload, small.height, small.width, kinds
 
 
-def _decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
-    """The image upright in RGB, the kinds of conversion, and whether it is a JPEG that needed none."""
+def decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
+    """The image upright in RGB, the kinds of conversion, and whether it is a JPEG that needed none. Raises Unreadable."""
     from PIL import Image
 
     image = open_image(data)

@@ -40,9 +40,12 @@ def judgement(run_dir: Path) -> Judgement:
         rank, host = status.get("first_failing_rank"), status.get("first_failing_host")
         return Judgement(str(status.get("reason") or ""), rank, host, kind_of(status))
     attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
-    if not attempt or not attempts.records(attempt):
+    try:
+        if not attempt or not attempts.records(attempt):
+            return NO_RECORD
+        found = judge.judge(judge.gather(attempt))
+    except (KeyError, TypeError, ValueError, AttributeError):  # a damaged record
         return NO_RECORD
-    found = judge.judge(judge.gather(attempt))
     first = found.first or {}
     return Judgement(found.reason, first.get("rank"), first.get("host"), found.kind)
 
@@ -94,7 +97,7 @@ def of_run(run_dir: Path, queue: Queue) -> list[str]:
     elif (slurm.job and not slurm.job.ended) or _is_alive(run_dir, slurm, quiet_s):
         return _shown(f"it has not begun: {slurm.line}")
     else:
-        begun = bool(attempts.facts(run_dir))
+        begun = (run_dir / "logs").is_dir()
         found = Judgement(
             f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}", kind=Kind.killed
         )

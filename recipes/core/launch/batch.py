@@ -177,7 +177,7 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         most = settings.run.max_requeues + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
-    elif outcome.state == judge.REFUSED:
+    elif outcome.state == judge.REFUSED or outcome.is_of_all:
         print(f"{recipe}: {outcome.line}", file=sys.stderr)
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""

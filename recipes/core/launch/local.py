@@ -308,10 +308,9 @@ def _report_end(attempt: Attempt, end: End) -> int:
     """Judges the run, prints how it failed, and returns its exit status."""
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)
-    if outcome.exit_status in (errors.EXIT_CONFIG, errors.EXIT_MACHINE):
-        if (outcome.first or {}).get("rank") != 0:  # rank 0 prints its own line
-            _report(outcome.reason)
-    elif outcome.state not in ("done", "preempted"):
+    if outcome.state == judge.REFUSED and not outcome.is_of_all:
+        _report(outcome.reason)
+    elif not outcome.is_of_all and outcome.state not in ("done", "preempted"):
         logs = attempt.run_dir / "logs"
         _report(f"{outcome.state}: {outcome.reason}" + (f"; logs in {logs}" if logs.exists() else ""))
     return outcome.exit_status

@@ -69,13 +69,14 @@ class Outcome:
     step: int = 0
 
     @property
+    def is_of_all(self) -> bool:
+        """Whether rank 0 was refused (input, machine): it represents the ranks that are refused for the same reason."""
+        return self.exit_status in (EXIT_CONFIG, EXIT_MACHINE) and (self.first or {}).get("rank") == 0
+
+    @property
     def line(self) -> str:
-        """The reason; for rank 0, which represents the ranks that are refused for the same reason, without its name."""
-        return (
-            str(self.first["error"])
-            if self.first and self.first["rank"] == 0 and "error" in self.first
-            else self.reason
-        )
+        """The reason; without the name of rank 0 if it represents all ranks."""
+        return str((self.first or {}).get("error") or self.reason) if self.is_of_all else self.reason
 
 
 def gather(attempt: Attempt) -> Evidence:

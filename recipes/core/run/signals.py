@@ -54,6 +54,75 @@ def heeded() -> tuple[signal.Signals, ...]:
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
+class _Listener:
+    """Reads the interpreter's wake-up pipe in a thread. tell, continued: see `stop_flag`."""
+
+    def __init__(self, tell: Callable[[str], None], continued: Callable[[], None]) -> None:
+        self.flag, self._tell, self._continued = StopFlag(), tell, continued
+        self._main_thread = threading.get_ident()
+        self.read_end, self.write_end = os.pipe()
+        self.saying = threading.Thread()  # the thread that calls tell
+        # Counted here, since Python may call the handler only once for two signals.
+        self._interrupts, self._interrupted, self._last = 0, False, -math.inf
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of each signal, in the main thread."""
+        self.flag.note(signal.Signals(number).name)  # in case the thread has not set it yet
+        # A third SIGINT must not cut the final messages.
+        if self._interrupts > 1 and not (self._interrupted or self.flag.settling):
+            self._interrupted = True
+            raise KeyboardInterrupt
+
+    def listen(self) -> None:
+        """The thread. It ends the process INTERRUPT_S after a second SIGINT if the main thread does not."""
+        over, patience, deadline = False, UNWINDING, math.inf
+        while not over:
+            # select waits without holding the interpreter's lock. It has no timeout before the second SIGINT.
+            left = max(0.0, deadline - time.monotonic()) if self._interrupts > 1 else None
+            ready, _, _ = select.select([self.read_end], [], [], left)
+            if not ready and (self._interrupted or self.flag.settling) and patience:
+                patience -= 1  # the main thread is ending, and writes its final messages
+                deadline = time.monotonic() + INTERRUPT_S
+                continue
+            if not ready:
+                _aside(self._last_words).join(INTERRUPT_S * UNWINDING)
+                os._exit(INTERRUPTED)
+            numbers = os.read(self.read_end, 64)
+            over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
+            if signal.SIGINT in numbers and not over and self._is_second_interrupt():
+                deadline = self._last + INTERRUPT_S
+                signal.pthread_kill(self._main_thread, signal.SIGINT)
+            if signal.SIGCONT in numbers:
+                self._continued()
+            name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
+            if name and not self.saying.ident:
+                self.flag.note(name)
+                self.saying = _aside(functools.partial(self._tell, name))
+
+    def _is_second_interrupt(self) -> bool:
+        if time.monotonic() - self._last <= TOGETHER_S:
+            return False
+        self._interrupts, self._last = self._interrupts + 1, time.monotonic()
+        return self._interrupts == 2
+
+    def _last_words(self) -> None:
+        if not (self._interrupted or self.flag.settling):
+            self.flag.last_words()
+        print("interrupted while it waited below Python, for another rank perhaps", file=sys.stderr, flush=True)
+
+
+def _aside(call: Callable[[], object]) -> threading.Thread:
+    """Calls ``call`` in a separate thread, so that a blocked stderr or a slow disk blocks nothing else."""
+
+    def quietly() -> None:
+        with contextlib.suppress(OSError):
+            call()
+
+    thread = threading.Thread(target=quietly, name="a signal's word", daemon=True)
+    thread.start()
+    return thread
+
+
 @contextlib.contextmanager
 def stop_flag(
     tell: Callable[[str], None] = lambda name: None,
@@ -63,90 +132,33 @@ def stop_flag(
     """Yields a flag that each of SIGNALS sets.
 
     A second SIGINT, at least TOGETHER_S later, raises KeyboardInterrupt once. tell: called once, in a separate thread,
-    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. continued: called from a
-    thread at each SIGCONT. Must be called from the main thread.
+    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. continued: called
+    from a thread at each SIGCONT. Must be called from the main thread.
     """
-    flag, main_thread = StopFlag(), threading.get_ident()
-    saying = threading.Thread()  # the thread that calls tell
-    interrupts, interrupted = 0, False  # counted by the listener: Python may call the handler only once for two signals
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        flag.note(signal.Signals(number).name)  # in case the listener has not set it yet
-        if interrupts > 1 and not (interrupted or flag.settling):  # a third SIGINT must not cut the final messages
-            interrupted = True
-            raise KeyboardInterrupt
-
-    def leave_word() -> None:
-        if not (interrupted or flag.settling):
-            flag.last_words()
-        print("interrupted while it waited below Python, for another rank perhaps", file=sys.stderr, flush=True)
-
-    def aside(call: Callable[[], object]) -> threading.Thread:
-        """Calls ``call`` in a separate thread, so that a blocked stderr or a slow disk blocks nothing else."""
-
-        def quietly() -> None:
-            with contextlib.suppress(OSError):
-                call()
-
-        thread = threading.Thread(target=quietly, name="a signal's word", daemon=True)
-        thread.start()
-        return thread
-
-    def listen() -> None:
-        nonlocal interrupts, saying
-        told, over, patience, last, deadline = False, False, UNWINDING, -math.inf, math.inf
-        while not over:
-            # select waits without holding the interpreter's lock. It has no timeout before the second SIGINT.
-            left = max(0.0, deadline - time.monotonic()) if interrupts > 1 else None
-            ready, _, _ = select.select([read_end], [], [], left)
-            if not ready and (interrupted or flag.settling) and patience:
-                patience -= 1  # the main thread is ending, and writes its final messages
-                deadline = time.monotonic() + INTERRUPT_S
-                continue
-            if not ready:
-                aside(leave_word).join(INTERRUPT_S * UNWINDING)
-                os._exit(INTERRUPTED)
-            numbers = os.read(read_end, 64)
-            over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
-            if signal.SIGINT in numbers and not over and time.monotonic() - last > TOGETHER_S:
-                interrupts, last = interrupts + 1, time.monotonic()
-                if interrupts == 2:
-                    deadline = last + INTERRUPT_S
-                    signal.pthread_kill(main_thread, signal.SIGINT)
-            if signal.SIGCONT in numbers:
-                continued()
-            for number in numbers:
-                if number in SIGNALS and not told:
-                    told = True
-                    flag.note(signal.Signals(number).name)
-                    saying = aside(functools.partial(tell, signal.Signals(number).name))
-
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    listener = threading.Thread(target=listen, name="signals", daemon=True)
-    old_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    listener = _Listener(tell, continued)
+    os.set_blocking(listener.write_end, False)
+    thread = threading.Thread(target=listener.listen, name="signals", daemon=True)
+    old_pipe = signal.set_wakeup_fd(listener.write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
-    before = {number: signal.signal(number, handle) for number in heeded()}
+    before = {number: signal.signal(number, listener.handle) for number in heeded()}
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2
-    listener.start()
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, SIGNALS
-    )  # entry.begin blocks SIGUSR1 and SIGUSR2; a parent process may have blocked others
+    thread.start()
+    # entry.begin blocks SIGUSR1 and SIGUSR2; a parent process may have blocked others.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        yield flag
+        yield listener.flag
     finally:
-        os.write(write_end, b"\0")
-        listener.join()  # before the handlers are restored, since the listener may send a signal
-        if saying.ident:
-            saying.join(SAID_S)
+        os.write(listener.write_end, b"\0")
+        thread.join()  # before the handlers are restored, since the thread may send a signal
+        if listener.saying.ident:
+            listener.saying.join(SAID_S)
         signal.set_wakeup_fd(old_pipe)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(write_end)
-        os.close(read_end)
+        os.close(listener.write_end)
+        os.close(listener.read_end)
 
 
 def watch_the_end(

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed
@@ -22,10 +22,8 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, judge, queue, watchdog
 from recipes.core.run.entry import Start
 from recipes.core.train import checkpoint, torch_errors
+from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
-
-if TYPE_CHECKING:
-    from recipes.core.train.session import Run
 
 FENCE_S = queue.HEARTBEAT_S  # between two checks of the run directory's owner
 LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
@@ -41,7 +39,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _keep_flight_record(run: "Run") -> None:
+def _keep_flight_record(run: Run) -> None:
     """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
 
     torch writes it only after its own timeout, which never expires here.
@@ -51,7 +49,7 @@ def _keep_flight_record(run: "Run") -> None:
         files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
-def keep_to_the_fence(run: "Run", over: threading.Event) -> None:
+def keep_to_the_fence(run: Run, over: threading.Event) -> None:
     """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
 
     A thread does this, since the main thread may be waiting in a step.
@@ -66,7 +64,7 @@ def keep_to_the_fence(run: "Run", over: threading.Event) -> None:
             leave(errors.EXIT_MACHINE)
 
 
-def end_a_wait(run: "Run", start: Start, over: threading.Event) -> None:
+def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
     """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
 
     It replaces torch's own timeouts, which also count the time in which the job was suspended.
@@ -97,7 +95,7 @@ def end_a_wait(run: "Run", start: Start, over: threading.Event) -> None:
                     leave(code)
 
 
-def _stopped_early(run: "Run", reason: str) -> int:
+def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
     if run.world.rank == 0 and run.is_mine():
         step = (directory.read_status(run.dir) or {}).get("step", 0)
@@ -116,7 +114,7 @@ class Cause(NamedTuple):
     traceback: bool = False
 
 
-def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
+def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
     """Records and prints what ended this rank, and returns the exit status.
 
     behind: the rank for which it waited without success, if that is already known.
@@ -151,7 +149,7 @@ def fail(run: "Run", error: BaseException, behind: Mapping[str, Any] | None = No
     return cause.exit_status
 
 
-def _cause(run: "Run", error: BaseException) -> Cause:
+def _cause(run: Run, error: BaseException) -> Cause:
     """What ended this rank."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = f"make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
@@ -179,7 +177,7 @@ def _cause(run: "Run", error: BaseException) -> Cause:
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
 
 
-def _record(run: "Run", record: Mapping[str, Any]) -> bool:
+def _record(run: Run, record: Mapping[str, Any]) -> bool:
     """Writes this rank's error record. Returns False if it cannot be written."""
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
@@ -187,7 +185,7 @@ def _record(run: "Run", record: Mapping[str, Any]) -> bool:
     return False
 
 
-def _print(run: "Run", cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
+def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank adds its part of it."""
     recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
     if cause.kind.is_consequence or cause.kind is Kind.suspended:
@@ -207,7 +205,7 @@ def _print(run: "Run", cause: Cause, error: BaseException, record: Mapping[str, 
         print(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
 
 
-def _write_provisional_status(run: "Run", record: Mapping[str, Any]) -> None:
+def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
     """Sets ``status.json`` to failed, as far as this rank knows. The judgement of the parent replaces it."""
     attempts.check_owner(run.attempt)
     if run.begun or not (run.dir / "status.json").exists():

@@ -8,7 +8,7 @@ from recipes.core.data import datasets, image_sets
 from recipes.core.data.image_sets import Images
 from recipes.core.data.packed import stage
 from recipes.core.errors import InputError, Stopped
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 
 def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:

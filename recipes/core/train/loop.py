@@ -18,7 +18,7 @@ from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 PROGRESS_EVERY_S = 0.5
 
@@ -100,9 +100,16 @@ def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int
 
 
 class Step(Generic[S]):
-    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's learning rate."""
+    """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's learning rate.
 
-    def __init__(self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str]) -> None:
+    ends_epoch: whether the shard is of the last batch of its epoch. save: set it to True, on all ranks, to save after
+    this step.
+    """
+
+    def __init__(
+        self, run: Run, model: nn.Module, shard: S, accumulate: int, calls: Counter[str], ends_epoch: bool
+    ) -> None:
+        self.ends_epoch, self.save = ends_epoch, False
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
         self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
         self._begun, self._losses = 0, list[Tensor]()
@@ -193,7 +200,7 @@ def steps(
             pulse.beat(watchdog.DATA, state.step)
             for shard in batches.epoch(epoch, first_batch):
                 state.optimizer.zero_grad(set_to_none=True)
-                step = Step(run, model, shard, cfg.accumulate, calls)
+                step = Step(run, model, shard, cfg.accumulate, calls, shard.batch == batches.per_epoch - 1)
                 yield step
                 step.check()
                 if ends.end(step):
@@ -221,7 +228,7 @@ class _StepEnds:
         self, run: Run, cfg: TrainKeys, batches: Source[Shard], evaluate: Callable[[], Mapping[str, Any]]
     ) -> None:
         self.run, self.cfg, self.evaluate, self.meter = run, cfg, evaluate, _Meter(run.world.clock)
-        self.per_epoch, self.total, self.first_step = batches.per_epoch, total_steps(cfg, batches), run.step + 1
+        self.total, self.first_step = total_steps(cfg, batches), run.step + 1
         self.sums: Agreement | None = None
 
     def begin(self, pretrained: bool) -> bool:
@@ -261,8 +268,8 @@ class _StepEnds:
         total_loss, stop, save = before.read() if before else (0.0, "", False)
         _check_finite(total_loss, state.step - 1)
         last = state.step == self.total
-        ends_epoch = last or step.shard.batch == self.per_epoch - 1
-        save = save or run.interval_ends()
+        ends_epoch = last or step.ends_epoch
+        save = save or step.save or run.interval_ends()
         if ends_epoch or stop or save or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0:
             total_loss, stop_now, _ = self.sums.read()
             stop = self._record(step, total_loss, stop or stop_now, ends_epoch, save)

@@ -1,11 +1,8 @@
 """The start of an attempt: its run directory, whether all nodes see it, and the first lines of the log."""
 
-import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
@@ -13,12 +10,8 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
+from recipes.core.train.run import Run
 from recipes.core.train.world import World
-
-if TYPE_CHECKING:
-    from recipes.core.train.session import Run
-
-SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 
 
 def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
@@ -61,21 +54,7 @@ def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
     return str(path), attempt.number, bool(status and status["state"] == "done")
 
 
-def await_seen(run: "Run", is_seen: Callable[[], object], folder: Path, problem: str) -> None:
-    """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
-
-    Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is less.
-    """
-    deadline = time.monotonic() + min(SEEN_S, run.keys.timeout_s / 2)
-    while not is_seen():
-        if time.monotonic() > deadline:
-            raise MachineError(problem)
-        with contextlib.suppress(OSError):
-            os.listdir(folder)  # makes NFS refresh its cache
-        time.sleep(0.1)
-
-
-def check_shared(run: "Run") -> None:
+def check_shared(run: Run) -> None:
     """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into the run directory.
 
     Otherwise a job that is requeued on other nodes would find no checkpoint and would train from the beginning. Called by all ranks.
@@ -85,13 +64,13 @@ def check_shared(run: "Run") -> None:
     def look(tell: Callable[[object], None]) -> None:
         problem = f"run_dir={run.dir}: what rank 0 on {world.hosts[0]} writes there is not seen here: give a folder that all nodes share"
         if world.ranks.local_rank == 0:
-            await_seen(run, (run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
+            world.await_seen((run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
         world.together("run_dir", look)
 
 
-def introduce(run: "Run", start: Start) -> None:
+def introduce(run: Run, start: Start) -> None:
     """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
     world = run.world
     number = run.attempt.number
@@ -119,7 +98,7 @@ def introduce(run: "Run", start: Start) -> None:
     _warn_of_few_cpus(run)
 
 
-def _warn_of_few_cpus(run: "Run") -> None:
+def _warn_of_few_cpus(run: Run) -> None:
     """Warns if rank 0 is bound to fewer CPUs than its threads or workers require.
 
     Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
@@ -137,7 +116,7 @@ def _warn_of_few_cpus(run: "Run") -> None:
         )
 
 
-def _say_network(run: "Run", start: Start) -> None:
+def _say_network(run: Run, start: Start) -> None:
     """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
     if world.backend == "mpi":

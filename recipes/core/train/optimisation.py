@@ -9,7 +9,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.data.sampling import GlobalBatches
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:

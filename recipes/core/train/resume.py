@@ -2,20 +2,21 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.core.config import declare
+from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.errors import InputError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, resumed
-from recipes.core.train import checkpoint, opening
-
-if TYPE_CHECKING:
-    from recipes.core.train.session import Run
+from recipes.core.run.attempt import Attempt
+from recipes.core.train import checkpoint
+from recipes.core.train.checkpoint import State
+from recipes.core.train.world import World
 
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
@@ -24,9 +25,21 @@ OF_THE_MODEL = {"arch", "ema"}  # an evaluation must use the same values of thes
 OF_THE_BITS = ("torch", "world_size", "cpu_threads")
 
 
-def choose(run: "Run") -> str:
+@dataclass(frozen=True)
+class Context:
+    """The run that resumes. checkpoints: the folder that ``resume=`` uses. say, warn: print a line from rank 0, from any rank."""
+
+    settings: Settings
+    world: World
+    attempt: Attempt
+    checkpoints: Path
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+
+
+def choose(run: Context) -> str:
     """Path of the checkpoint to resume from; "" for none. Only rank 0 calls it. Raises InputError."""
-    wanted, there = run.keys.resume, checkpoint.candidates(run.checkpoints)
+    wanted, there = run.settings.run.resume, checkpoint.candidates(run.checkpoints)
     if there and _has_saved_before_requeue(run):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
@@ -49,7 +62,7 @@ def choose(run: "Run") -> str:
     if wanted == "never":
         if there:
             raise InputError(
-                f"resume=never: {run.dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
+                f"resume=never: {run.attempt.run_dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
             )
         return ""
     for path in there:
@@ -63,41 +76,40 @@ def choose(run: "Run") -> str:
     return ""
 
 
-def _has_saved_before_requeue(run: "Run") -> bool:
+def _has_saved_before_requeue(run: Context) -> bool:
     """Whether this job was requeued and a checkpoint of its earlier training exists."""
     if run.settings.config.evaluate or not run.world.ranks.restart_count:
         return False
-    before = attempts.owner(run.dir)  # this attempt has not begun yet
+    before = attempts.owner(run.attempt.run_dir)  # this attempt has not begun yet
     facts = before.facts() if before else {}
     if not before or facts.get("job") != run.attempt.facts().get("job"):
         return False
-    status = directory.read_status(run.dir)
+    status = directory.read_status(run.attempt.run_dir)
     has_saved = status and status["attempt"] == before.number and status["step"] > facts.get("step", 0)
     return bool(has_saved) or bool(facts.get("own"))
 
 
-def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:
-    """Loads the checkpoint into ``run.state``, if the run's keys allow that, and logs it. Called by all ranks.
+def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> None:
+    """Loads the checkpoint into ``state``, if the run's keys allow that, and logs it. Called by all ranks.
 
     sampler: the values that determine the order of samples. Raises InputError if a key of the run differs that may not, or if the
     checkpoint cannot be read. Raises MachineError if this node does not see it.
     """
     problem = f"{run.world.host}: does not see {path}, which rank 0 on {run.world.hosts[0]} has chosen"
-    opening.await_seen(run, path.exists, path.parent, problem)
-    state, content = run.state, checkpoint.read(path)
+    run.world.await_seen(path.exists, path.parent, problem)
+    content = checkpoint.read(path)
     meta, evaluate = content["meta"], run.settings.config.evaluate
     if evaluate:
-        _check_keys_to_evaluate(run, path, meta)
+        _check_keys_to_evaluate(run, path, meta, state.meta["config"])
     else:
-        _check_keys_to_train(run, path, content, sampler)
-    length = [] if evaluate else _changed_length(run, path, meta)
+        _check_keys_to_train(run, path, content, sampler, state.meta["config"])
+    length = [] if evaluate else _changed_length(run, path, meta, state.meta["config"])
     checkpoint.restore(state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
-    run.resumed_from_step, run.resumed_from = state.step, path
     run.say(f"resumed from {path}, step {state.step}")
     if length:
         then, now = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
@@ -109,17 +121,19 @@ def load(run: "Run", path: Path, sampler: Mapping[str, Any]) -> None:
         run.say(f"the same samples in the same order, but not the same to the last bit ({words})")
 
 
-def _check_keys_to_train(run: "Run", path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+def _check_keys_to_train(
+    run: Context, path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
     """Raises InputError if a key or value differs that would change the result."""
-    before, now = content["meta"]["config"], run.state.meta["config"]
+    before = content["meta"]["config"]
     changed = resumed.differences(before, now, declare.may_change(type(run.settings.config)))
     changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     _refuse(run, path, content["meta"], changed)
 
 
-def _check_keys_to_evaluate(run: "Run", path: Path, meta: Mapping[str, Any]) -> None:
+def _check_keys_to_evaluate(run: Context, path: Path, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises InputError if a key of the model differs. Logs the other keys that differ."""
-    before, now = meta["config"], run.state.meta["config"]
+    before = meta["config"]
     may_change = (set(before) | set(now)) - (OF_THE_MODEL & set(now))
     _refuse(run, path, meta, resumed.differences(before, now, may_change))
     other = resumed.differences(before, now, OF_THE_MODEL | declare.may_change(type(run.settings.config)))
@@ -127,7 +141,7 @@ def _check_keys_to_evaluate(run: "Run", path: Path, meta: Mapping[str, Any]) -> 
         run.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
 
 
-def _refuse(run: "Run", path: Path, meta: Mapping[str, Any], changed: list[str]) -> None:
+def _refuse(run: Context, path: Path, meta: Mapping[str, Any], changed: list[str]) -> None:
     if meta.get("recipe") != run.settings.recipe:
         raise InputError(f"checkpoint {path}: is of recipe {meta.get('recipe')}, not {run.settings.recipe}")
     if changed:
@@ -136,23 +150,22 @@ def _refuse(run: "Run", path: Path, meta: Mapping[str, Any], changed: list[str])
         )
 
 
-def _changed_length(run: "Run", path: Path, meta: Mapping[str, Any]) -> list[str]:
+def _changed_length(run: Context, path: Path, meta: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The changed keys that set the length of the run, as text. Raises InputError if that is not allowed."""
-    now = run.state.meta["config"]
     changed = resumed.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
-    if changed and not (run.settings.resumes or run.keys.force):
+    if changed and not (run.settings.resumes or run.settings.run.force):
         raise InputError(
             f"checkpoint {path}: {'; '.join(changed)}, and there is no config.yaml of its run: give the same, or force=true"
         )
     return changed
 
 
-def compare_keys(run: "Run", keys: dict[str, Any]) -> None:
+def compare_keys(run: Context, keys: dict[str, Any]) -> None:
     """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
 
     keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
     """
-    keys = keys | {name: getattr(run.keys, name) for name in OF_ALL_RANKS}
+    keys = keys | {name: getattr(run.settings.run, name) for name in OF_ALL_RANKS}
     first = json.loads(run.world.broadcast_text("keys", json.dumps(keys)))
     paths = {f.name for f in fields(run.settings.config) if f.metadata.get("path")}
     other = [

@@ -3,10 +3,12 @@
 import contextlib
 import datetime
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +25,7 @@ from recipes.core.run.watchdog import Pulse, RunningClock
 T = TypeVar("T")
 
 POLL_S = 0.2
+SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 PULSE_S = 1.0  # between two reports of a rank's progress
 # torch's timeouts also count the time in which a job is suspended. Therefore this one is too long to expire, and `RunningClock`
 # measures timeout_s. A longer one overflows: torch passes milliseconds to poll(2) as an int.
@@ -113,6 +116,19 @@ class World:
                 time.sleep(0.02)
             raise (InputError if message["is_input"] else MachineError)(message["error"])
         return cast(T, message["result"])
+
+    def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
+        """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
+
+        Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is less.
+        """
+        deadline = time.monotonic() + min(SEEN_S, self.timeout_s / 2)
+        while not is_seen():
+            if time.monotonic() > deadline:
+                raise MachineError(problem)
+            with contextlib.suppress(OSError):
+                os.listdir(folder)  # makes NFS refresh its cache
+            time.sleep(0.1)
 
     def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
         """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.

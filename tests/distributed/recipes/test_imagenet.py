@@ -329,12 +329,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[helpers.long("files"), "jpeg", helpers.long("raw")])
+@pytest.fixture(scope="module", params=[helpers.long("files"), "packed"])
 def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "files":
         return photos
     folder = tmp_path_factory.mktemp(request.param)
-    words = [f"source={photos}", f"data_dir={folder}", f"encoding={request.param}", "size=36", "workers=1"]
+    words = [f"source={photos}", f"data_dir={folder}", "size=36", "workers=1"]
     ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
     assert ended.status == 0, ended.out
     assert "broken.JPEG" in ended.out

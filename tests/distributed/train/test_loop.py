@@ -33,7 +33,7 @@ from recipes.core.run import directory, entry, queue, signals, watchdog
 from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, session, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 from tests import helpers
 
 STEP = {

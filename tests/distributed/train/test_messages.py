@@ -29,7 +29,7 @@ from recipes.conf.collectives import OPERATIONS, Config, Mode, bytes_of, sizes_o
 from recipes.core import bandwidth, drawing, outliers
 from recipes.core.doctor import gpucheck, linkcheck
 from recipes.core.place import ranks
-from recipes.core.train.session import Run
+from recipes.core.train.run import Run
 from recipes.core.train.world import World
 from tests import helpers
 

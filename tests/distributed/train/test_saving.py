@@ -38,14 +38,14 @@ def names(folder: Path) -> list[str]:
 
 
 def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, entered, archive = threading.Event(), threading.Event(), checkpoint._write_archive
+    held, entered, archive = threading.Event(), threading.Event(), torch.save
 
-    def hold(file: IO[bytes], content: Mapping[str, Any]) -> None:
+    def hold(content: Mapping[str, Any], file: IO[bytes]) -> None:
         entered.set()
         assert held.wait(20)
-        archive(file, content)
+        archive(content, file)
 
-    monkeypatch.setattr(checkpoint, "_write_archive", hold)
+    monkeypatch.setattr(torch, "save", hold)
     saver, now = make_saver(tmp_path), content(step=4, value=1.0)
     saver.save(now)
     assert entered.wait(20)
@@ -78,7 +78,7 @@ def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     saver = make_saver(folder)
-    monkeypatch.setattr(checkpoint, "_write_archive", full)
+    monkeypatch.setattr(torch, "save", full)
     saver.save(content())
     words = rf"^run_dir={tmp_path}/run: a checkpoint cannot be written \(No space left on device, .* free\): make room there"
     with pytest.raises(MachineError, match=words):

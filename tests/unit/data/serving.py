@@ -42,7 +42,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.contents = contents
         self.answers: dict[str, Answer] = {}
         self.requests: list[str] = []
-        self.sent = 0  # bytes of endless bodies
 
     @property
     def url(self) -> str:
@@ -94,16 +93,6 @@ def content(data: bytes) -> Answer:
 
 def status(code: int, **headers: object) -> Answer:
     return lambda handler: handler.head(code, Content_Length=0, **headers)
-
-
-def endless(start: bytes) -> Answer:
-    def answer(handler: Handler) -> None:
-        handler.head(200)
-        handler.wfile.write(start)
-        while True:
-            handler.server.sent += handler.wfile.write(b"a" * 65536)
-
-    return answer
 
 
 def half_then_wait(half_sent: threading.Event, go_on: threading.Event) -> Answer:

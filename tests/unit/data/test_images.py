@@ -27,7 +27,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as TF
 
 from recipes.core.data import crops, datasets, loader
-from recipes.core.data.decode import Pixels, make_decoder
+from recipes.core.data.decode import make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
 from recipes.core.data.packed import format, write
@@ -77,12 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("packed")
-    for encoding in ("jpeg", "raw"):
-        options = PackOptions(encoding=encoding, size=64, workers=1, samples_per_shard=10)
-        write.pack(folder, root / encoding, options, say=lambda text: None)
-    return {encoding: root / encoding for encoding in ("jpeg", "raw")}
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("packed") / "copy"
+    write.pack(folder, root, PackOptions(size=64, workers=1, samples_per_shard=10), say=lambda text: None)
+    return root
 
 
 def make_loader(
@@ -119,21 +117,17 @@ def worst(pixels: torch.Tensor, reference: Image.Image) -> int:
 # ---------------------------------------------------------------- pixels
 
 
-@pytest.mark.parametrize("kind", ["files", "raw"])
 def test_a_random_crop_has_the_pixels_of_torchvisions_resized_crop(
-    folder: Path, packed: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_box, boxes = crops.random_box, []
     monkeypatch.setattr(crops, "random_box", lambda *of: boxes.append(random_box(*of)) or boxes[-1])
-    source = open_images(packed.get(kind, folder), "train")
+    source = open_images(folder, "train")
     (shard,) = make_loader(source, batch=100).epoch(2)
     for i, (index, (y, x, h, w)) in enumerate(zip(shard.indices.tolist(), boxes, strict=True)):
-        if source.raw:
-            whole = Image.fromarray(source.rows(index, 0, source.shape(index)[0]).copy())
-        else:
-            whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
+        whole = Image.open(folder / "train" / source.name(index)).convert("RGB")
         wanted = TF.resized_crop(whole, y, x, h, w, [32, 32], transforms.InterpolationMode.BILINEAR, antialias=True)
-        assert worst(shard.images[i], wanted) <= (2 if source.raw else 1)  # of pixels that are enlarged
+        assert worst(shard.images[i], wanted) <= 1
     assert shard.images.is_contiguous(memory_format=torch.channels_last)
     assert (shard.images.dtype, shard.labels.dtype, shard.flip.dtype) == (torch.uint8, torch.int64, torch.bool)
 
@@ -159,21 +153,11 @@ def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
     assert 0 < difference.mean() < 6
 
 
-def test_packed_images_are_read_as_stored(packed: dict[str, Path]) -> None:
-    """Raw ones to the bit, whose shorter side is `resize`; JPEGs as their decoder gives them."""
-    for encoding, path in packed.items():
-        source = open_images(path, "val")
-        ((batch, _),) = make_loader(source).centres(source, slice(0, len(source)), 48, 64, 100)
-        for i in range(len(source)):
-            offset, length, shard, _, height, width = format.record((path / "val.index").read_bytes(), i)
-            payload = (path / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
-            if encoding == "raw":
-                whole = Image.frombytes("RGB", (width, height), payload)
-            else:
-                whole = Image.open(io.BytesIO(payload))
-            assert min(whole.size) == 64 or min(whole.size) < 64
-            reference = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(48)])(whole)
-            assert worst(batch[i], reference) <= (0 if encoding == "raw" and min(whole.size) == 64 else 1)
+def test_packed_images_are_read_as_stored(packed: Path) -> None:
+    source = open_images(packed, "val")
+    for i in range(len(source)):
+        offset, length, shard, *_ = format.record((packed / "val.index").read_bytes(), i)
+        assert source.read(i) == (packed / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -211,11 +195,9 @@ def test_random_boxes_have_the_distribution_of_torchvisions() -> None:
 # ---------------------------------------------------------------- the same everywhere
 
 
-@pytest.mark.parametrize("kind", ["files", "jpeg", "raw"])
-def test_samples_do_not_depend_on_ranks_and_threads(
-    folder: Path, packed: dict[str, Path], kind: str, decoder: str
-) -> None:
-    source = open_images(packed.get(kind, folder), "train")
+@pytest.mark.parametrize("kind", ["files", "packed"])
+def test_samples_do_not_depend_on_ranks_and_threads(folder: Path, packed: Path, kind: str, decoder: str) -> None:
+    source = open_images(packed if kind == "packed" else folder, "train")
     alone = sorted(content(make_loader(source, decoder=decoder).epoch(1)))
     assert len(alone) == len(source) == len({sample[2] for sample in alone})
     assert content(make_loader(source, decoder=decoder).epoch(2)) != alone
@@ -251,8 +233,8 @@ def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Pat
     assert all(shard.images.shape == (0, 3, 32, 32) and len(shard.labels) == 0 for shard in shards)
 
 
-def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: dict[str, Path]) -> None:
-    for path in (folder, *packed.values()):
+def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: Path) -> None:
+    for path in (folder, packed):
         source = open_images(path, "train")
         assert source.classes == CLASSES
         (shard,) = make_loader(source, batch=100).epoch(0)
@@ -261,7 +243,7 @@ def test_labels_are_the_folders_and_pieces_keep_them(folder: Path, packed: dict[
         assert torch.equal(torch.cat([piece.images for piece in cut]), shard.images)  # type: ignore[attr-defined]
 
 
-def test_random_pixels_need_no_folder() -> None:
+def test_random_images_need_no_folder() -> None:
     source = Fake(100, classes=7)
     (shard,) = make_loader(source, batch=100, workers=1).epoch(0)
     assert shard.images.float().std() > 10
@@ -320,8 +302,8 @@ def test_a_read_that_hangs_is_reported_with_the_file(folder: Path, monkeypatch: 
 def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Fake(4000)
     seen: list[int] = []
-    rows = source.rows
-    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or rows(i, *part))
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda i: seen.append(i) or read(i))
     shards = make_loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     deadline = time.monotonic() + 10
@@ -332,7 +314,7 @@ def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: py
     shards.close()  # type: ignore[attr-defined]
 
     seen.clear()
-    monkeypatch.setattr(source, "rows", lambda i, *part: seen.append(i) or time.sleep(0.02) or rows(i, *part))
+    monkeypatch.setattr(source, "read", lambda i: seen.append(i) or time.sleep(0.02) or read(i))
     shards = make_loader(source, batch=20, workers=1).epoch(0)
     next(shards)
     shards.close()  # type: ignore[attr-defined]
@@ -383,7 +365,7 @@ def test_resizing_starts_no_further_threads(folder: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
+def test_memory_does_not_grow(packed: Path) -> None:
     code = (
         "import sys, torch\n"
         "from recipes.core.data import image_sets\n"
@@ -400,9 +382,7 @@ def test_memory_does_not_grow(packed: dict[str, Path]) -> None:
         "    if epoch == 15: before = kilobytes()\n"
         "print(kilobytes() - before)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, packed["jpeg"]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", code, packed], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 8000  # 64 epochs' pixels are 230 MB
 
@@ -516,14 +496,14 @@ def test_a_lack_of_memory_or_descriptors_is_a_machine_error(
 def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, ends in ((50, True), (200, False)):
         source = Fake(3000)
-        rows = source.rows
+        intact = source.read
 
-        def read(i: int, *part: int, every: int = every, rows: Callable[..., Pixels] = rows) -> Pixels:
+        def read(i: int, every: int = every, intact: Callable[[int], bytes] = intact) -> bytes:
             if i % every == 0:
                 raise Unreadable("is damaged")
-            return rows(i, *part)
+            return intact(i)
 
-        monkeypatch.setattr(source, "rows", read)
+        monkeypatch.setattr(source, "read", read)
         told: list[str] = []
         one = make_loader(source, batch=100, warn=told.append)
         if not ends:
@@ -571,10 +551,8 @@ def damage(folder: Path, kind: str) -> None:
         ("no such split", r"has no train/"),
     ],
 )
-def test_a_damaged_packed_copy_is_found_when_it_is_opened(
-    packed: dict[str, Path], tmp_path: Path, kind: str, says: str
-) -> None:
-    shutil.copytree(packed["raw"], tmp_path / "copy")
+def test_a_damaged_packed_copy_is_found_when_it_is_opened(packed: Path, tmp_path: Path, kind: str, says: str) -> None:
+    shutil.copytree(packed, tmp_path / "copy")
     damage(tmp_path / "copy", kind)
     with pytest.raises(InputError, match=says) as caught:
         open_images(tmp_path / "copy", "train")
@@ -582,9 +560,9 @@ def test_a_damaged_packed_copy_is_found_when_it_is_opened(
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_shard_costs_only_its_own_samples(packed: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_shard_costs_only_its_own_samples(packed: Path, tmp_path: Path) -> None:
     """Bytes that are gone would be a SIGBUS where the file is mapped."""
-    shutil.copytree(packed["raw"], tmp_path / "copy")
+    shutil.copytree(packed, tmp_path / "copy")
     source = open_images(tmp_path / "copy", "train")
     with open(tmp_path / "copy" / "train-00000.bin", "r+b") as file:
         file.truncate(file.seek(0, 2) - 20_000)
@@ -595,13 +573,13 @@ def test_a_truncated_shard_costs_only_its_own_samples(packed: dict[str, Path], t
     assert one.skipped == len(bad)
 
 
-def test_more_shards_than_open_files_are_allowed(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_open_files_are_allowed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sets are open at once, and leave half of what the process may open to others."""
-    source = open_images(packed["raw"], "train")
+    source = open_images(packed, "train")
     alone = content(make_loader(source).epoch(0))
     assert len(source._open) == 3  # type: ignore[attr-defined]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 4096))
-    again = open_images(packed["raw"], "train")
+    again = open_images(packed, "train")
     assert content(make_loader(again, workers=2).epoch(0)) == alone
     assert len(again._open) == 2  # type: ignore[attr-defined]
 
@@ -624,8 +602,8 @@ def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, fo
     assert datasets.find_imagenet(tmp_path / "set") == tmp_path / "set" / "imagenet"
 
 
-def test_unreadable_data_is_reported_in_one_line(packed: dict[str, Path], folder: Path, reachable: Path) -> None:
-    copy = shutil.copytree(packed["raw"], reachable / "copy")
+def test_unreadable_data_is_reported_in_one_line(packed: Path, folder: Path, reachable: Path) -> None:
+    copy = shutil.copytree(packed, reachable / "copy")
     (copy / "train.index").chmod(0)
     with not_root(), pytest.raises(InputError, match=r"train\.index' cannot be read \(Permission denied\)"):
         open_images(copy, "train")
@@ -662,17 +640,17 @@ def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") 
 
 
 def test_stage_dir_may_contain_an_environment_variable(
-    packed: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    train, val = images.open_sets(fake_run(told), **keys(data_dir=packed["raw"], stage_dir="$NODE_DISK"))
+    train, val = images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NODE_DISK"))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"
     assert told[0] == "copying the packed copy to stage_dir=$NODE_DISK, unless it is there"
-    assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed raw, 64 px, {train.place}"]
+    assert told[1:] == [f"24 images in 3 classes, 24 to evaluate: packed jpeg, 64 px, {train.place}"]
     with pytest.raises(InputError, match=r"^node1: stage_dir=\$NO_SUCH_DISK/x: a variable in it is not set"):
-        images.open_sets(fake_run(told), **keys(data_dir=packed["raw"], stage_dir="$NO_SUCH_DISK/x"))
+        images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NO_SUCH_DISK/x"))
     with pytest.raises(InputError, match=r"^node1: stage_dir=: needs a packed copy"):
         images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))
@@ -680,21 +658,21 @@ def test_stage_dir_may_contain_an_environment_variable(
     assert {len(source.classes) for source in images.open_sets(fake_run(told), **keys("fake"))} == {1000}
 
 
-@pytest.mark.parametrize("kind", ["files", "raw"])
-def test_a_rank_with_other_samples_is_reported(folder: Path, packed: dict[str, Path], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["files", "packed"])
+def test_a_rank_with_other_samples_is_reported(folder: Path, packed: Path, kind: str) -> None:
     with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
-        images.open_sets(fake_run([], "another other"), **keys(data_dir=packed.get(kind, folder)))
+        images.open_sets(fake_run([], "another other"), **keys(data_dir=packed if kind == "packed" else folder))
 
 
-def test_a_stop_signal_ends_the_staging(packed: dict[str, Path], tmp_path: Path) -> None:
+def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:
     run = fake_run([])
     run.stop.reason = signal.SIGTERM.name
     with pytest.raises(Stopped, match=r"^SIGTERM$"):
-        images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
+        images.open_sets(run, **keys(data_dir=packed, stage_dir=str(tmp_path / "disk")))
     run.stop.reason = ""
-    images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
+    images.open_sets(run, **keys(data_dir=packed, stage_dir=str(tmp_path / "disk")))
     run.stop.reason = signal.SIGTERM.name  # nothing is to be copied, and the step loop is who stops
-    images.open_sets(run, **keys(data_dir=packed["raw"], stage_dir=str(tmp_path / "disk")))
+    images.open_sets(run, **keys(data_dir=packed, stage_dir=str(tmp_path / "disk")))
 
 
 def test_without_its_libraries_decoder_opencv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

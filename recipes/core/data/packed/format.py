@@ -2,7 +2,7 @@
 
 index.json          options, classes, and each split's files with their SHA-256; written last, so it means "complete"
 SPLIT.index         one `Record` for each sample
-SPLIT-NNNNN.bin     shards: the samples' JPEGs or pixels, one after another
+SPLIT-NNNNN.bin     shards: the samples' JPEGs, one after another
 packing.json        the options and file names that packing was started with
 SPLIT-NNNNN.json    a finished shard's note, until index.json is written
 """
@@ -10,22 +10,23 @@ SPLIT-NNNNN.json    a finished shard's note, until index.json is written
 import hashlib
 import json
 import re
+import shlex
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipes.core import files
+from recipes.core import errors, files
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from recipes.core.errors import InputError
 
-FORMAT, VERSION = "packed images", 1
+VERSION = {"format": "packed images", "version": 1, "encoding": "jpeg"}
 INDEX, PLAN = "index.json", "packing.json"
 SPLITS = ("train", "val")
 RECORD = struct.Struct("<QIIIHH")
-OPTIONS = ("encoding", "size", "quality", "samples_per_shard")  # the options that all parts of a packed copy share
+OPTIONS = ("size", "quality", "samples_per_shard")  # the options that all parts of a packed copy share
 
 
 class Record(NamedTuple):
@@ -51,7 +52,6 @@ def record(index: Any, i: int) -> Record:
 class PackOptions:
     """How to pack. size: pixels of the shorter side. workers: 0 for all CPUs. max_skipped: of a split, None for the default."""
 
-    encoding: str = "jpeg"
     size: int = 256
     quality: int = 90
     workers: int = 0
@@ -76,9 +76,8 @@ class Split:
 
 @dataclass(frozen=True)
 class PackedCopy:
-    """What index.json says. encoding: jpeg or raw. size: pixels of the shorter side. content: the bytes of index.json."""
+    """What index.json says. size: pixels of the shorter side. content: the bytes of index.json."""
 
-    encoding: str
     size: int
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
@@ -103,13 +102,17 @@ def note_path(folder: Path, split: str, number: int) -> Path:
 
 def header(options: PackOptions) -> dict[str, Any]:
     """The fields that index.json and packing.json have in common."""
-    quality = options.quality if options.encoding == "jpeg" else None
-    shared = {"encoding": options.encoding, "size": options.size, "quality": quality}
-    return {"format": FORMAT, "version": VERSION, **shared}
+    return {**VERSION, "size": options.size, "quality": options.quality}
 
 
-def is_this_version(content: Mapping[str, Any]) -> bool:
-    return (content.get("format"), content.get("version")) == (FORMAT, VERSION)
+def check_version(content: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError if ``content``, of index.json or packing.json, is of another version or of pixels (``raw``)."""
+    differs = [f"{name}={errors.shown(content.get(name))}" for name in VERSION if content.get(name) != VERSION[name]]
+    if differs:
+        raise InputError(
+            f"{str(path)!r}: {', '.join(differs)} is not supported, only {', '.join(map(str, VERSION.values()))}: pack again "
+            f"into another data_dir=, or remove {shlex.quote(str(path.parent))} first: {prepare_command(path.parent)}"
+        )
 
 
 def prepare_command(folder: Path) -> str:
@@ -153,11 +156,10 @@ def read_index(folder: Path) -> PackedCopy:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
     try:
         found: Any = json.loads(content)
-        if not is_this_version(found):
-            raise InputError(f"{str(path)!r} is not {FORMAT!r}, version {VERSION}: pack again: {again}")
+        check_version(found, path)
         splits = {name: _split(name, value) for name, value in found["splits"].items()}
-        copy = PackedCopy(found["encoding"], int(found["size"]), tuple(found["classes"]), splits, content)
-        if copy.encoding not in ("jpeg", "raw") or not all(isinstance(name, str) for name in copy.classes):
+        copy = PackedCopy(int(found["size"]), tuple(found["classes"]), splits, content)
+        if not all(isinstance(name, str) for name in copy.classes):
             raise ValueError
     except InputError:
         raise

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from recipes.core.data.datasets import DataFileError
-from recipes.core.data.decode import Pixels
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
@@ -40,7 +39,7 @@ class Packed:
                 raise DataFileError(f"{str(folder / file.name)!r} {fault}: {again}")
         if not found.samples:
             raise DataFileError(f"{str(folder)!r} has no samples of {split}: {again}")
-        self.kind, self.raw = f"packed {copy.encoding}, {copy.size} px", copy.encoding == "raw"
+        self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)
         self._folder, self._split, self._samples = folder, split, found.samples
         self._files = [file.name for file in found.shards]
@@ -54,7 +53,7 @@ class Packed:
         if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
             raise DataFileError(f"{str(path)!r} is damaged: {again}")
         self._open: dict[int, int] = {}
-        self._opening, self._scratch = threading.Lock(), threading.local()
+        self._opening = threading.Lock()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # A quarter for each of two sets, the rest for the process.
         self._max_open = 1 << 20 if soft == resource.RLIM_INFINITY else soft // 4
@@ -68,13 +67,11 @@ class Packed:
         for begin in range(0, self._samples, 1 << 16):  # in parts, to bound the memory
             count = min(1 << 16, self._samples - begin)
             part = np.frombuffer(self._index, FIELDS, count, begin * FIELDS.itemsize)
-            offset, length, shard, label, height, width = (part[name] for name in FIELDS.names or ())
+            offset, length, shard, label, *_ = (part[name] for name in FIELDS.names or ())
             if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
                 return False
             size = np.asarray(sizes, np.uint64)[shard]
             if (offset > size).any() or (length > size - offset).any():  # offset + length could overflow
-                return False
-            if self.raw and (height.astype(np.int64) * width * 3 != length).any():
                 return False
         return True
 
@@ -98,23 +95,6 @@ class Packed:
         if len(content) != record.length:
             raise Unreadable("is truncated")
         return content
-
-    def shape(self, i: int) -> tuple[int, int]:
-        record = format.record(self._index, i)
-        return record.height, record.width
-
-    def rows(self, i: int, first: int, count: int) -> Pixels:
-        record = format.record(self._index, i)
-        length = count * record.width * 3
-        scratch = getattr(self._scratch, "bytes", b"")
-        # One buffer for each thread: a new one would be filled with 0 for every sample.
-        if len(scratch) < length:
-            scratch = self._scratch.bytes = bytearray(length)
-        with self._shard(record.shard) as opened:
-            start = record.offset + first * record.width * 3
-            if os.preadv(opened, [memoryview(scratch)[:length]], start) != length:
-                raise Unreadable("is truncated")
-        return np.frombuffer(scratch, np.uint8, length).reshape(count, record.width, 3)
 
     @contextlib.contextmanager
     def _shard(self, shard: int) -> Iterator[int]:

@@ -124,8 +124,7 @@ def _compare(target: Path, plan: Mapping[str, Any]) -> None:
         return
     before = files.read_json(path) or {}
     fix = f"another data_dir=, or remove {shlex.quote(str(target))} to start again"
-    if not format.is_this_version(before):
-        raise InputError(f"{str(path)!r}: is not {format.FORMAT!r}, version {format.VERSION}; give {fix}")
+    format.check_version(before, path)
     try:
         counts_before = _counts(before)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -183,7 +182,7 @@ def _mean_bytes(listings: Mapping[str, Listing], options: PackOptions) -> float:
         for i in range(0, len(largest), -(-len(largest) // MEASURED)):
             with contextlib.suppress(Unreadable):
                 data = pillow.read_file(largest.path(i))
-                sizes.append(len(pillow.encode(data, options.encoding, options.size, options.quality)[0]))
+                sizes.append(len(pillow.encode(data, options.size, options.quality)[0]))
     return sum(sizes) / max(1, len(sizes))
 
 

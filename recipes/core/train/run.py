@@ -1,0 +1,316 @@
+"""What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed
+import yaml
+
+from recipes.core import files
+from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import RunKeys
+from recipes.core.data.sampling import Shard, Source
+from recipes.core.errors import Kind, MachineError, RunError
+from recipes.core.files import ROOT
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, signals, source, watchdog
+from recipes.core.run.attempt import Attempt
+from recipes.core.run.dryrun import Asked, Found, Over
+from recipes.core.train import agreement, checkpoint, metrics, resume
+from recipes.core.train.agreement import Agreement
+from recipes.core.train.checkpoint import State
+from recipes.core.train.resume import Context
+from recipes.core.train.world import World
+
+STORE_EVERY_S = 1.0  # between two readings of the store by `Run.stop_is_near`
+
+
+@dataclass
+class Run:
+    """What a recipe's main gets. stopping: why the ranks have agreed to stop, "" if they have not; only the step loop sets it."""
+
+    settings: Settings
+    world: World
+    attempt: Attempt
+    stop: signals.StopFlag
+    terminal: TextIO | None
+    rows: metrics.Rows | None = None  # on rank 0 only; set when the run begins
+    state: State = field(default=None, repr=False)  # type: ignore[assignment]  # set by resume()
+    sampler: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of each checkpoint; set by resume()
+    resumed_from_step: int | None = None
+    resumed_from: Path | None = None
+    was_done: bool = False
+    dry_run: Asked | None = None  # set if `launch.py check` started this process
+    checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
+    saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
+    begun: bool = False
+    stopping: str = ""
+    results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
+    complete: bool = False  # whether the loop over loop.steps has reached its end
+    samples: int = 0  # trained in this attempt
+    train_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    failing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held to record why this rank ends
+    _saved_at: float = field(init=False)
+    _store_asked_at: float = 0.0
+    _commit: str | None = None  # git commit of the code, on rank 0
+
+    def __post_init__(self) -> None:
+        trained = self.settings.config.evaluate and self.dir.name == directory.EVALUATION
+        self._saved_at = self.world.clock.now()
+        self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
+        if self.world.rank == 0:
+            keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, keep, self._saved)
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.attempt.run_dir
+
+    @property
+    def keys(self) -> RunKeys:
+        return self.settings.run
+
+    @property
+    def step(self) -> int:
+        """Completed optimiser steps."""
+        return self.state.step if self.state else 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
+        return self.dry_run.ranks if self.dry_run else self.world.size
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
+        return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
+
+    def close_rows(self) -> None:
+        if self.rows:
+            self.rows.close()
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0 only."""
+        if self.world.rank == 0:
+            self.progress("")
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning from any rank, with its host name."""
+        if self.dry_run:
+            self.dry_run.warnings.append(text)
+        print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Rewrites rank 0's progress line in place, on a terminal only."""
+        if self.terminal and self.world.rank == 0:
+            try:
+                self.terminal.write(f"\r\033[K{text}")
+                self.terminal.flush()
+            except OSError:  # the terminal is closed; the run continues
+                self.terminal = None
+
+    def resume(self, state: State, batches: Source[Shard]) -> None:
+        """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
+
+        batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
+        checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
+        """
+        self.state, self.sampler = state, batches.order
+        state.meta = {
+            "recipe": self.settings.recipe,
+            "config": _plain(self.settings),
+            "world_size": self.world.size,
+            "torch": str(torch.__version__),
+            "cpu_threads": torch.get_num_threads(),
+            "best": None,  # best evaluation so far: val_top1 and its step
+            "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
+        }
+        context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
+        resume.compare_keys(context, state.meta["config"])
+        if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
+            self.resumed_from = Path(chosen)
+            resume.load(context, self.resumed_from, state, self.sampler)
+            self.resumed_from_step = state.step
+        self._begin()
+
+    def begin(self) -> None:
+        """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
+        context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
+        resume.compare_keys(context, _plain(self.settings))
+        self.end_dry_run()
+        self._begin()
+
+    def end_dry_run(self) -> None:
+        """If `launch.py check` started this process, writes what it found and raises Over, which ends it."""
+        if not self.dry_run:
+            return
+        found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
+        if self.state:
+            count = sum(parameter.numel() for parameter in self.state.model.parameters())
+            found = replace(found, parameters=count, evaluates=evaluates)
+        if self.state and not evaluates:
+            size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
+            found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
+        self.dry_run.write(found)
+        raise Over
+
+    def _begin(self) -> None:
+        if self.world.rank == 0:
+            self.check_mine()
+            files.remove_temporary(self.dir / "checkpoints")
+            if not self.settings.config.evaluate:
+                text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
+                files.write_whole(self.dir / "config.yaml", lambda file: file.write(text))
+            self._commit = source.commit(ROOT)
+            (self.dir / source.DIFF).unlink(missing_ok=True)
+            if diff := source.difference(ROOT):
+                files.write_whole(self.dir / source.DIFF, lambda file: file.write(diff))
+            came = self.resumed_from
+            own = came is not None and came.parent == self.dir / "checkpoints"
+            if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
+                checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
+            attempts.begin(self.attempt, self.step, own)
+            self.begun = True
+            self.rows = metrics.Rows(self.dir / "metrics.jsonl")
+            directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
+        self.begun = True
+
+    def stop_is_near(self) -> bool:
+        """Whether this rank or another rank was notified to stop. For a long loop between two steps, which can then end early.
+
+        It may be called at any time, on any rank: it contains no collective. The answer can differ between ranks for about a second,
+        since it reads the store at most once per `STORE_EVERY_S`.
+        """
+        if self.stop:
+            agreement.publish(self.world, self.stop.reason)
+            return True
+        if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
+            return False
+        self._store_asked_at = time.monotonic()
+        return agreement.published(self.world)
+
+    def agree_to_stop(self) -> str:
+        """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective: every rank must call it."""
+        with self.world.meeting():
+            _, reason, _ = Agreement(self.world, self.stop).read()
+        return reason
+
+    def save_is_due(self) -> bool:
+        """Whether rank 0 requests the checkpoint of checkpoint_every_s=. Each is requested once: it is saved up to a step later."""
+        now, every_s = self.world.clock.now(), self.keys.checkpoint_every_s
+        due = self.world.rank == 0 and every_s > 0 and now - self._saved_at >= every_s
+        self._saved_at = now if due else self._saved_at
+        return due
+
+    def interval_ends(self) -> bool:
+        """Whether checkpoint_every_steps= or keep_every_steps= requires a checkpoint at this step."""
+        intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
+        return any(every and self.step % every == 0 for every in intervals)
+
+    def check_mine(self) -> None:
+        """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
+        attempts.check_owner(self.attempt)
+
+    def is_mine(self) -> bool:
+        """Whether no later attempt has taken over the run directory, as far as the file system shows."""
+        with contextlib.suppress(MachineError):
+            self.check_mine()
+            return True
+        return False
+
+    def save(self, *, best: bool = False, wait: bool = False) -> None:
+        """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
+
+        best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
+        """
+        self._saved_at = self.world.clock.now()
+        self.world.pulse.beat(watchdog.SAVING)
+        rng: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        if self.saver:
+            self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
+            if wait:
+                self.saver.wait()
+        if wait:
+            self.world.pulse.beat(watchdog.SAVED)
+            torch.distributed.barrier()
+
+    def _saved(self, path: Path, step: int) -> None:
+        self.check_mine()
+        directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
+        self.progress("")
+        print(f"checkpoint {path}", flush=True)
+
+    def is_best(self, results: Mapping[str, Any]) -> bool:
+        """Whether these results are the best so far. If they are, ``state.meta`` records them. The same on all ranks."""
+        found, best = results.get("val_top1"), self.state.meta.get("best")
+        if found is None or (best and best["val_top1"] >= found):
+            return False
+        self.state.meta["best"] = {"val_top1": float(found), "step": self.state.step}
+        return True
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
+
+        Raises RunError if the recipe has left the loop over `loop.steps` early.
+        """
+        if self.state and not self.complete:
+            raise RunError(
+                "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
+            )
+        self.world.pulse.beat(watchdog.END)
+        if self.world.rank != 0:
+            return
+        self.check_mine()
+        attempts.leave(self.attempt)
+        step = self.step
+        if self.stopping:
+            number = self.attempt.number
+            directory.write_status(
+                self.dir, "preempted", attempt=number, step=step, reason=self.stopping, kind=Kind.stopped
+            )
+            where = (
+                "before the evaluation's end"
+                if self.settings.config.evaluate
+                else f"at step {step}, saved in {self.dir}"
+            )
+            self.say(f"stopped by {self.stopping} {where}")
+            return
+        if results or not (self.dir / "summary.json").exists():
+            summary = {
+                "recipe": self.settings.recipe,
+                "world_size": self.world.size,
+                "num_nodes": self.world.ranks.num_nodes,
+                "device": self.world.device.type,
+                "backend": self.world.backend,
+                "epochs": self.settings.config.epochs,
+                "steps": step,
+                "samples_per_second": round(self.samples / self.train_s, 1) if self.train_s else None,
+                "wall_seconds": round(time.monotonic() - self.started, 3),
+                "resumed_from_step": self.resumed_from_step,
+                "restarts": self.attempt.number,
+                "git_commit": self._commit,
+                "versions": metrics.versions(),
+            }
+            # If this attempt trained nothing, the summary of the training is kept.
+            before = files.read_json(self.dir / "summary.json") or {}
+            stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
+            files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
+        directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
+        ended = "evaluated" if self.settings.config.evaluate else "finished at"
+        self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """The recipe's keys in the form that a checkpoint holds: texts, numbers and booleans."""
+    return {field.name: settings.saved[field.name] for field in fields(settings.config)}
