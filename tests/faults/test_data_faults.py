@@ -39,8 +39,6 @@ from tests.unit.data import serving
 from tests.unit.data import test_prepare as tiny
 from tests.unit.data.serving import Handler, Server, dropping, whole
 
-ROOT = Path(__file__).resolve().parents[2]
-
 pytestmark = [pytest.mark.fault(35, 36), pytest.mark.filterwarnings("ignore")]  # decoders warn of what they are given
 
 
