@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
     source.go_home(ROOT)
     keys = words if command in (["report"], ["judge"]) else argv
     settings = command_line.parse(["json=true" if word == "--json" else word for word in keys], recipe="doctor")
-    info = ranks.detect(os.environ)
+    # A batch shell is no rank.
+    info = ranks.detect({} if command == ["judge"] else os.environ)
     envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     os.umask(int(settings.run.umask, 8))
     cfg: Config = settings.config

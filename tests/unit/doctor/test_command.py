@@ -46,9 +46,11 @@ def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}/none")
     assert (ended.status, ended.out) == (0, "")
     assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
-    ended = doctor("judge", f"run_dir={tmp_path}")
+    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}
+    ended = doctor("judge", f"run_dir={tmp_path}", **batch)
     assert ended.status == 3, ended.out
-    assert f"data_dir={tmp_path}/none cannot be used" in ended.out
+    assert f"BAD   n1: data_dir={tmp_path}/none cannot be used" in ended.out
+    assert "BAD   n2: did not answer: it hangs" in ended.out
     assert helpers.read(tmp_path, "doctor")["healthy"] is False
     ended = doctor("judge", f"run_dir={tmp_path}")
     assert (ended.status, ended.lines) == (3, [f"doctor: no node has written a report into {tmp_path}/reports"])

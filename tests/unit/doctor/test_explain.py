@@ -6,12 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
-from recipes.core.run.scontrol import Job, Queue
 
 from recipes.core import files
 from recipes.core.doctor.explain import explain, of_run
 from recipes.core.errors import Kind, MachineError, Next
-from recipes.core.run import failures, liveness, rundir, table
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, table
+from recipes.core.run.queue import Job, Queue
+from tests import helpers
 
 
 class Answers(Queue):
@@ -39,12 +41,18 @@ def run_directory(
     kind: Kind | None = None,
     launch: str = "1.0",
 ) -> Path:
-    for name in ("logs", "failures", "checkpoints"):
+    for name in ("logs", "checkpoints"):
         (path / name).mkdir(parents=True)
-    rundir.open_attempt(path, ["node1", "node1", "node2", "node2"], launch)
+    job = launch.partition(".")[0] if launch == "1.0" else ""
+    helpers.attempt(path, launch=launch, job=job, hosts=["node1", "node1", "node2", "node2"])
     first = {"rank": rank, "host": host, "exit_status": 1} if rank is not None else None
-    rundir.write_status(path, state, attempt=0, step=7, reason=reason, kind=kind, first=first)
+    directory.write_status(path, state, attempt=0, step=7, reason=reason, kind=kind, first=first)
     return path
+
+
+def refuse(run: Path, line: str) -> None:
+    refused = helpers.attempt(run, launch="2.0", step=None)
+    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, line)
 
 
 def grow_old(run: Path) -> None:
@@ -52,7 +60,7 @@ def grow_old(run: Path) -> None:
     then = time.time() - 3600
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "updated": then}))
-    for path in (run / "attempt.json", *(run / "logs").iterdir()):
+    for path in (*(run / "attempts").rglob("*.json"), *(run / "logs").iterdir()):
         os.utime(path, (then, then))
 
 
@@ -88,7 +96,7 @@ def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) ->
     grow_old(run)
     ended = "it ended without a final status, at step 7, last wrote 1 h ago"
     assert of_run(run, NO_SLURM) == [ended, "scontrol is not on the PATH"]
-    failures.record(run, attempt=0, rank=2, host="node2", kind=Kind.error, error="ValueError: x")
+    attempts.record(attempts.Attempt(run, 0), rank=2, host="node2", kind=Kind.error, error="ValueError: x")
     assert of_run(run, NO_SLURM)[0] == "rank 2 on node2 failed first: ValueError: x"
 
 
@@ -103,20 +111,20 @@ def test_a_run_that_did_not_fail_says_so(tmp_path: Path, state: str, words: str)
 
 def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "done")
-    rundir.refuse(run, "2.0", 2, "checkpoint x: differs from these keys")
+    refuse(run, "checkpoint x: differs from these keys")
     assert of_run(run, NO_SLURM) == ["it was refused before it began: checkpoint x: differs from these keys"]
 
 
 def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
-    rundir.refuse(run, "2.0", 2, "run_dir= is used by job 1")
+    refuse(run, "run_dir= is used by job 1")
     found = of_run(run, Answers({"1": job("RUNNING")}))
     assert found == [
         "it is running, at step 7, last wrote 0 s ago; job 1 is running",
         "a later launch was refused: run_dir= is used by job 1",
     ]
-    rundir.write_status(run, "done", attempt=0, step=9)
-    os.utime(run / "refused.json", (1, 1))
+    helpers.attempt(run, launch="3.0")
+    directory.write_status(run, "done", attempt=2, step=9)
     assert of_run(run, NO_SLURM) == ["status.json says done: nothing failed"]
 
 
@@ -124,14 +132,11 @@ def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     "content",
     ["", "[]", "null", "{", '{"attempt": []}', '{"state": "running", "hosts": 7, "attempt": 0}', "[" * 100_000, '{"state": {}, "reason": []}'],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["status.json", "attempt.json", "failures/attempt-0-rank-0.json", "refused.json"])
-def test_damaged_records_are_left_out(tmp_path: Path, name: str, content: str) -> None:
+def test_a_damaged_status_is_ignored(tmp_path: Path, content: str) -> None:
     run = run_directory(tmp_path / "run", "running")
-    (run / "failures" / "attempt-0-rank-0.json").write_text("{}")
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
     grow_old(run)
-    (run / name).write_text(content)
-    os.utime(run / name, (1, 1))
+    (run / "status.json").write_text(content)
     assert any(line.startswith("cause: disk is full") for line in of_run(run, NO_SLURM))
 
 
@@ -171,7 +176,7 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
 def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, noted: Next | None, words: str) -> None:
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     if noted:
-        rundir.note_next(run, noted, 0)
+        directory.note_next(run, noted, 0)
     assert of_run(run, Answers({"1": found})) == [f"stopped by SIGTERM, saved at step 7; {words}"]
 
 
@@ -202,15 +207,15 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
     of_salloc = Answers({"1": job("RUNNING", BatchFlag="0")})
     for answers in (NO_SLURM, of_salloc):
         assert "it ended without a final status" in of_run(run, answers)[0]
-    liveness.heartbeat(run)
+    attempts.heartbeat(attempts.Attempt(run, 0))
     for answers in (NO_SLURM, of_salloc):
         assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers)[0]
 
 
 def test_a_torchrun_id_is_not_a_job_id(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running", launch="")
-    record = json.loads((run / "attempt.json").read_text())
-    files.write_json(run / "attempt.json", {**record, "job": "1", "cluster": None})
+    opened = run / "attempts/0000/opened.json"
+    files.write_json(opened, {**json.loads(opened.read_text()), "job": "1", "cluster": None})
     assert of_run(run, Answers({"1": None})) == ["it is running, at step 7, last wrote 0 s ago"]
 
 
@@ -219,7 +224,7 @@ def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> 
     killed = run_directory(tmp_path / "killed")
     (killed / "status.json").unlink()
     assert "  it has not begun: scontrol is not on the PATH" in explain([killed, done], NO_SLURM)
-    os.utime(killed / "attempt.json", (1, 1))
+    os.utime(killed / "attempts/0000/opened.json", (1, 1))
     assert "  it ended before its first status; Slurm no longer knows job 1" in explain(
         [killed, done], Answers({"1": None})
     )
@@ -278,7 +283,7 @@ def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> N
     run = run_directory(tmp_path / "run", "failed", words, kind=Kind.input)
     (run / "logs" / "rank0.log").write_text(f"mnist: PermissionError: Permission denied: {words}\n")
     assert [line.endswith(words) for line in of_run(run, NO_SLURM) if "xxx" in line] == [True] * 3
-    rundir.refuse(run, "2.0", 2, words)
+    refuse(run, words)
     assert of_run(run, NO_SLURM) == [f"it was refused before it began: {words}"]
 
 

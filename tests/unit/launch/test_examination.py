@@ -22,6 +22,12 @@ def doctor_finds(*bad: str, healthy: bool = False) -> str:
     return f"env > $NOTES/srun.env; {find_folder}; mkdir -p $folder; echo {verdict} > $folder/doctor.json"
 
 
+@pytest.fixture(autouse=True)
+def no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub of srun writes the verdict itself."""
+    monkeypatch.setattr(examination, "JUDGE", ("true",))
+
+
 @dataclass(frozen=True)
 class ScriptJob:
     """A job of two nodes, in which the doctor finds that the nodes n2 and n3 are bad."""
