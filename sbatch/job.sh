@@ -45,6 +45,7 @@ load() { # MODULE...
 begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || printf '\f\n' # separates the starts of a job in its log
     [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
     # A job of launch.py, or one that is requeued, already has its snapshot of the code.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}

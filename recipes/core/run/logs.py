@@ -25,8 +25,9 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
     Raises MachineError if ``path`` cannot be written.
     """
     try:
-        with open(path, "ab"):
-            pass
+        with open(path, "ab") as file:
+            if file.tell():
+                file.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:
         raise MachineError(
             f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): give another run_dir"
