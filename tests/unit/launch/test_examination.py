@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import errors
-from recipes.core.launch import batch, examination
+from recipes.core.launch import examination
 from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Stubs
@@ -89,7 +89,6 @@ def test_max_resubmits_limits_the_requeues(
     )
     assert line in capsys.readouterr().err
     assert len(stubs.calls("sbatch")) == 2
-    assert batch.finish("mnist", 0, script_job.words, script_job.environ) == errors.EXIT_MACHINE
 
 
 def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(script_job: ScriptJob, stubs: Stubs) -> None:
