@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -571,17 +570,6 @@ def test_a_truncated_shard_costs_only_its_own_samples(packed: Path, tmp_path: Pa
     bad = shard.indices[shard.labels == IGNORE].tolist()
     assert 1 <= len(bad) < 10
     assert one.skipped == len(bad)
-
-
-def test_more_shards_than_open_files_are_allowed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sets are open at once, and leave half of what the process may open to others."""
-    source = open_images(packed, "train")
-    alone = content(make_loader(source).epoch(0))
-    assert len(source._open) == 3  # type: ignore[attr-defined]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 4096))
-    again = open_images(packed, "train")
-    assert content(make_loader(again, workers=2).epoch(0)) == alone
-    assert len(again._open) == 2  # type: ignore[attr-defined]
 
 
 def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, folder: Path) -> None:

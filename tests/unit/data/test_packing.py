@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from recipes import prepare
 from recipes.core.data import classfolder, pillow
 from recipes.core.data.packed import format, write
-from recipes.core.data.packed.format import RECORD, PackOptions
+from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
@@ -608,24 +608,10 @@ def large_source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_too_little_disk_space_is_reported_before_packing(small_disk: Path, large_source: Path) -> None:
-    with pytest.raises(MachineError) as caught:
-        write.pack(large_source, small_disk, PackOptions(size=64, samples_per_shard=2), say=quiet)
-    assert f"data_dir='{small_disk}': cannot be written (No space left on device; 0." in str(caught.value)
-    assert "MB needed, " in str(caught.value)
-    assert "kB free): make room" in str(caught.value)
-    assert list(small_disk.glob("*.bin")) == []
-
-
-def test_a_disk_that_fills_up_is_reported(
-    small_disk: Path, large_source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    usage = shutil.disk_usage
+def test_a_disk_that_fills_up_is_reported(small_disk: Path, large_source: Path, tmp_path: Path) -> None:
     options = PackOptions(size=64, samples_per_shard=4, workers=2)
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(total=0))  # as some network disks say
-        with pytest.raises(MachineError) as caught:
-            write.pack(large_source, small_disk, options, say=quiet)
+    with pytest.raises(MachineError) as caught:
+        write.pack(large_source, small_disk, options, say=quiet)
     assert f"data_dir='{small_disk}': cannot be written (No space left on device" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(small_disk.glob(".*")) == []
@@ -635,18 +621,6 @@ def test_a_disk_that_fills_up_is_reported(
     write.pack(large_source, small_disk, options, say=quiet)
     write.pack(large_source, tmp_path / "roomy", options, say=quiet)
     assert contents(small_disk) == contents(tmp_path / "roomy")
-
-
-def test_the_required_space_is_estimated_without_finished_shards(source: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    index = packed_index(source, tmp_path, OPTIONS, said.append)
-    size = sum(shard["bytes"] for split in index["splits"].values() for shard in split["shards"])
-    assert "22 images, about " in said[0]
-    need = float(said[0].split("about ")[1].split()[0]) * 1000
-    assert need == pytest.approx(size + 22 * RECORD.size, rel=0.2)
-    (tmp_path / "index.json").unlink()
-    write.pack(source, tmp_path, OPTIONS, said.append)
-    assert float(said[1].split("about ")[1].split()[0]) * 1000 < need / 4
 
 
 def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
@@ -692,7 +666,6 @@ def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
     assert (index["encoding"], index["size"], index["quality"]) == ("jpeg", 24, 80)
     assert [len(index["splits"][split]["shards"]) for split in ("train", "val")] == [2, 2]  # of 7 images
     lines = out.splitlines()
-    assert lines[0].startswith("14 images, about ")
     assert [line for line in lines if line.startswith("skipped ")] == [
         *(rf"skipped train/n00/bad\n{i}.jpg: is empty" for i in range(6)),
         *(rf"skipped val/n00/bad\n{i}.jpg: is empty" for i in range(4)),

@@ -1,12 +1,9 @@
 """Samples of a packed copy, for a loader's threads."""
 
-import contextlib
 import hashlib
 import mmap
 import os
-import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +51,6 @@ class Packed:
             raise DataFileError(f"{str(path)!r} is damaged: {again}")
         self._open: dict[int, int] = {}
         self._opening = threading.Lock()
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # A quarter for each of two sets, the rest for the process.
-        self._max_open = 1 << 20 if soft == resource.RLIM_INFINITY else soft // 4
 
     def __del__(self) -> None:
         for opened in getattr(self, "_open", {}).values():
@@ -90,32 +84,17 @@ class Packed:
 
     def read(self, i: int) -> bytes:
         record = format.record(self._index, i)
-        with self._shard(record.shard) as opened:
-            content = os.pread(opened, record.length, record.offset)
+        content = os.pread(self._shard(record.shard), record.length, record.offset)
         if len(content) != record.length:
             raise Unreadable("is truncated")
         return content
 
-    @contextlib.contextmanager
-    def _shard(self, shard: int) -> Iterator[int]:
-        """The shard's file descriptor, kept open until too many are open; further shards are opened for each read."""
-        opened = self._open.get(shard)
-        if opened is None:
-            opened = self._keep_open(shard)
-        if opened is not None:
-            yield opened
-            return
-        opened = os.open(self._folder / self._files[shard], os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield opened
-        finally:
-            os.close(opened)
-
-    def _keep_open(self, shard: int) -> int | None:
+    def _shard(self, shard: int) -> int:
+        """The shard's file descriptor, which stays open."""
         with self._opening:
-            if shard not in self._open and len(self._open) < self._max_open:
+            if shard not in self._open:
                 self._open[shard] = os.open(self._folder / self._files[shard], os.O_RDONLY | os.O_CLOEXEC)
-            return self._open.get(shard)
+            return self._open[shard]
 
 
 def _file_size(path: Path) -> int | None:

@@ -4,11 +4,9 @@ No partial file has its final name, one process of a node copies at a time, and 
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -44,20 +42,23 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
     target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
     total = sum(file.size for file in copy.files)
 
-    def waiting() -> None:
+    def show() -> None:
         report(min(total, _bytes_there(target)), total)
+
+    def wait_for_copy() -> None:
+        show()
         time.sleep(REPORT_S)
 
     try:
         _make_own_folder(target)
         if not _is_finished(target, copy):
-            with files.locked(target / LOCK, waiting) as held:
+            with files.locked(target / LOCK, wait_for_copy) as held:
                 if not held:
                     raise MachineError(
                         f"stage_dir={str(stage_dir)!r}: its file system has no locks: give a folder of a node's own disk"
                     )
                 if not _is_finished(target, copy):
-                    _copy_all(folder, target, copy, report)
+                    _copy_all(folder, target, copy, show)
     except OSError as error:
         raise files.disk_error(error, "stage_dir", target.parent) from None
     return target
@@ -109,70 +110,52 @@ def _bytes_there(target: Path) -> int:
         return sum(max(0, _size(Path(entry.path))) for entry in entries)
 
 
-def _copy_all(folder: Path, target: Path, copy: PackedCopy, report: Report) -> None:
+def _copy_all(folder: Path, target: Path, copy: PackedCopy, show: Callable[[], None]) -> None:
     """Copies the missing files, then index.json. The caller holds the lock. Raises MachineError, InputError, OSError."""
     files.remove_temporary(target)
     (target / format.INDEX).unlink(missing_ok=True)  # of a copy that has lost a file since
-    missing, total = _missing(target, copy), sum(file.size for file in copy.files)
+    missing = _missing(target, copy)
     need = sum(file.size for file in missing) + len(copy.content)
-    work = _Copying(folder, target, total - sum(file.size for file in missing))
     try:
         files.check_free(target, need)
-        report(work.done, total)
+        show()
         with ThreadPoolExecutor(COPIERS) as pool:
-            pending = {pool.submit(work.copy, file) for file in missing}
+            pending = {pool.submit(_copy, file, folder, target) for file in missing}
             try:
                 while pending:
                     finished, pending = wait(pending, REPORT_S, FIRST_EXCEPTION)
                     for one in finished:
                         one.result()
-                    report(work.done, total)
+                    show()
             except BaseException:
-                work.stopped = True
                 pool.shutdown(cancel_futures=True)
                 raise
         files.write_whole(target / format.INDEX, lambda out: out.write(copy.content))
     except OSError as error:
-        raise files.disk_error(error, "stage_dir", target.parent, total + len(copy.content) - work.done) from None
+        raise files.disk_error(error, "stage_dir", target.parent, need) from None
 
 
-class _Copying:
-    """Copies files, several at once. done: bytes so far, with those that were there before."""
+def _copy(file: DataFile, folder: Path, target: Path) -> None:
+    """Raises OSError where the target cannot be written, InputError where the source is not what index.json says."""
+    files.write_whole(target / file.name, lambda out: _fill(out, file, folder))
 
-    def __init__(self, folder: Path, target: Path, done: int) -> None:
-        self.folder, self.target, self.done = folder, target, done
-        self.stopped = False
-        self._lock = threading.Lock()
 
-    def copy(self, file: DataFile) -> None:
-        """Raises OSError where the target cannot be written, InputError where the source is not what index.json says."""
-        files.write_whole(self.target / file.name, functools.partial(self._fill, file))
-
-    def _fill(self, file: DataFile, out: IO[bytes]) -> None:
-        path, digest, size = self.folder / file.name, hashlib.sha256(), 0
-        again = f"pack again: {format.prepare_command(self.folder)}"
-        chunk = memoryview(bytearray(CHUNK_BYTES))
-        with _reading(path):
-            source = open(path, "rb", buffering=0)  # noqa: SIM115
-        with source:
-            while size <= file.size and not self.stopped:
-                with _reading(path):
-                    count = source.readinto(chunk)
-                if not count:
-                    break
-                size += count
-                digest.update(chunk[:count])
-                out.write(chunk[:count])
-                with self._lock:
-                    self.done += count
-        if self.stopped:
-            raise InputError("stopped")  # the other file's error is reported
-        if size != file.size:
-            raise InputError(
-                f"{str(path)!r} has {'more' if size > file.size else size} bytes instead of {file.size}: {again}"
-            )
-        if digest.hexdigest() != file.sha256:
-            raise InputError(f"{str(path)!r} is damaged (its SHA-256 is not that of index.json): {again}")
+def _fill(out: IO[bytes], file: DataFile, folder: Path) -> None:
+    path, digest, size = folder / file.name, hashlib.sha256(), 0
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    with _reading(path):
+        source = open(path, "rb", buffering=0)  # noqa: SIM115
+    with source:
+        while size <= file.size:
+            with _reading(path):
+                count = source.readinto(chunk)
+            if not count:
+                break
+            size += count
+            digest.update(chunk[:count])
+            out.write(chunk[:count])
+    if fault := datasets.content_fault(size, digest.hexdigest(), file):
+        raise InputError(f"{str(path)!r} {fault}: pack again: {format.prepare_command(folder)}")
 
 
 @contextlib.contextmanager

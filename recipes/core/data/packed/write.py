@@ -4,31 +4,27 @@ No partial file has its final name, and a finished shard is not packed again.
 """
 
 import collections
-import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from recipes.core import files
-from recipes.core.data import classfolder, datasets, pillow
+from recipes.core.data import classfolder, datasets
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format, workers
 from recipes.core.data.packed.format import PackedCopy, PackOptions, Split
-from recipes.core.data.pillow import Unreadable
 from recipes.core.data.progress import Progress
 from recipes.core.errors import InputError, MachineError, shown
 
 LOCK = "packing.lock"
-MEASURED = 64  # images that the required space is estimated from
 
 
 def pack(
@@ -45,7 +41,6 @@ def pack(
     (disk, lock, a worker that was killed), one line each.
     """
     source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    need = 0
     try:
         _check_folders(source, target)
         listings = _listings(source)
@@ -58,12 +53,8 @@ def pack(
             _compare(target, plan)
             if format.is_finished(target):
                 return _verified(target, options, say)
-            need = _bytes_to_write(target, listings, options)
-            free = files.free_bytes(target)
-            images = sum(len(listing) for listing in listings.values())
-            free_text = "unknown" if free is None else files.size_text(free)
-            say(f"{images} images, about {files.size_text(need)} to write, {free_text} free")
-            files.check_free(target, need)
+            if importlib.util.find_spec("PIL") is None:
+                raise MachineError(f"{sys.executable} has no Pillow: pip install pillow, or make install")
             files.write_json(target / format.PLAN, plan)
             try:
                 workers.write_shards(source, target, listings, options, progress)
@@ -72,7 +63,7 @@ def pack(
             _finish(target, listings, options)
             return format.read_index(target)
     except OSError as error:
-        raise files.disk_error(error, "data_dir", target, need) from error
+        raise files.disk_error(error, "data_dir", target) from error
 
 
 def verify(folder: Path, copy: PackedCopy) -> list[str]:
@@ -163,27 +154,6 @@ def _verified(target: Path, options: PackOptions, say: Callable[[str], None]) ->
                 f"{name}/: repair them in source= and remove {shlex.quote(str(target))} to start again, or give a larger value"
             )
     return copy
-
-
-def _bytes_to_write(target: Path, listings: Mapping[str, Listing], options: PackOptions) -> int:
-    """An estimate from some images, less the size of the shards that exist."""
-    total = sum(len(listing) for listing in listings.values())
-    existing = sum(path.stat().st_size for split in format.SPLITS for path in target.glob(f"{split}-*.bin"))
-    return max(0, int(total * (_mean_bytes(listings, options) + format.RECORD.size)) - existing)
-
-
-def _mean_bytes(listings: Mapping[str, Listing], options: PackOptions) -> float:
-    if importlib.util.find_spec("PIL") is None:
-        raise MachineError(f"{sys.executable} has no Pillow: pip install pillow, or make install")
-    largest = max(listings.values(), key=len)
-    sizes = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for i in range(0, len(largest), -(-len(largest) // MEASURED)):
-            with contextlib.suppress(Unreadable):
-                data = pillow.read_file(largest.path(i))
-                sizes.append(len(pillow.encode(data, options.size, options.quality)[0]))
-    return sum(sizes) / max(1, len(sizes))
 
 
 def _finish(target: Path, listings: Mapping[str, Listing], options: PackOptions) -> None:
