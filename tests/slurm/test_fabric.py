@@ -142,11 +142,6 @@ def test_a_network_with_a_misleading_interface_is_healthy_and_trains(
     assert ended.status == 0, ended.out
     assert verdict["healthy"] is True
     assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
-    assert "its own name is 127.0.1.1 there" in ended.out
-    assert (
-        "note  all 2 nodes: docker0 has the same address there, 172.17.0.1: do not use it as NCCL_SOCKET_IFNAME"
-        in ended.out
-    )
     assert [row["network"].endswith(" IPv6") for row in verdict["table"]] == [addresses is V6] * 2  # type: ignore[attr-defined]
     trained(fabric.train(tmp_path), tmp_path)
     assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()

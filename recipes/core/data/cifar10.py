@@ -7,7 +7,6 @@ import functools
 import os
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -24,14 +23,6 @@ SAMPLES = {"train": 50_000, "test": 10_000}
 IMAGE_BYTES = 3 * 32 * 32
 Say = Callable[[str], None]
 Chunks = Iterable[tuple[bytes, bytes]]  # labels, and as many images of 3072 bytes: red, green and blue plane
-
-
-@dataclass
-class _Counts:
-    """Of the images of class folders."""
-
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    resized: int = 0
 
 
 def is_converted(folder: Path, source: str, say: Say) -> bool:
@@ -94,7 +85,7 @@ def convert(
     scratch: an empty folder. progress: gets a split's name and how far it is. name: of the source, for index.json.
     Raises DataFileError (a damaged copy) and InputError (too many unreadable images, more than ten classes).
     """
-    counts = _Counts()
+    skipped: list[dict[str, str]] = []
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if source.name == ARCHIVE:
         chunks = _from_archive(source, scratch)
@@ -106,7 +97,7 @@ def convert(
         if len(train.classes) > len(CIFAR10_CLASSES):
             raise InputError(f"source={str(source)!r}: {len(train.classes)} classes in train/, CIFAR-10 has ten")
         classes = train.classes
-        chunks = {split: _from_listing(split, found, counts, progress) for split, found in listings.items()}
+        chunks = {split: _from_listing(split, found, skipped, progress) for split, found in listings.items()}
     samples = {split: _write_idx(folder, split, chunks[split]) for split in SAMPLES}
     if not all(samples.values()):
         raise InputError(f"source={str(source)!r}: no image can be read; give another source=")
@@ -115,14 +106,11 @@ def convert(
         "source": name,
         "samples": samples,
         "sha256": {idx_name: files.sha256(folder / idx_name) for idx_name in CIFAR10_IDX},
-        "skipped": counts.skipped,
-        "resized": counts.resized,
+        "skipped": skipped,
     }
     files.write_json(folder / "index.json", index)
     say(f"cifar10: {samples['train']} training and {samples['test']} test images, {len(classes)} classes")
-    if counts.resized:
-        say(f"cifar10: {counts.resized} images were resized to 32 x 32 pixels")
-    return counts.skipped
+    return skipped
 
 
 def _write_idx(folder: Path, split: str, chunks: Chunks) -> int:
@@ -164,36 +152,36 @@ def _from_torchvision(root: Path) -> dict[str, Chunks]:
     return {split: [(bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes())] for split, part in parts.items()}
 
 
-def _from_listing(split: str, listing: Listing, counts: _Counts, progress: Callable[[str, Progress], None]) -> Chunks:
-    """The images of a class folder in its order, one at a time."""
+def _from_listing(
+    split: str, listing: Listing, skipped: list[dict[str, str]], progress: Callable[[str, Progress], None]
+) -> Chunks:
+    """The images of a class folder in its order, one at a time. skipped: gets those left out."""
     most, state = classfolder.allowed(len(listing)), Progress(len(listing))
     for i in range(len(listing)):
         try:
-            pixels, resized = _decode_32(listing.path(i))
+            pixels = _decode_32(listing.path(i))
         except pillow.Unreadable as error:
-            counts.skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(error)})
+            skipped.append({"file": f"{split}/{listing.name(i)}", "why": str(error)})
             state.skipped += 1
             if state.skipped > most:
-                last = f"{errors.shown(counts.skipped[-1]['file'], 1000)} {error}"
+                last = f"{errors.shown(skipped[-1]['file'], 1000)} {error}"
                 raise InputError(
                     f"source=: more than {most} of {len(listing)} images of {split}/ cannot be used (the last: {last}): "
                     "repair or remove them, or give another source="
                 ) from None
         else:
-            counts.resized += resized
             yield bytes([listing.label(i)]), pixels
         state.done += 1
         progress(split, state)
 
 
-def _decode_32(path: Path) -> tuple[bytes, bool]:
-    """The planes of an image at 32 x 32 pixels, and whether it was resized. Raises pillow.Unreadable."""
+def _decode_32(path: Path) -> bytes:
+    """The planes of an image, resized to 32 x 32 pixels. Raises pillow.Unreadable."""
     from PIL import Image
 
     image = pillow.to_rgb(pillow.open_image(pillow.read_file(path)))
-    resized = image.size != (32, 32)
-    if resized:
+    if image.size != (32, 32):
         short = min(image.size)
         left, top = (image.width - short) / 2, (image.height - short) / 2
         image = image.resize((32, 32), Image.Resampling.LANCZOS, (left, top, left + short, top + short))
-    return b"".join(band.tobytes() for band in image.split()), resized
+    return b"".join(band.tobytes() for band in image.split())

@@ -43,7 +43,6 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, dict[str, Any]]) -> V
     gpus = {node: untrusted.dicts_at(report, "facts", "gpus", "gpus") for node, report in reports.items()}
     _compare(reports, gpus, verdict)
     _slow_gpus(gpus, verdict)
-    judge_network.shared_addresses(reports, verdict)
     judge_network.links(reports, verdict)
     judge_network.clocks(reports, verdict)
     judge_network.speeds(reports, verdict)

@@ -1,4 +1,4 @@
-"""Judges the network by the reports of all nodes: links that fail, clocks, bandwidth, and addresses that are not unique."""
+"""Judges the network by the reports of all nodes: links that fail, clocks and bandwidth."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from recipes.core.doctor.untrusted import text_at, value_at
 from recipes.core.doctor.verdict import Verdict
 
 CLOCK_S = 2.0  # between two nodes; with more, time stamps mislead
-LOCAL_ONLY = ("127.", "::1", "fe80:", "169.254.")  # addresses that are valid on one machine or link only
 MANY = 4  # links that are named in a line
 # By the fault of a link (`reach.Link`): what a node sees of the other one, and the fix.
 FAULTS = {
@@ -38,21 +37,6 @@ FAULTS = {
         "a firewall lets some ports through and not this one: open ports 10000-32767 between the nodes, or set MASTER_PORT to an open one",
     ),
 }
-
-
-def shared_addresses(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """Addresses that several nodes have: a rank that selects the interface by name connects to itself."""
-    nodes_with: dict[tuple[str, str], list[int]] = {}
-    for node, report in reports.items():
-        for name, interface in untrusted.dict_at(report, "facts", "interfaces", "interfaces").items():
-            for address in untrusted.list_at(interface, "addresses"):
-                if not text_at(address).startswith(LOCAL_ONLY):
-                    nodes_with.setdefault((text_at(name), text_at(address)), []).append(node)
-    for (name, address), nodes in nodes_with.items():
-        if len(nodes) > 1:
-            what = f"{name} has the same address there, {address}"
-            fix = "do not use it as NCCL_SOCKET_IFNAME; the recipes choose the interface by its route"
-            verdict.add(nodes, what, fix, False)
 
 
 def links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:

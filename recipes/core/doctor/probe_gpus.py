@@ -1,13 +1,11 @@
 """The GPUs of a node: whether all that were granted are visible, and each computes correctly. Standard library only; torch runs
 in a separate process (`gpucheck`)."""
 
-import csv
 import json
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +17,8 @@ RunCommand = Callable[[Sequence[str], float], tuple[str, str]]
 SMI_S, CHECK_S = 20.0, 60.0
 LONGEST = 4096  # characters of a line of nvidia-smi
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
-# Fields of nvidia-smi. One that a GPU or driver does not support is [N/A].
-FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "memory.total",
-    "memory.used",
-    "ecc.errors.uncorrected.volatile.total",
-    "temperature.gpu",
-)
-AS_TABLE = "--format=csv,noheader,nounits"
-SMI = (
-    (f"--query-gpu={','.join(FIELDS)}", AS_TABLE),
-    ("--query-compute-apps=gpu_uuid,pid,used_memory", AS_TABLE),
-)
+# A field that a GPU or driver does not support is [N/A].
+SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 
 
 def examine(
@@ -46,8 +31,7 @@ def examine(
     facts: dict[str, Any] = {"granted": gpus.granted_gpus(environ)}
     if on_cpu:
         return facts, []
-    with ThreadPoolExecutor(len(SMI)) as pool:  # without persistence mode, each call loads the driver and takes seconds
-        (smi, why), (apps, _) = pool.map(lambda words: run(["nvidia-smi", *words], SMI_S), SMI)
+    smi, why = run(SMI, SMI_S)
     in_smi = parse_smi(smi)
     found: list[Finding] = []
     # Many images have no nvidia-smi, and others have it without a GPU.
@@ -63,8 +47,8 @@ def examine(
             return facts, [*found, Finding(f"its GPUs could not be tested ({why or 'no answer'})", fix)]
     found += _missing(environ, info, len(seen), len(in_smi))
     for gpu in seen:
-        found += _of_one(gpu, in_smi.get(gpu.get("uuid", ""), {}))
-    return facts, found + _other_processes(apps, {gpu.get("uuid") for gpu in seen})
+        found += _of_one(gpu, in_smi.get(gpu.get("uuid", ""), ""))
+    return facts, found
 
 
 def _missing(environ: Mapping[str, str], info: RankInfo, seen: int, in_smi: int) -> list[Finding]:
@@ -80,7 +64,8 @@ def _missing(environ: Mapping[str, str], info: RankInfo, seen: int, in_smi: int)
     return []
 
 
-def _of_one(gpu: Mapping[str, Any], smi: Mapping[str, str]) -> list[Finding]:
+def _of_one(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
+    """errors: uncorrected memory errors by nvidia-smi."""
     name = f"GPU {gpu.get('index')} ({gpu.get('uuid', 'of unknown UUID')})"
     fix = f"drain it: {_leave_out()}"
     if gpu.get("error"):
@@ -91,7 +76,6 @@ def _of_one(gpu: Mapping[str, Any], smi: Mapping[str, str]) -> list[Finding]:
     if gpu.get("free", 0) < FREE_SHARE * gpu.get("total", 0):
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
-    errors = smi.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdecimal() and int(errors):
         found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     return found
@@ -101,23 +85,7 @@ def _leave_out() -> str:
     return f"sbatch --exclude={socket.gethostname()} leaves out that node"
 
 
-def _other_processes(apps: str, uuids: set[Any]) -> list[Finding]:
-    """Processes on these GPUs, as nvidia-smi lists them."""
-    found = []
-    for row in _rows(apps):
-        if len(row) == 3 and row[0] in uuids and row[1].isdecimal():
-            uuid, pid, memory = row
-            fix = f"find its owner with ps -o user,cmd {pid} there; end it, or leave out that node"
-            found.append(Finding(f"process {pid} uses {memory} MB of GPU {uuid}", fix, bad=False))
-    return found
-
-
-def parse_smi(text: str) -> dict[str, dict[str, str]]:
-    """The rows of `FIELDS` in nvidia-smi's output, by UUID. Other lines are ignored."""
-    return {row[1]: dict(zip(FIELDS, row, strict=True)) for row in _rows(text) if len(row) == len(FIELDS)}
-
-
-def _rows(text: str) -> Iterator[list[str]]:
-    """The rows of a table of nvidia-smi. Lines that are too long to be rows are ignored."""
-    lines = (line for line in text.splitlines() if len(line) < LONGEST)
-    return iter(csv.reader(lines, skipinitialspace=True))
+def parse_smi(text: str) -> dict[str, str]:
+    """The uncorrected memory errors in nvidia-smi's output, by UUID. Other lines are ignored."""
+    rows = (line.strip().split(", ") for line in text.splitlines() if len(line) < LONGEST)
+    return {row[0]: row[1] for row in rows if len(row) == 2 and row[0].startswith("GPU-")}

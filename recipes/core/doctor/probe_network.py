@@ -1,15 +1,7 @@
-"""The network interfaces and names of a node."""
+"""The network interfaces of a node."""
 
-import json
-import socket
-import sys
-import time
-
-from recipes.core.doctor import commands
 from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.place import network
-
-SLOW_NAME_S = 1.0
 
 
 def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -61,39 +53,3 @@ def _selects(value: str, interface: str, is_exact: bool) -> bool:
     listed = body.removeprefix("=").split(",")
     is_listed = interface in listed if body.startswith("=") else any(map(interface.startswith, listed))
     return is_listed != value.startswith("^")
-
-
-def names(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Whether this node resolves its own name, and how long the look-ups take."""
-    host = socket.gethostname()
-    begin = time.monotonic()
-    out, why = commands.run([sys.executable, "-S", "-c", RESOLVE, host], 20)
-    took = time.monotonic() - begin
-    if why:
-        what, fix = f"it does not resolve its own name {host} ({why})", f"add {host} to DNS or to /etc/hosts there"
-        return {}, [Finding(what, fix, bad=bool(here.info.nodes))]  # without a list of nodes, the ranks use addresses
-    addresses, reverse_s = json.loads(out)
-    facts: Facts = {"addresses": addresses, "seconds": round(took, 2), "reverse_s": reverse_s}
-    findings = []
-    if here.info.num_nodes > 1 and addresses and all(one.startswith("127.") or one == "::1" for one in addresses):
-        fix = "other nodes cannot reach a program that listens on it (the recipes do not): delete that line from /etc/hosts there"
-        findings.append(Finding(f"its own name is {addresses[0]} there", fix, bad=False))
-    if reverse_s > SLOW_NAME_S:
-        fix = "each rank's start waits for it: fix DNS, or list the nodes in /etc/hosts"
-        findings.append(Finding(f"a reverse look-up takes {reverse_s:.1f} s", fix, bad=False))
-    return facts, findings
-
-
-RESOLVE = """
-import json, socket, sys, time
-try:
-    found = sorted({a[4][0] for a in socket.getaddrinfo(sys.argv[1], None)})
-except OSError as error:
-    sys.exit(str(error.strerror))
-begin = time.monotonic()
-try:
-    socket.gethostbyaddr(found[0])
-except OSError:
-    pass
-print(json.dumps([found, round(time.monotonic() - begin, 2)]))
-"""

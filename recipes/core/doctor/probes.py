@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
+from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
 from recipes.core.doctor import variables as environment
 from recipes.core.doctor.node import Facts, Finding, Report, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.files import ROOT
-from recipes.core.place import hostlist
 from recipes.core.run import source
 
-MANY_FILES = 4096  # open files, or processes, that a rank with many loader processes and peers may need
+MANY_FILES = 4096  # open files that a rank with many loader processes and peers may need
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 DISK_BYTES = 5 << 30
 
@@ -84,46 +84,31 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 
 def cpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    allowed = sorted(os.sched_getaffinity(0))
-    granted = here.environ.get("SLURM_CPUS_PER_TASK", "")
-    facts: Facts = {
-        "cpus": os.cpu_count(),
-        "allowed": len(allowed),
-        "granted_a_task": int(granted) if granted.isdecimal() else None,
-    }
-    if granted.isdecimal() and len(allowed) < int(granted):
-        what = f"a rank may use {len(allowed)} of the {granted} CPUs that it was granted"
+    """Whether a rank may use the CPUs that it was granted."""
+    allowed, granted = len(os.sched_getaffinity(0)), here.environ.get("SLURM_CPUS_PER_TASK", "")
+    facts: Facts = {"cpus": os.cpu_count(), "allowed": allowed}
+    if granted.isdecimal() and allowed < int(granted):
+        what = f"a rank may use {allowed} of the {granted} CPUs that it was granted"
         fix = "give srun --cpus-per-task too (Slurm 22.05 does not pass sbatch's on to it), or --cpu-bind=none"
         return facts, [Finding(what, fix, bad=False)]
-    if not granted and here.info.in_slurm and len(allowed) == 1:
+    if not granted and here.info.in_slurm and allowed == 1:
         return facts, [Finding("a rank may use one CPU", "request more: --cpus-per-task=8", bad=False)]
     return facts, []
 
 
 def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    kinds = {
-        "open files (ulimit -n)": resource.RLIMIT_NOFILE,
-        "locked memory (ulimit -l)": resource.RLIMIT_MEMLOCK,
-        "processes (ulimit -u)": resource.RLIMIT_NPROC,
-        "address space (ulimit -v)": resource.RLIMIT_AS,
-    }
-    soft = {name: resource.getrlimit(number)[0] for name, number in kinds.items()}
-    facts: Facts = {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
-    files, locked, processes, space = facts.values()
+    """Limits on open files and, where there is InfiniBand, on locked memory."""
+    open_files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     findings = []
-    for what, limit, option in (("open files", files, "-n"), ("processes", processes, "-u")):
-        if limit is not None and limit < MANY_FILES:
-            fix = f"ulimit {option} {MANY_FILES} in the batch script, or ask the site"
-            findings.append(Finding(f"{what} (ulimit {option}) are limited to {limit}", fix, bad=False))
-    if space is not None:
-        fix = "ulimit -v unlimited: CUDA reserves far more than it uses"
-        findings.append(Finding(f"address space is limited to {space / 1e9:.0f} GB", fix, bad=False))
+    if open_files != resource.RLIM_INFINITY and open_files < MANY_FILES:
+        fix = f"ulimit -n {MANY_FILES} in the batch script, or ask the site"
+        findings.append(Finding(f"open files (ulimit -n) are limited to {open_files}", fix, bad=False))
     has_rdma = (here.root / "sys/class/infiniband").is_dir() and here.environ.get("NCCL_IB_DISABLE") != "1"
-    if locked is not None and locked < 1 << 30 and has_rdma and not here.on_cpu:
+    if locked != resource.RLIM_INFINITY and locked < 1 << 30 and has_rdma and not here.on_cpu:
         what = f"locked memory is limited to {locked // 1024} KB, and RDMA locks what it sends"
         fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
         findings.append(Finding(what, fix, bad=here.has_others))
-    return facts, findings
+    return {"open_files": open_files, "locked_memory": locked}, findings
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -135,11 +120,8 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
         "tmp": (temporary, f"TMPDIR={temporary}", "set TMPDIR to a folder that is on every node"),
     }
     if here.data_dir:
-        folders["data"] = (
-            here.data_dir,
-            f"data_dir={here.data_dir}",
-            "check the name, and that it is mounted on that node",
-        )
+        name = f"data_dir={here.data_dir}"
+        folders["data"] = (here.data_dir, name, "check the name, and that it is mounted on that node")
     facts: Facts = {}
     findings = []
     for use, (folder, name, fix) in folders.items():
@@ -149,15 +131,13 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             leave_out = here.has_others or use == "shm"
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
-        free = json.loads(out)
-        facts[use] = {"folder": folder, "free": free}
-        if free is None:
-            continue
-        if use == "shm" and free < SHM_BYTES:
+        facts[use] = free = json.loads(out)
+        least = {"shm": SHM_BYTES, "data": 0}.get(use, DISK_BYTES)
+        if free is not None and free < least:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
-            findings.append(Finding(f"/dev/shm has {free >> 20} MB free", fix, bad=free < 64 << 20))
-        elif use in ("run", "tmp") and free < DISK_BYTES:
-            findings.append(Finding(f"{name} has {free / 1e9:.1f} GB free", "free space there", bad=False))
+            fix = fix if use == "shm" else "free space there"
+            bad = use == "shm" and free < 64 << 20
+            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=bad))
     return facts, findings
 
 
@@ -177,23 +157,9 @@ except OSError as error:
 
 
 def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Variables that are deprecated, conflict with each other, or were left by another allocation."""
-    found = [
-        Finding(f"{problem.name}: {problem.what}", problem.fix, problem.bad, leave_out=False)
-        for problem in environment.problems(here.environ)
-    ]
-    job, nodes = here.environ.get("SLURM_JOB_ID"), here.environ.get("SLURM_JOB_NODELIST", "")
-    own = here.environ.get("SLURMD_NODENAME")
-    if nodes and own and here.info.launcher == "slurm":
-        try:
-            listed = hostlist.expand(nodes)
-        except hostlist.HostListError:
-            listed = []
-        if listed and own not in listed:
-            what = f"SLURM_JOB_NODELIST={nodes} (job {job}) does not have {own}"
-            fix = "it was left by another allocation: unset SLURM_* before sbatch or srun"
-            found.append(Finding(what, fix))
-    return {}, found
+    """Variables that are misspelt, conflict with each other, or cannot work."""
+    found = environment.problems(here.environ)
+    return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
 
 
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -213,7 +179,6 @@ CHECKS: Mapping[str, Check] = {
     "limits": limits,
     "disks": disks,
     "interfaces": probe_network.interfaces,
-    "names": probe_network.names,
     "variables": environment_variables,
     "gpus": gpus,
 }

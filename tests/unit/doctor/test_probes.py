@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,10 +49,10 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(commands, "run", quick)
     report = probes.run_all(here(tmp_path), 60)
     assert set(report.facts) == {
-        "system", "torch", "cpus", "limits", "disks", "interfaces", "names", "variables", "gpus",
+        "system", "torch", "cpus", "limits", "disks", "interfaces", "variables", "gpus",
     }  # fmt: skip
     assert report.facts["torch"]["torch"]
-    assert report.facts["disks"]["run"]["free"] > 0
+    assert report.facts["disks"]["run"] > 0
     assert report.facts["interfaces"]["interfaces"]["lo"]["addresses"]
 
 
@@ -121,9 +121,6 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits[resource.RLIMIT_NOFILE] = (1024, 4096)
     assert only(probes.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
     limits[resource.RLIMIT_NOFILE] = (65536, 65536)
-    limits[resource.RLIMIT_AS] = (8 * 10**9, 8 * 10**9)
-    assert only(probes.limits(here(tmp_path))).what == "address space is limited to 8 GB"
-    limits[resource.RLIMIT_AS] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
     assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
     (tmp_path / "sys/class/infiniband").mkdir(parents=True)
@@ -145,20 +142,17 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
     assert "tmp" in probes.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
     facts = probes.disks(here(tmp_path, TMPDIR="/dev/shm"))[0]
-    assert {name: one["folder"] for name, one in facts.items()} == {
-        "shm": "/dev/shm", "tmp": "/dev/shm", "run": str(tmp_path),
-    }  # fmt: skip
-    assert facts["tmp"]["free"] == pytest.approx(shutil.disk_usage("/dev/shm").free, rel=0.1)
+    assert facts["tmp"] == pytest.approx(shutil.disk_usage("/dev/shm").free, rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("free", "expected"),
     [
         ({}, []),
-        ({"/dev/shm": 40 << 20}, [("/dev/shm has 40 MB free", True)]),
-        ({"/dev/shm": 64 << 20}, [("/dev/shm has 64 MB free", False)]),
-        ({"run": 4 << 30}, [("run_dir={} has 4.3 GB free", False)]),
-        ({"/scratch": 0}, [("TMPDIR=/scratch has 0.0 GB free", False)]),
+        ({"/dev/shm": 40 << 20}, [("/dev/shm has 41.9 MB free", True)]),
+        ({"/dev/shm": 64 << 20}, [("/dev/shm has 67.1 MB free", False)]),
+        ({"run": 4 << 30}, [("run_dir={} has 4295.0 MB free", False)]),
+        ({"/scratch": 0}, [("TMPDIR=/scratch has 0.0 kB free", False)]),
         ({"/scratch": None}, []),  # the file system does not report its free space
         ({"/data": 0}, []),  # it is only read
     ],
@@ -271,35 +265,7 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it talks to nobody
 
 
-def test_variables_that_are_another_allocations(tmp_path: Path) -> None:
-    info = ranks.detect(TASK)
-    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="one"))[1]
-    assert not [one for one in found if "SLURM_JOB_NODELIST" in one.what]
-    found = probes.environment_variables(here(tmp_path, info, **TASK, SLURMD_NODENAME="three"))[1]
-    assert any(one.what == "SLURM_JOB_NODELIST=one,two (job 7) does not have three" for one in found)
-
-
 def test_a_misspelt_variable_does_not_exclude_the_node(tmp_path: Path) -> None:
     found = only(probes.environment_variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
     assert "NCCL_SOCKET_IFNAME" in found.what + found.fix
     assert not found.leave_out
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (["127.0.1.1"], "its own name is 127.0.1.1 there"),
-        (["10.0.0.1", "127.0.1.1"], None),
-        (["::1"], "its own name is ::1 there"),
-    ],
-)
-def test_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: list[str], expected: str | None) -> None:
-    def ask(text: str) -> Callable[..., tuple[str, str]]:
-        return lambda *arguments: (text, "")
-
-    info = ranks.detect(TASK)
-    monkeypatch.setattr(commands, "run", ask(f"[{str(answer).replace(chr(39), chr(34))}, 0.0]"))
-    found = [one.what for one in probe_network.names(here(tmp_path, info))[1]]
-    assert found == ([expected] if expected else [])
-    monkeypatch.setattr(commands, "run", ask('[["10.0.0.1"], 5.0]'))
-    assert only(probe_network.names(here(tmp_path, info))).what == "a reverse look-up takes 5.0 s"

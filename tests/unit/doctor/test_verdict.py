@@ -324,19 +324,6 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     assert judged(reports, 4).exclude == ["node0"]
 
 
-def test_an_address_that_several_nodes_have_is_a_note() -> None:
-    reports = healthy(3)
-    for report in reports:
-        there = report["facts"]["interfaces"]["interfaces"]
-        there["lo"] = {"addresses": ["127.0.0.1", "::1"]}
-        there["ib0"]["addresses"] = [f"10.0.0.{report['node_rank']}", "fe80::1"]
-        there["docker0"] = {"addresses": ["172.17.0.1"]}
-    found = judged(reports, 3)
-    assert found.healthy
-    (entry,) = found.entries
-    assert (entry.nodes, entry.what) == ([0, 1, 2], "docker0 has the same address there, 172.17.0.1")
-
-
 def test_if_only_one_node_is_seen_run_dir_is_not_shared() -> None:
     found = judged(healthy(4)[:1], 4)
     assert set(bad(found)) == {"node1", "node2", "node3"}

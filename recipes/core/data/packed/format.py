@@ -13,7 +13,7 @@ import re
 import shlex
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,10 +116,8 @@ def check_version(content: Mapping[str, Any], path: Path) -> None:
 
 
 def prepare_command(folder: Path) -> str:
-    """The command that packs into ``folder``, with the options that it was started with, if it was."""
-    started, default = files.read_json(folder / PLAN) or {}, asdict(PackOptions())
-    given = [f"{name}={started[name]}" for name in OPTIONS if started.get(name) not in (None, default[name])]
-    return " ".join([datasets.prepare_command("imagenet", folder), "source=…", *given])
+    """The command that packs into ``folder``. With other options than the first ones it refuses, and names those."""
+    return f"{datasets.prepare_command('imagenet', folder)} source=…"
 
 
 def is_finished(folder: Path) -> bool:

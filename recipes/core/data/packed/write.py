@@ -114,26 +114,16 @@ def _compare(target: Path, plan: Mapping[str, Any]) -> None:
     if not path.exists():
         return
     before = files.read_json(path) or {}
-    fix = f"another data_dir=, or remove {shlex.quote(str(target))} to start again"
     format.check_version(before, path)
-    try:
-        counts_before = _counts(before)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise InputError(f"{str(path)!r}: is damaged (splits: {shown(before.get('splits'))}); give {fix}") from None
+    fix = f"another data_dir=, or remove {shlex.quote(str(target))} to start again"
     if differs := [name for name in format.OPTIONS if before.get(name) != plan[name]]:
-        sides = ([f"{name}={side[name]}" for name in differs if side.get(name) is not None] for side in (before, plan))
-        then, now = (" ".join(words) for words in sides)
+        then, now = (" ".join(f"{name}={shown(side.get(name))}" for name in differs) for side in (before, plan))
         raise InputError(f"data_dir={str(target)!r}: was started with {then}, not {now}; give {then}, or {fix}")
     if before.get("splits") != plan["splits"]:
         raise InputError(
-            f"data_dir={str(target)!r}: was started with another source=: the names or the number of images differ "
-            f"({counts_before} before, {_counts(plan)} now); give the first source= again, or {fix}"
+            f"data_dir={str(target)!r}: was started with another source=: the names or the number of images differ; "
+            f"give the first source= again, or {fix}"
         )
-
-
-def _counts(plan: Mapping[str, Any]) -> str:
-    """The number of images of each split, for a message. Raises an error if the plan is damaged."""
-    return " and ".join(f"{int(split['samples'])} of {shown(name)}/" for name, split in plan["splits"].items())
 
 
 def _verified(target: Path, options: PackOptions, say: Callable[[str], None]) -> PackedCopy:
