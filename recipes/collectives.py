@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ReduceOp
 
 from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
-from recipes.core import bandwidth
+from recipes.core import bandwidth, drawing
 from recipes.core.train import session
 from recipes.core.bandwidth import Figure
 from recipes.core.errors import InputError, RunError, Stopped
@@ -252,7 +252,7 @@ def learn(run: Run) -> dict[str, Any]:
 def bench(run: Run, cfg: Config) -> dict[str, Any]:
     """Measures each operation at each size. Rank 0 writes one row of JSON per measurement."""
     world, missing = run.world, []
-    sizes = sizes_of(cfg.sizes)
+    sizes = bandwidth.that_fit(sizes_of(cfg.sizes), world, run.say)
     found: list[Figure] = []
     with open(run.dir / "bandwidth.jsonl" if world.rank == 0 else os.devnull, "w", encoding="utf-8") as file:
         run.say(bandwidth.HEADING)
@@ -276,6 +276,8 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
                 found.append(figure)
                 if reason := run.agree_to_stop():
                     raise Stopped(reason)
+    if world.rank == 0 and any(figure.busbw for figure in found):
+        drawing.bandwidths(found, run.dir / "bandwidth.png", run.say)
     if wrong := [f for f in found if f.wrong]:
         size_text = bandwidth.shown_size(wrong[0].size)
         raise RunError(
@@ -295,6 +297,8 @@ def pairs(run: Run, cfg: Config) -> dict[str, Any]:
     names = [f"rank {rank}" if one_node else world.hosts[rank] for rank in members]
     for line in bandwidth.pair_lines(found, names):
         run.say(line)
+    if world.rank == 0:
+        drawing.matrix(found.tolist(), names, run.dir / "pairs.png", run.say)
     return {
         "pairs": names,
         "pairs_gb_per_s": [[None if one != one else round(one, 4) for one in row] for row in found.tolist()],

@@ -30,11 +30,11 @@ class Config(RecipeKeys):
         form="names separated by commas",
     )  # fmt: skip
     sizes: str = key(
-        "4..256M", "bench: sizes of the whole array in bytes, as FROM..TO (each size is four times the previous one), FROM..TO:FACTOR, or a list such as 1K,64M",
+        "4..1G", "bench: sizes of the whole array in bytes, as FROM..TO (each size is four times the previous one), FROM..TO:FACTOR, or a list such as 1K,64M",
         pattern=SIZES, form="FROM..TO, FROM..TO:FACTOR or a list, such as 4..64M, 1K..1G:2 or 4,1K,64M",
     )  # fmt: skip
     seconds: float = key(1.0, "bench: seconds of timing per size and operation, approximately", low=0.01, high=3600)
-    pairs: bool = key(False, "time every pair of nodes (on a single node: of ranks)")
+    pairs: bool = key(False, "time every pair of nodes (on a single node: of ranks) and draw the matrix")
     pair_size: str = key(
         "16M", "bytes that a pair sends in each direction", pattern=SIZE, form="a size such as 64K, 16M or 1G"
     )

@@ -1,10 +1,12 @@
 """Bandwidth of messages between ranks: the operations, their timing, and algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md)."""
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ WARM_UP = 2
 A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchronising the ranks is negligible
 MOST_REPEATED, MOST_BATCHES, LEAST_BATCHES = 1000, 50, 3
 WIDEST = 16  # maximum number of columns of a table
+SHARE = 0.5  # maximum share of the free memory that the timed arrays use
 # For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
@@ -210,6 +213,49 @@ def wrong_ranks(is_correct: bool, world: World) -> list[int]:
     wrong[world.rank] = not is_correct
     dist.all_reduce(wrong)
     return [rank for rank, found in enumerate(wrong.tolist()) if found]
+
+
+def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> list[int]:
+    """The sizes for which two arrays per rank fit into the free memory of the node that has the least. Logs how many do not fit.
+
+    Called by all ranks.
+    """
+    if world.device.type == "cuda":
+        room = torch.cuda.mem_get_info(world.device)[0] * SHARE
+    else:
+        room = free_memory() * SHARE / world.ranks.local_world_size
+    least = torch.tensor([room], dtype=torch.float64, device=world.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    fitting = [size for size in sizes if 2 * size <= float(least)]
+    if left := [size for size in sizes if size not in fitting]:
+        room_gb = float(least) / 1e9
+        say(
+            f"{len(left)} sizes of at least {min(left):,} bytes are left out: two arrays must fit into {room_gb:.1f} GB per rank"
+        )
+    return fitting
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process can allocate: Linux's estimate for the machine, or the limit of its cgroups.
+
+    root: the folder that contains ``proc`` and ``sys``.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    room = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # cgroup version 2 has a single tree
+            tree, limit = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            tree, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = tree / path.lstrip("/")
+        for place in (folder, *folder.parents):  # the limit of a parent group applies to its child groups too
+            with contextlib.suppress(OSError, ValueError):  # no limit
+                room.append(int((place / limit).read_text()))
+    return min(room)
 
 
 def best(found: Iterable[Figure]) -> dict[str, float]:

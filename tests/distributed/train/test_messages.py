@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from recipes import collectives
 from recipes.conf.collectives import OPERATIONS, Config, Mode, bytes_of, sizes_of
-from recipes.core import bandwidth, outliers
+from recipes.core import bandwidth, drawing, outliers
 from recipes.core.doctor import gpucheck, linkcheck
 from recipes.core.place import ranks
 from recipes.core.train.run import Run
@@ -85,6 +85,7 @@ def on_ranks(folder: Path, size: int, work: Callable[[Run], Any]) -> list[Any]:
         )
         world = World(info, torch.device("cpu"), "gloo", ("host",) * size, store)
         lines: list[str] = []
+        cast(Any, collectives).drawing = SimpleNamespace(bandwidths=drawn, matrix=drawn)
         run = SimpleNamespace(world=world, dir=folder, say=lines.append, lines=lines, agree_to_stop=str)
         try:
             return work(cast(Run, run))
@@ -93,6 +94,12 @@ def on_ranks(folder: Path, size: int, work: Callable[[Run], Any]) -> list[Any]:
                 dist.barrier()  # the store ends with rank 0
 
     return in_forks(folder, size, on_rank)
+
+
+def drawn(what: object, *more: object) -> None:
+    """In the place of a plot: matplotlib's import would take longer than all else. `test_plots_are_drawn` draws."""
+    (*_, path, say) = more if len(more) > 1 else (what, *more)
+    cast(Any, say)(f"plot: {path}")
 
 
 def said(run: Run) -> list[str]:
@@ -222,12 +229,12 @@ def test_pairs_are_a_matrix_with_the_figure_of_the_lower_rank(tmp_path: Path) ->
         bandwidth.exchange = exchange
         found = collectives.pairs(run, Config(pairs=True, pair_size="64K", seconds=0.5))
         of_two = bandwidth.every_pair(run.world, [0, 2], 64 << 10, 0.5) / 1e9  # rank 1 is on another node's side
-        return found, of_two.nan_to_num(-1).tolist()
+        return found, said(run)[-1 - (run.world.rank == 0)], of_two.nan_to_num(-1).tolist()
 
     matrix = [[None, 1, 2], [1, None, 102], [2, 102, None]]
     names = ["rank 0", "rank 1", "rank 2"]
     assert [one[0] for one in on_ranks(tmp_path, 3, work)] == [{"pairs": names, "pairs_gb_per_s": matrix}] * 3
-    assert [one[1] for one in on_ranks(tmp_path / "again", 3, work)] == [[[-1, 2], [2, -1]]] * 3
+    assert [one[2] for one in on_ranks(tmp_path / "again", 3, work)] == [[[-1, 2], [2, -1]]] * 3
     nodes = SimpleNamespace(ranks=SimpleNamespace(num_nodes=3), hosts=("a", "a", "b", "c", "c"), size=5)
     assert bandwidth.first_ranks(cast(World, nodes)) == [0, 2, 3]
 
@@ -290,6 +297,39 @@ def test_a_wrong_sum_is_found_by_the_doctors_bandwidth_test(monkeypatch: pytest.
     monkeypatch.setattr(linkcheck, "SIZE", 64)
     assert linkcheck.all_reduce(torch.device("cpu"), 0, 2)[1]  # 1 + 2
     assert not linkcheck.all_reduce(torch.device("cpu"), 0, 2)[1]
+
+
+def test_sizes_that_do_not_fit_on_the_smallest_node_are_left_out(tmp_path: Path) -> None:
+    def work(run: Run) -> Any:
+        bandwidth.free_memory = lambda: (8 - 4 * run.world.rank) << 20  # of which two ranks take a half
+        return bandwidth.that_fit([1 << 18, 1 << 19, 1 << 20], run.world, run.say), said(run)
+
+    told = "1 sizes of at least 1,048,576 bytes are left out: two arrays must fit into 0.0 GB per rank"
+    assert on_ranks(tmp_path, 2, work) == [([1 << 18, 1 << 19], [told])] * 2
+
+
+def test_plots_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    canvas = pytest.importorskip("matplotlib.figure").Figure
+    shown: list[Any] = []
+    save = canvas.savefig
+    monkeypatch.setattr(canvas, "savefig", lambda self, path: (shown.append(self.axes[0]), save(self, path)))
+    lines: list[str] = []
+    figures = [
+        bandwidth.Figure(operation, 4, size, 1.0, size / 1e9 / speed, 9.0, 0)
+        for size in (1 << 10, 1 << 20)
+        for operation, speed in (("all_gather", 8.0), ("broadcast", 3.0))
+    ]
+    drawing.bandwidths(figures, tmp_path / "bandwidth.png", lines.append)
+    drawing.matrix([[math.nan, 7.5], [7.5, math.nan]], ["rank 0", "rank 1"], tmp_path / "pairs.png", lines.append)
+    assert lines == [f"plot: {tmp_path}/bandwidth.png", f"plot: {tmp_path}/pairs.png"]
+    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("bandwidth.png", "pairs.png"))
+    plot, matrix = shown
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in plot.get_lines()}
+    assert curves == {
+        name: ([1 << 10, 1 << 20], pytest.approx([busbw, busbw]))
+        for name, busbw in (("all_gather", 6.0), ("broadcast", 3.0))
+    }
+    assert [label.get_text() for label in matrix.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
 # --- the arithmetic, without a clock
@@ -394,6 +434,28 @@ def test_a_gpus_speed_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gpucheck, "one", broken)
     assert gpucheck.gpus() == [{"index": 0, **one}, {"index": 1, "error": "CUDA error: an illegal memory access"}]
+
+
+def test_free_memory_respects_the_limit_of_the_cgroup(tmp_path: Path) -> None:
+    groups = tmp_path / "proc/self/cgroup"
+    groups.parent.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 32000 kB\nMemAvailable: 16000 kB\n")
+    groups.write_text("0::/\n")
+    assert bandwidth.free_memory(tmp_path) == 16000 << 10
+
+    def group(folder: str, **files: object) -> None:
+        (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / "sys/fs/cgroup" / folder / f"memory.{name}").write_text(f"{content}\n")
+
+    group("job/step", max="max")
+    group("job", max=9000)
+    groups.write_text("0::/job/step\n")
+    assert bandwidth.free_memory(tmp_path) == 9000
+    group("memory/job/step", limit_in_bytes=8000)
+    groups.write_text("9:cpu,cpuacct:/job\n4:memory:/job/step\n0::/\n")
+    assert bandwidth.free_memory(tmp_path) == 8000
+    assert bandwidth.free_memory() > 0
 
 
 def test_pairs_of_one_rank_are_refused(tmp_path: Path) -> None:
