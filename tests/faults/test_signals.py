@@ -184,26 +184,6 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
 
 
 @pytest.mark.fault(23)
-def test_a_signal_is_logged_immediately_while_a_rank_waits_for_another(
-    start: Start, tmp_path: Path, marks: Path
-) -> None:
-    """The main thread is inside a collective, where no Python handler runs."""
-    run_dir = tmp_path / "run"
-    environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
-    launcher = start(run_dir, *ENDLESS, **environ)
-    conftest.wait_for_file(marks / "reached.1")
-    time.sleep(0.5)  # rank 0 has nothing left to do but to wait; the line comes in any case
-    begin = time.monotonic()
-    os.kill(helpers.children(launcher.pid)[0], signal.SIGTERM)
-    helpers.wait_until(noted(run_dir, "SIGTERM"), 30, "the signal's line")
-    assert time.monotonic() - begin < AT_ONCE_S
-    assert not (marks / "go").exists()
-    go(marks)
-    step = assert_saved(run_dir, helpers.finish(launcher))
-    assert step == 8
-
-
-@pytest.mark.fault(23)
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGUSR2"])
 def test_a_checkpoint_is_on_the_disk_soon_after_the_signal(
     start: Start, tmp_path: Path, name: str, record_property: Recorded

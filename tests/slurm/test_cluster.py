@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import wait_until
 from tests.slurm import cluster as cluster_module
-from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, running_cluster, start
+from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, start
 
 SCRIPT = Path(cluster_module.__file__)
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2")
@@ -106,18 +106,6 @@ def test_a_jobs_end_is_seen_without_accounting(slurm: Cluster) -> None:
         slurm.wait_job(asleep, timeout_s=0.2)
     slurm.run("scancel", asleep)
     assert slurm.wait_job(asleep) == "CANCELLED"
-
-
-def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
-    with running_cluster(ClusterOptions(gpus=(8, 2), own_name_is_loopback=False, same_docker0=False)) as cluster:
-        gres = cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %G").stdout.split()
-        assert gres == ["node1", "gpu:8", "node2", "gpu:2"]
-        command = "srun bash -c 'echo $(hostname) $SLURM_LOCALID $CUDA_VISIBLE_DEVICES'"
-        lines = job_output(cluster, tmp_path, command, "--nodes=2", "--ntasks=10", "--gpus-per-task=1")
-        assert lines == [f"node1 {each} {each}" for each in range(8)] + [f"node2 {each} {each}" for each in range(2)]
-        first = cluster.nodes[0]
-        assert cluster.on_node("node1", "getent", "ahostsv4", "node1").stdout.split()[0] == first.address
-        assert cluster.on_node("node1", "ls", "/sys/class/net").stdout.split() == ["eth0", "lo"]
 
 
 def test_down_leaves_nothing() -> None:

@@ -6,7 +6,6 @@ has a docker0 of one and the same address, which stands before both in the alpha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -252,33 +251,6 @@ def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: P
         "mnist: if no rank hangs, the cause is the network: srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, "
         "finds what is wrong with it"
     ) in ended.lines
-
-
-@pytest.mark.long
-def test_a_master_port_in_use_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    with taken(fabric, PORT):
-        ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
-        assert ended.status == 3, ended.out
-        assert f"port {PORT}, at which the ranks meet, cannot be listened on (Address already in use)" in bad(verdict)
-        assert verdict["exclude"] == ["node1"]
-        ended = fabric.train(tmp_path, "timeout_s=10", MASTER_PORT=str(PORT))
-        assert ended.status != 0  # srun tells how it ended the other rank
-        assert f"port {PORT} is in use; set MASTER_PORT to another for all ranks" in ended.out
-
-
-@contextlib.contextmanager
-def taken(fabric: Fabric, port: int) -> Iterator[None]:
-    """A process on node1 that listens on a port."""
-    pid = fabric.slurm.node("node1").pid
-    listen = f"import socket, time; s = socket.create_server(('', {port})); print('there', flush=True); time.sleep(300)"
-    argv = ["nsenter", f"--target={pid}", "--net", "--pid", "--mount", "--", sys.executable, "-c", listen]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "there\n"
-            yield
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize("hangs", ["node1", "node2"])
