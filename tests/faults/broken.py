@@ -1,6 +1,6 @@
 """A small recipe that misbehaves as $FAULT says: the fault tests put it beside the real ones as recipes/broken.py.
 
-    FAULT=raise FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
+    FAULT=fail FAULT_RANK=1 FAULT_AT=4 python launch.py recipe=broken launcher=local ranks_per_node=2 device=cpu
 
 $FAULT is the name of a function below. $FAULT_AT: a step's number, in its forward pass (default 4); or start, before a
 checkpoint is looked for; or evaluate. $FAULT_RANK: 1 by default; or all. $FAULT_ATTEMPT: in that attempt alone.
@@ -65,11 +65,6 @@ def no_room(run: Run) -> float:
 
 def exit0(run: Run) -> float:
     os._exit(0)
-
-
-def kill(run: Run) -> float:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
 
 
 def stop(run: Run) -> float:

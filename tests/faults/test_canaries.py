@@ -6,7 +6,6 @@ Most attempts are also made on something unguarded, where they succeed: a trap t
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -25,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-import yaml
 from torch import nn
 
 import launch
@@ -309,47 +307,6 @@ def test_a_command_that_a_message_offers_can_be_pasted(at_work: Trap) -> None:
 
 # --- what a key or a file stands for
 
-EVIL_MODULE = "from pathlib import Path\nPath({!r}).touch()\nx = int\n"
-
-
-def test_an_interpolation_imports_nothing(
-    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(at_work.work))
-    name, module = "evil_module_1.x", "evil_module_1"
-    (at_work.work / f"{module}.py").write_text(EVIL_MODULE.format(str(at_work.canary)))
-    importlib.invalidate_caches()
-    word = f"${{oc.coerce:{name},1}}"
-    (at_work.work / "keys.yaml").write_text(f"epochs: {word}\n")
-    monkeypatch.setenv("T_X", word)
-    for words in (
-        [f"epochs={word}"],
-        ["epochs=${oc.env:T_X}"],
-        ["epochs=${oc.env:T_NONE,${oc.env:T_X}}"],
-        ["config=keys.yaml"],
-        [f"seed=${{oc.decode:'{word}'}}"],
-        [f"seed=${{${{oc.env:T_X,oc}}.coerce:{name},1}}"],
-    ):
-        assert not attempt(at_work, words, capsys)
-    assert module not in sys.modules
-    importlib.import_module(module)
-    assert at_work.fired()  # or the trap above was none
-
-
-def test_a_file_of_keys_makes_no_objects(
-    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = site(at_work)
-    text = f"account: !!python/object/apply:os.mkdir [{json.dumps(str(at_work.canary))}]\n"
-    (at_work.work / "keys.yaml").write_text(text)
-    (root / "env" / "clusters" / "here.yaml").write_text(text)
-    assert not attempt(at_work, ["config=keys.yaml"], capsys)
-    helpers.use_root(monkeypatch, root)
-    assert not attempt(at_work, ["cluster=here"], capsys)
-    yaml.unsafe_load(text)
-    assert at_work.fired()  # or the trap above was none
-
-
 # --- pickles
 
 
@@ -592,18 +549,6 @@ def test_a_link_for_a_lock_makes_no_file_elsewhere(trap: Trap) -> None:
 NAMES = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "MY_PASS", "SITE_SECRET")
 SECRETS = {name: secrets.token_hex(16) for name in NAMES}
 PLACE = secrets.token_hex(16)
-
-
-def test_no_key_reads_a_variable(
-    at_work: Trap, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A value ends up in logs, messages and names of folders. OmegaConf could replace ${oc.env:NAME}, and does not."""
-    monkeypatch.setenv("T_X", PLACE)
-    for key in ("epochs", "lr", "partition", "exclude", "time", "dataset", "cluster", "device", "run_dir", "data_dir"):
-        launch.main([f"recipe={RECIPE}", "launcher=print", f"{key}=${{oc.env:T_X}}"])
-        said = capsys.readouterr()
-        assert f"{key}=${{oc.env:T_X}}" in said.out + said.err
-        assert PLACE not in said.out + said.err
 
 
 @pytest.fixture(scope="module")

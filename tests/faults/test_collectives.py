@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,28 +15,11 @@ import pytest
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Start
-from tests.helpers import Ended
 
 HOST = socket.gethostname()
 
+
 # Plain torch on two ranks: the same mistakes without debug=true.
-PLAIN = """
-import datetime, os, sys, torch
-import torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=150))
-dist.barrier()  # one may have started long after the other
-group = dist.new_group(timeout=datetime.timedelta(seconds=10))
-rank, what = dist.get_rank(), sys.argv[1]
-values = torch.ones(3 + rank if what == "shape" else 3)
-if what == "operation" and rank == 0:
-    dist.broadcast(values, 0, group=group)
-else:
-    dist.all_reduce(values, group=group)
-print(f"rank {rank} went on with {values.tolist()}", flush=True)
-os._exit(0)
-"""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
@@ -59,32 +41,6 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
     names = {"shape": ["ALLREDUCE", "[3]", "[4]"], "operation": ["ALLREDUCE", "BROADCAST"]}[fault]
     assert all(name in ended.out for name in names), ended.out
     assert conftest.newest(tmp_path)
-
-
-def plain(tmp_path: Path, fault: str) -> list[Ended]:
-    """How two ranks of plain torch end that make the mistake."""
-    (tmp_path / "plain.py").write_text(PLAIN)
-    port = helpers.free_port()
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    argv = [sys.executable, str(tmp_path / "plain.py"), fault]
-    both = [helpers.start(argv, environ=helpers.clean_environment(**place, RANK=rank)) for rank in ("0", "1")]
-    return [helpers.finish(process, 60) for process in both]
-
-
-@pytest.mark.fault(10)
-@pytest.mark.long
-def test_plain_torch_accepts_a_sum_of_different_shapes(tmp_path: Path) -> None:
-    ended = plain(tmp_path, "shape")
-    assert (ended[0].status, ended[0].lines) == (0, ["rank 0 went on with [2.0, 2.0, 2.0]"]), ended
-
-
-@pytest.mark.fault(11)
-@pytest.mark.long
-def test_plain_torch_times_out_on_different_operations(tmp_path: Path) -> None:
-    """And then says of no rank what it did."""
-    ended = plain(tmp_path, "operation")
-    assert any("Timed out waiting 10000ms" in e.out for e in ended), ended
-    assert not any("mismatch" in e.out or "BROADCAST" in e.out for e in ended)
 
 
 @pytest.mark.fault(13)

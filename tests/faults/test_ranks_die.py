@@ -140,23 +140,6 @@ def test_a_rank_missing_at_an_evaluation_is_named(start: Start, tmp_path: Path, 
     assert "Traceback" not in ended.out
 
 
-@pytest.mark.fault(3)
-@pytest.mark.long
-def test_a_heartbeat_thread_stops_with_a_stuck_interpreter() -> None:
-    """Why the watchdog is a process: a Python thread would have to wait for the interpreter lock."""
-    code = """
-import ctypes, os, threading, time
-threading.Timer(0.5, os._exit, [9]).start()
-begin = time.monotonic()
-ctypes.PyDLL(None).sleep(3)
-print(time.monotonic() - begin)
-"""
-    ended = helpers.run([sys.executable, "-c", code])
-    assert ended.status == 9 or float(ended.out) >= 3
-    control = helpers.run([sys.executable, "-c", code.replace("PyDLL", "CDLL")])
-    assert (control.status, control.out) == (9, "")
-
-
 @pytest.mark.fault(2, 3)
 @pytest.mark.parametrize("fault", ["gil", "stop", "hang"])
 @pytest.mark.long
@@ -178,22 +161,6 @@ def test_the_watchdog_ends_a_single_rank_without_progress(start: Start, tmp_path
         assert "Fatal Python error: Aborted" in conftest.log(tmp_path / "run", 0)
         assert f"in {fault}\n" in conftest.log(tmp_path / "run", 0)
     assert conftest.newest(tmp_path / "run")
-
-
-@pytest.mark.fault(3)
-@pytest.mark.long
-def test_a_rank_stuck_with_the_interpreter_lock_does_not_block_the_others(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "marks").mkdir()
-    environ = {"FAULT": "gil", "FAULT_AT": LATER, "FAULT_DIR": f"{tmp_path}/marks"}
-    launcher = start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ)
-    stuck = float(conftest.wait_for_file(tmp_path / "marks" / "reached.1"))
-    pids = helpers.children(launcher.pid)
-    assert_notices(tmp_path / "run", 0, TIMEOUT_S + 5)
-    ended = finish(launcher)
-    assert time.time() - stuck < TIMEOUT_S + WATCHED_S + ROOM_S
-    assert helpers.read(tmp_path / "run", "status")["first_failing_rank"] == 1, ended.out
-    assert f"rank 1 on {HOST} " in ended.lines[-1], ended.out
-    assert not any(helpers.alive(pid) for pid in pids)
 
 
 @pytest.mark.fault(4)
@@ -230,20 +197,6 @@ def test_a_rank_that_exits_early_with_status_0_is_a_failure(start: Start, tmp_pa
         assert found["reason"] == f"rank {rank} on {HOST} ended with status 0 before the run's end"
         assert found["reason"] in ended.lines[-1]
     assert conftest.newest(tmp_path)
-
-
-@pytest.mark.fault(5)
-@pytest.mark.long
-def test_torchrun_alone_reports_an_early_exit_as_success(tmp_path: Path) -> None:
-    """Why a status file is needed: torchrun alone reports success for the same early exit."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        f"import os\nfor step in range(10):\n    if step == 4:\n        os._exit(0)\nopen('{tmp_path}/model', 'w')"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    ended = helpers.run(torchrun)
-    assert ended.status == 0, ended.out
-    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.fault(6)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -165,55 +163,6 @@ def test_a_signal_to_one_rank_interrupts_the_evaluation_of_all(start: Start, tmp
     assert assert_saved(tmp_path, ended) == 10
 
 
-@pytest.mark.fault(23)
-@pytest.mark.long
-def test_a_stopped_evaluation_in_its_own_folder_is_repeated_there(start: Start, tmp_path: Path, marks: Path) -> None:
-    trained, run_dir = tmp_path / "trained", tmp_path / "evaluated"
-    first = helpers.finish(start(trained, "max_steps=4", ranks=0))
-    assert first.status == 0, first.out
-    words = ("max_steps=4", "evaluate=true", f"resume={trained}/checkpoints/step-00000004.pt")
-    process = start(run_dir, *words, ranks=0, FAULT="wait", FAULT_AT="evaluate", FAULT_RANK="0", FAULT_DIR=str(marks))
-    conftest.wait_for_file(marks / "reached.0")
-    process.terminate()
-    helpers.wait_until(noted(run_dir, "SIGTERM", "stops"), AT_ONCE_S + 5, "the signal's line")
-    go(marks)
-    assert helpers.finish(process).status == 75
-    again = helpers.finish(start(run_dir, *words, ranks=0))
-    assert again.status == 0, again.out
-    assert helpers.read(run_dir, "status")["state"] == "done"
-    assert helpers.read(run_dir, "summary")["val_samples"] == 320
-    assert not (run_dir / directory.EVALUATION).exists()
-
-
-@pytest.mark.fault(23)
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_signal_at_any_moment_of_the_start_does_no_harm(start: Start, tmp_path: Path) -> None:
-    """The signal goes to the ranks, as from a batch system. At the end the run resumes from the checkpoint that it had before."""
-    run_dir, draw = tmp_path / "run", random.Random(23)
-    first = helpers.finish(start(run_dir, *ENDLESS, "max_steps=5"))
-    assert first.status == 0, first.out
-    for number in range(10):
-        launcher = start(run_dir, *ENDLESS, "max_steps=0")  # without it that of the first
-        helpers.wait_until(lambda: len(helpers.children(launcher.pid)) == 2, helpers.START_S, "two ranks")  # noqa: B023
-        pids = helpers.children(launcher.pid)
-        with pytest.raises(subprocess.TimeoutExpired):
-            launcher.wait(draw.random() * 5)
-        name = draw.choice([signal.SIGTERM, signal.SIGUSR2])
-        for pid in pids:
-            os.kill(pid, name)
-        ended = helpers.finish(launcher)
-        # Saved, or ended by the signal as any process is that has nothing to save yet.
-        assert ended.status in (75, 128 + name, 1), (number, name, ended.out)
-        assert "Traceback" not in ended.out, (number, ended.out)
-        assert not any(helpers.alive(pid) for pid in pids)
-        assert conftest.newest(run_dir)
-    step = checkpoint.read(conftest.newest(run_dir))["meta"]["step"]
-    ended = helpers.finish(start(run_dir, *ENDLESS, f"max_steps={step + 3}"))
-    assert ended.status == 0, ended.out
-    assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
-
-
 @pytest.mark.fault(24)
 def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Path) -> None:
     """As a batch system may send them to all ranks: USR2, then TERM, then TERM again, while the ranks are inside a step."""
@@ -232,37 +181,6 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
     assert step == 8  # the step in which rank 0 got the signal
     assert conftest.log(run_dir, 0).count("saves at the next step") == 1  # the first one's alone
     assert_resumes(start, run_dir, step)
-
-
-@pytest.mark.fault(23, 24)
-@pytest.mark.long
-def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step(start: Start, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    launcher = start(run_dir, *ENDLESS)
-    conftest.wait_for_step(launcher, run_dir)
-    os.kill(helpers.children(launcher.pid)[1], signal.SIGUSR2)
-    step = assert_saved(run_dir, helpers.finish(launcher), reason="SIGUSR2")
-    assert_resumes(start, run_dir, step)
-
-
-@pytest.mark.fault(23)
-def test_a_signal_is_logged_immediately_while_a_rank_waits_for_another(
-    start: Start, tmp_path: Path, marks: Path
-) -> None:
-    """The main thread is inside a collective, where no Python handler runs."""
-    run_dir = tmp_path / "run"
-    environ = {"FAULT": "wait", "FAULT_AT": "8", "FAULT_DIR": str(marks)}
-    launcher = start(run_dir, *ENDLESS, **environ)
-    conftest.wait_for_file(marks / "reached.1")
-    time.sleep(0.5)  # rank 0 has nothing left to do but to wait; the line comes in any case
-    begin = time.monotonic()
-    os.kill(helpers.children(launcher.pid)[0], signal.SIGTERM)
-    helpers.wait_until(noted(run_dir, "SIGTERM"), 30, "the signal's line")
-    assert time.monotonic() - begin < AT_ONCE_S
-    assert not (marks / "go").exists()
-    go(marks)
-    step = assert_saved(run_dir, helpers.finish(launcher))
-    assert step == 8
 
 
 @pytest.mark.fault(23)
@@ -380,32 +298,6 @@ def test_ctrl_c_and_a_closed_terminal_save(repo: Path, tmp_path: Path, command: 
     assert (status["state"], status["reason"]) == ("preempted", reason)
     assert conftest.newest(tmp_path).name == f"step-{status['step']:08d}.pt"
     assert "Traceback" not in terminal.said + conftest.log(tmp_path, 0)
-
-
-@pytest.mark.fault(24)
-@pytest.mark.long
-@pytest.mark.parametrize("command", COMMANDS)
-def test_with_nohup_the_run_continues_when_the_terminal_closes(repo: Path, tmp_path: Path, command: str) -> None:
-    """stderr is the closed terminal, where reads and writes fail."""
-    argv = [
-        "/usr/bin/env",
-        "--ignore-signal=HUP",
-        sys.executable,
-        *COMMANDS[command],
-        "device=cpu",
-        f"run_dir={tmp_path}",
-        *ENDLESS,
-    ]
-    terminal = Terminal([*argv, "max_steps=100"], repo, helpers.clean_environment())
-    try:
-        terminal.wait_for_steps(tmp_path)
-        terminal.hang_up()
-        terminal.wait_until(terminal.ended, 60, "its end")
-    finally:
-        terminal.close()
-    assert terminal.status == 0, terminal.said
-    assert helpers.read(tmp_path, "status")["state"] == "done"
-    assert helpers.read(tmp_path, "summary")["steps"] == 100
 
 
 @pytest.mark.fault(24)

@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from recipes.core.place import ranks
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.train import checkpoint
@@ -314,25 +311,6 @@ def test_under_submitit_a_stop_saves_and_the_launcher_waits_for_the_resumed_run(
     assert "submitit WARNING" not in text
 
 
-@pytest.mark.fault(17)
-def test_plain_submitit_neither_saves_nor_requeues_on_a_signal(slurm: Cluster, tmp_path: Path) -> None:
-    """The test above without this project: the run neither saves nor is requeued."""
-    code = (
-        "import sys, time, submitit\n"
-        "executor = submitit.SlurmExecutor(folder=sys.argv[1])\n"
-        "executor.update_parameters(nodes=1, ntasks_per_node=1, time=5)\n"
-        "print(executor.submit(exec, f'import pathlib, time; pathlib.Path({sys.argv[2]!r}).touch(); time.sleep(600)').job_id)"
-    )
-    done = slurm.run(sys.executable, "-c", code, tmp_path, tmp_path / "begun", env=PYTHON)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    wait_until((tmp_path / "begun").exists, helpers.START_S, "the function's begin")  # submitit's handler is there then
-    slurm.run("scancel", "--signal=USR2", job, check=True)
-    assert slurm.wait_job(job, END_S) in ("COMPLETED", "FAILED")
-    assert slurm.jobs(job)[0]["Restarts"] == "0"
-    assert "this job is timed-out" in (tmp_path / f"{job}_0_log.err").read_text()
-
-
 # --- the job is not to go round for ever ------------------------------------------------------------------------------
 
 
@@ -507,41 +485,6 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_be_resumed(slurm: Cluster, c
     assert read(job.run_dir / "summary.json")["resumed_from_step"] == step
 
 
-@pytest.mark.fault(2)
-def test_a_stopped_rank_ends_the_job_within_the_timeout(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    job = submit(slurm, clone, tmp_path, "timeout_s=15")
-    trains(job)
-    os.kill(rank_pids(job)[1], signal.SIGSTOP)
-    state, _ = ended(job, 15 + 15 + END_S)
-    status = job.status()
-    assert (state, status["state"]) == ("FAILED", "failed")
-    assert (status["first_failing_rank"], status["first_failing_host"]) == (1, "node2"), status
-    assert "rank 1 on node2" in log_lines(job.log)[-1]
-
-
-@pytest.mark.fault(4)
-def test_an_exception_on_one_rank_names_the_rank_and_the_error(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    job = submit(slurm, clone, tmp_path, FAULT="fail")
-    assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
-    status = job.status()
-    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 1, "node2")
-    assert status["reason"] == "rank 1 on node2 failed first: ValueError: broken on purpose, rank 1"
-    assert log_lines(job.log)[-1] == f"broken: failed: {status['reason']}; logs in {job.run_dir}/logs"
-
-
-@pytest.mark.fault(5)
-@pytest.mark.parametrize(("rank", "state"), [("1", "failed"), ("all", "incomplete")])
-def test_ranks_that_exit_early_with_status_0_leave_the_run_incomplete(
-    slurm: Cluster, clone: Path, tmp_path: Path, rank: str, state: str
-) -> None:
-    job = submit(slurm, clone, tmp_path, FAULT="exit0", FAULT_RANK=rank)
-    assert ended(job, 60) == ("FAILED", "1:0"), job.tail()
-    status = job.status()
-    assert status["state"] == state
-    assert ("rank 1 on node2" if rank == "1" else "every rank exited with status 0") in status["reason"]
-    assert not (job.run_dir / "summary.json").exists()
-
-
 @pytest.mark.fault(9)
 def test_no_orphan_is_left_15_s_after_scancel(
     slurm: Cluster, clone: Path, tmp_path: Path, record_property: Recorded
@@ -559,34 +502,3 @@ def test_no_orphan_is_left_15_s_after_scancel(
         "the end of all processes",
     )
     record_property("s from scancel to no process left", round(time.monotonic() - begin, 2))
-
-
-@pytest.mark.fault(12)
-def test_the_wait_for_a_rank_that_never_starts_is_bounded(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    """Its node hangs: the process is there and does nothing."""
-    job = submit(slurm, clone, tmp_path, "timeout_s=15")
-    pid = wait_until(lambda: rank_pids(job).get(1), helpers.START_S, "rank 1")
-    os.kill(pid, signal.SIGSTOP)
-    assert ended(job, 15 + 15 + END_S) == ("FAILED", "3:0"), job.tail()
-    assert "rank 1 of 2 did not come in time (timeout_s)" in log_lines(job.log)[-1]
-    assert "Traceback" not in job.log_text()
-
-
-@pytest.mark.fault(14)
-def test_a_port_in_use_is_reported(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--hold"))
-    port = ranks.port_for(int(job.id))
-    code = (
-        "import socket, sys, time\n"
-        f"taken = socket.create_server(('', {port}))\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    argv = ["nsenter", f"--target={slurm.node('node1').pid}", "--net", "--", sys.executable, "-c", code]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
-        assert listener.stdout is not None
-        assert listener.stdout.readline() == "ready\n"
-        slurm.run("scontrol", "release", job.id, check=True)
-        assert ended(job, 30 + END_S) == ("FAILED", "3:0"), job.tail()
-        listener.kill()
-    assert f"node1: port {port} is in use; set MASTER_PORT to another for all ranks" in log_lines(job.log)[-1]

@@ -66,11 +66,8 @@ class ClusterOptions:
     cpus: int = 64
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 20
-    same_docker0: bool = True  # a second interface with the same address on every node
-    own_name_is_loopback: bool = True  # each node's own name is 127.0.1.1 in its /etc/hosts, as Debian sets it up
     ipv6: bool = True  # left out where the kernel has none
     preempt: bool = False  # partition `high` preempts `main` by requeue
-    preempt_grace_s: int = 0
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
 
     def __post_init__(self) -> None:
@@ -512,7 +509,7 @@ class _Keeper:
     def hosts(self, own_name: str, names: list[str]) -> str:
         lines = ["127.0.0.1 localhost", f"{self.login} {socket.gethostname()} {CONTROLLER}"]
         for number, name in enumerate(names, 1):
-            if name == own_name and self.options.own_name_is_loopback:
+            if name == own_name:  # as Debian sets it up
                 lines.append(f"127.0.1.1 {name}")
                 continue
             lines += [f"{address} {name}" for address in (self.address(number), self.address6(number)) if address]
@@ -578,7 +575,7 @@ class _Keeper:
         every = "Nodes=" + ",".join(names)
         preempted = preempting = ""
         if options.preempt:
-            preempted = f" PriorityTier=1 PreemptMode=REQUEUE GraceTime={options.preempt_grace_s}"
+            preempted = " PriorityTier=1 PreemptMode=REQUEUE GraceTime=0"
             preempting = " PriorityTier=10 PreemptMode=OFF"
         lines += [
             f"PartitionName=main Default=YES {every} MaxTime=INFINITE State=UP{preempted}",
@@ -629,10 +626,8 @@ class _Keeper:
         for node in self.nodes:
             switch += [f"link add {node.name} type veth peer name eth0 netns {node.pid}"]
             switch += [f"link set {node.name} master br0 up"]
-            if self.options.same_docker0:
-                # its far end stands for a container: without one the interface would have no carrier
-                switch += [f"link add {node.name}c type veth peer name veth0 netns {node.pid}"]
-                switch += [f"link set {node.name}c up"]
+            # its far end stands for a container: without one docker0 would have no carrier
+            switch += [f"link add {node.name}c type veth peer name veth0 netns {node.pid}", f"link set {node.name}c up"]
         _ip(switch, self.switch)
         login = [f"addr add {self.login}/24 dev {self.link}", f"link set {self.link} up"]
         if self.network6:
@@ -642,9 +637,8 @@ class _Keeper:
             lines = ["link set lo up", f"addr add {node.address}/24 dev eth0", "link set eth0 up"]
             if node.address6:
                 lines.append(f"addr add {node.address6}/64 dev eth0 nodad")
-            if self.options.same_docker0:
-                lines += ["link add docker0 type bridge forward_delay 0", f"addr add {DOCKER0} dev docker0"]
-                lines += ["link set veth0 master docker0 up", "link set docker0 up"]
+            lines += ["link add docker0 type bridge forward_delay 0", f"addr add {DOCKER0} dev docker0"]
+            lines += ["link set veth0 master docker0 up", "link set docker0 up"]
             _ip(lines, node.pid)
 
     def start_daemons(self, controller: int) -> None:
@@ -788,8 +782,6 @@ def _up(arguments: argparse.Namespace) -> int:
         nodes=arguments.nodes,
         gpus=arguments.gpus if len(arguments.gpus) > 1 else arguments.gpus[0],
         cpus=arguments.cpus,
-        own_name_is_loopback=not arguments.own_address,
-        same_docker0=not arguments.no_docker0,
         ipv6=not arguments.no_ipv6,
         preempt=arguments.preempt,
         kill_wait_s=arguments.kill_wait,
@@ -829,8 +821,6 @@ def main(argv: Sequence[str]) -> int:
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=_counts, default=(8,), help="a node, or one count for each node: 8,2")
     up.add_argument("--cpus", type=int, default=64, help="a node")
-    up.add_argument("--own-address", action="store_true", help="a node's own name is its address, not 127.0.1.1")
-    up.add_argument("--no-docker0", action="store_true")
     up.add_argument("--no-ipv6", action="store_true")
     up.add_argument("--preempt", action="store_true", help="partition high preempts main")
     up.add_argument("--kill-wait", type=int, default=ClusterOptions.kill_wait_s, help="seconds")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import wait_until
 from tests.slurm import cluster as cluster_module
-from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, Process, running_cluster, start
+from tests.slurm.cluster import Cluster, ClusterError, ClusterOptions, start
 
 SCRIPT = Path(cluster_module.__file__)
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2")
@@ -46,28 +46,11 @@ def left_over(root: Path, state: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_nodes_are_idle_and_have_gpus(slurm: Cluster) -> None:
-    slurm.wait_idle()
-    lines = slurm.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %t %c %G").stdout.splitlines()
-    assert [line.rstrip() for line in lines] == ["node1 idle 64 gpu:8", "node2 idle 64 gpu:8"]
-
-
-def test_batch_job_runs_on_both_nodes(slurm: Cluster, tmp_path: Path) -> None:
-    assert job_output(slurm, tmp_path, "srun hostname", *TWO_BY_TWO) == ["node1", "node1", "node2", "node2"]
-
-
 def test_tasks_are_given_gpus(slurm: Cluster, tmp_path: Path) -> None:
     command = "srun bash -c 'echo $SLURM_PROCID $SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES'"
     assert job_output(slurm, tmp_path, command, *TWO_BY_TWO) == [f"{rank} 2 0,1" for rank in range(4)]
     command = "srun --gpus-per-task=1 bash -c 'echo $SLURM_PROCID $CUDA_VISIBLE_DEVICES'"
     assert job_output(slurm, tmp_path, command, *TWO_BY_TWO) == ["0 0", "1 1", "2 0", "3 1"]
-
-
-def test_srun_from_the_login_side(slurm: Cluster) -> None:
-    outside = slurm.run("srun", "--nodes=2", "hostname")
-    assert sorted(outside.stdout.split()) == ["node1", "node2"], outside.stderr
-    inside = slurm.run("salloc", "--nodes=2", "srun", "hostname")
-    assert sorted(inside.stdout.split()) == ["node1", "node2"], inside.stderr
 
 
 def test_every_node_is_a_host_of_its_own(slurm: Cluster, tmp_path: Path) -> None:
@@ -112,22 +95,6 @@ def test_an_ordinary_user_can_submit(slurm: Cluster) -> None:
     assert done.stdout.strip() == "nobody", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--partition=nowhere",), "invalid partition"),
-        (("--partition=short", "--time=11"), "time limit"),
-        (("--nodes=3",), "node count"),
-        (("--gpus-per-node=9",), "node configuration is not available"),
-    ],
-)
-def test_test_only_refuses_what_cannot_run(slurm: Cluster, options: tuple[str, ...], complaint: str) -> None:
-    done = slurm.run("sbatch", "--test-only", *options, "--wrap=true")
-    assert done.returncode == 1
-    assert complaint in done.stderr.lower()
-    assert slurm.run("sbatch", "--test-only", "--partition=short", "--time=10", "--wrap=true").returncode == 0
-
-
 def test_a_jobs_end_is_seen_without_accounting(slurm: Cluster) -> None:
     failed = slurm.submit("--output=/dev/null", "--wrap=exit 3")
     assert slurm.wait_job(failed) == "FAILED"
@@ -139,87 +106,6 @@ def test_a_jobs_end_is_seen_without_accounting(slurm: Cluster) -> None:
         slurm.wait_job(asleep, timeout_s=0.2)
     slurm.run("scancel", asleep)
     assert slurm.wait_job(asleep) == "CANCELLED"
-
-
-def test_tasks_are_found_and_can_be_killed_from_outside(slurm: Cluster) -> None:
-    job = slurm.submit("--nodes=2", "--output=/dev/null", "--wrap=srun --kill-on-bad-exit=1 /usr/bin/sleep 61")
-    try:
-
-        def tasks() -> list[Process]:
-            return [each for each in slurm.processes(job_id=job) if each.command == "/usr/bin/sleep 61"]
-
-        wait_until(lambda: sorted(task.node for task in tasks()) == ["node1", "node2"], 10, "a task on each node")
-        os.kill(tasks()[0].pid, signal.SIGKILL)
-        assert slurm.wait_job(job) == "FAILED"
-        wait_until(lambda: not slurm.processes(job_id=job), 10, "the end of all processes")
-    finally:
-        slurm.run("scancel", job)
-
-
-def test_a_task_outlives_its_slurmd(slurm: Cluster) -> None:
-    job = slurm.submit("--nodelist=node2", "--output=/dev/null", "--wrap=sleep 62")
-    try:
-        wait_until(lambda: slurm.processes(job_id=job, command="sleep 62"), 10, "the task")
-        slurm.kill_slurmd("node2")
-        assert slurm.processes(job_id=job, command="sleep 62")
-        slurm.restart_slurmd("node2")
-        assert slurm.jobs(job)[0]["JobState"] == "RUNNING"
-    finally:
-        slurm.run("scancel", job)
-        slurm.wait_job(job)
-
-
-def test_the_network_of_a_node_can_be_cut(slurm: Cluster) -> None:
-    def carrier() -> str:
-        return slurm.on_node("node2", "cat", "/sys/class/net/eth0/carrier").stdout.strip()
-
-    try:
-        slurm.cut_network("node2")
-        assert carrier() == "0"
-    finally:
-        slurm.join_network("node2")
-    assert carrier() == "1"
-
-
-def test_uneven_nodes_and_plain_hosts(tmp_path: Path) -> None:
-    with running_cluster(ClusterOptions(gpus=(8, 2), own_name_is_loopback=False, same_docker0=False)) as cluster:
-        gres = cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %G").stdout.split()
-        assert gres == ["node1", "gpu:8", "node2", "gpu:2"]
-        command = "srun bash -c 'echo $(hostname) $SLURM_LOCALID $CUDA_VISIBLE_DEVICES'"
-        lines = job_output(cluster, tmp_path, command, "--nodes=2", "--ntasks=10", "--gpus-per-task=1")
-        assert lines == [f"node1 {each} {each}" for each in range(8)] + [f"node2 {each} {each}" for each in range(2)]
-        first = cluster.nodes[0]
-        assert cluster.on_node("node1", "getent", "ahostsv4", "node1").stdout.split()[0] == first.address
-        assert cluster.on_node("node1", "ls", "/sys/class/net").stdout.split() == ["eth0", "lo"]
-
-
-@pytest.mark.long
-def test_a_dead_node_is_found_and_its_job_requeued() -> None:
-    options = ClusterOptions(slurmd_timeout_s=6, extra_conf="MessageTimeout=6")
-    with running_cluster(options) as cluster:
-        job = cluster.submit("--nodelist=node2", "--requeue", "--output=/dev/null", "--wrap=sleep 63")
-        cluster.wait_running(job)
-        cluster.kill_node("node2")
-        assert not cluster.processes(job_id=job)
-        wait_until(lambda: cluster.jobs(job)[0]["Restarts"] == "1", 40, "the requeue")
-        cluster.restart_slurmd("node2")
-        cluster.run("scancel", job)
-        assert cluster.run("srun", "--nodes=2", "hostname").returncode == 0
-
-
-def test_two_clusters_at_once_with_preemption(slurm: Cluster) -> None:
-    options = ClusterOptions(nodes=1, preempt=True, extra_conf="LaunchParameters=use_interactive_step")
-    with running_cluster(options) as other:
-        assert other.nodes[0].address != slurm.nodes[0].address
-        assert other.run("srun", "hostname").stdout == "node1\n"
-        assert slurm.run("srun", "-w", "node2", "hostname").stdout == "node2\n"
-        low = other.submit("--exclusive", "--requeue", "--output=/dev/null", "--wrap=sleep 64")
-        other.wait_running(low)
-        high = other.submit("--exclusive", "--partition=high", "--output=/dev/null", "--wrap=true")
-        assert other.wait_job(high) == "COMPLETED"
-        assert other.jobs(low)[0]["Restarts"] == "1"
-        assert "use_interactive_step" in other.run("scontrol", "show", "config").stdout
-    assert slurm.run("srun", "-w", "node1", "hostname").stdout == "node1\n"
 
 
 def test_down_leaves_nothing() -> None:

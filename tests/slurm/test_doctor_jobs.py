@@ -90,12 +90,6 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_max_resubmits_limits_the_requeues(slurm: Cluster, repo: Path, bad_node: str) -> None:
-    job, log = launched(slurm, repo, "max_resubmits=0")
-    assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
-    assert "bad nodes: node1; not requeued without them, since max_resubmits= is reached: " in log.read_text()
-
-
 def test_a_job_that_may_not_be_requeued_ends_with_the_nodes_to_exclude(
     slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ has a docker0 of one and the same address, which stands before both in the alpha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -249,33 +248,6 @@ def test_an_mtu_that_drops_large_packets_is_reported(fabric: Fabric, tmp_path: P
     ) in ended.lines
 
 
-@pytest.mark.long
-def test_a_master_port_in_use_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    with taken(fabric, PORT):
-        ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
-        assert ended.status == 3, ended.out
-        assert f"port {PORT}, at which the ranks meet, cannot be listened on (Address already in use)" in bad(verdict)
-        assert verdict["exclude"] == ["node1"]
-        ended = fabric.train(tmp_path, "timeout_s=10", MASTER_PORT=str(PORT))
-        assert ended.status != 0  # srun tells how it ended the other rank
-        assert f"port {PORT} is in use; set MASTER_PORT to another for all ranks" in ended.out
-
-
-@contextlib.contextmanager
-def taken(fabric: Fabric, port: int) -> Iterator[None]:
-    """A process on node1 that listens on a port."""
-    pid = fabric.slurm.node("node1").pid
-    listen = f"import socket, time; s = socket.create_server(('', {port})); print('there', flush=True); time.sleep(300)"
-    argv = ["nsenter", f"--target={pid}", "--net", "--pid", "--mount", "--", sys.executable, "-c", listen]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "there\n"
-            yield
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("hangs", ["node1", "node2"])
 @pytest.mark.long
 def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hangs: str) -> None:
@@ -294,20 +266,3 @@ def test_either_node_that_hangs_is_reported(fabric: Fabric, tmp_path: Path, hang
     assert done.returncode != 0, done.stdout  # not 3: srun tells how the one that hung was ended
     assert f"{hangs}: did not answer: it hangs" in done.stdout
     assert helpers.read(tmp_path, "doctor")["exclude"] == [hangs]
-
-
-@pytest.mark.long
-def test_granted_gpus_that_are_missing_are_reported(fabric: Fabric, tmp_path: Path) -> None:
-    argv = [
-        "srun",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=8",
-        "--kill-on-bad-exit=1",
-        sys.executable,
-        "-m",
-        "recipes.doctor",
-    ]
-    done = fabric.slurm.run(*argv, f"run_dir={tmp_path}", f"seconds={3 * BOUND_S}", cwd=fabric.repo, env=jobs.PYTHON)
-    assert done.returncode == 3, done.stdout
-    assert "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 0: compare nvidia-smi -L there" in done.stdout

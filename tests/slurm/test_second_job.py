@@ -94,18 +94,3 @@ def test_a_job_with_takeover_ends_the_first_and_keeps_the_run_directory_when_req
     slurm.wait_job(job, 60)
     status, out = first.submit("dependency=singleton", "device=cpu")
     assert status == 0, out
-
-
-@pytest.mark.long
-def test_elements_of_an_array_on_one_run_directory_are_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    keys = ("device=cpu", "dataset=fake", "max_steps=2", "takeover=true")
-    job = jobs.sbatch(slurm, repo, Path(f"{tmp_path}/log-%a"), "--array=0-1", *ONE, SCRIPT, *keys, f"run_dir={run_dir}")
-    try:
-        for number in range(2):
-            jobs.ended(slurm, f"{job}_{number}", tmp_path / f"log-{number}", 120)
-        logs = [(tmp_path / f"log-{number}").read_text() for number in range(2)]
-        refused = [f"element {job}_{1 - number} of this job array uses it" in log for number, log in enumerate(logs)]
-        assert sorted(refused) == [False, True], logs
-    finally:
-        jobs.leave_no_job(slurm)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -191,16 +190,6 @@ def test_two_steps_side_by_side_in_an_allocation(slurm: Cluster, repo: Path) -> 
 
 
 @pytest.mark.long
-def test_srun_outside_of_an_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    argv = ["srun", "-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "python", "-m", "recipes.mnist", *MINI]
-    done = slurm.run(*argv, "max_steps=3", f"run_dir={tmp_path}/run", cwd=repo, env=PYTHON, timeout=90)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mnist: 2 ranks on 1 node, cpu, gloo" in done.stdout
-    summary = read(tmp_path / "run/summary.json")
-    assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (2, 1, 3)
-
-
-@pytest.mark.long
 def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     options = ["--array=0-1", f"--output={tmp_path}/%A_%a.out", "--cpus-per-task=1"]
     job = slurm.submit(*options, "sbatch/mnist_1x1.sh", *MINI, "max_steps=2", cwd=repo, env=PYTHON)
@@ -227,23 +216,6 @@ def test_a_run_directory_on_the_nodes_own_disks_is_refused(slurm: Cluster, repo:
     assert lines[0] == f"mnist: {line}", log.read_text()
     assert lines[-1] == f"mnist: failed: rank 0 on node1 failed first: {line}; logs in {run_dir}/logs", log.read_text()
     assert not [text for text in log_lines(log) if text.startswith("epoch")]
-
-
-@pytest.mark.long
-def test_a_killed_rank_ends_the_job_and_is_named(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, run_dir = tmp_path / "log", tmp_path / "run"
-    job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
-    wait_for_training(slurm, job, run_dir)
-    victim, _ = ranks(slurm, job)[2]
-    assert victim.node == "node2"
-    os.kill(victim.pid, signal.SIGKILL)
-    state, exit_code = ended(slurm, job, log, 30)
-    assert (state, exit_code != "0:0") == ("FAILED", True)
-    status = read(run_dir / "status.json")
-    assert (status["state"], status["first_failing_rank"], status["first_failing_host"]) == ("failed", 2, "node2")
-    assert "rank 2 on node2 exited without an error record" in status["reason"]
-    assert log_lines(log)[-1] == f"mnist: failed: {status['reason']}; logs in {run_dir}/logs"
-    assert not slurm.processes(job_id=job)
 
 
 def test_a_failure_on_one_node_names_that_node(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
@@ -363,19 +335,6 @@ def test_a_ready_script_in_a_heterogeneous_job_is_refused(slurm: Cluster, repo: 
     assert judge.refusal(tmp_path / "run") in line
 
 
-@pytest.mark.long
-def test_seven_visible_gpus_of_eight_granted_are_reported(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """Slurm grants eight GPUs. torch is made to see seven, as after a GPU has fallen off the bus."""
-    seven = "import runpy, sys, torch; torch.cuda.device_count = lambda: 7; sys.argv[0] = 'mnist'; " \
-            "runpy.run_module('recipes.mnist', run_name='__main__')"  # fmt: skip
-    argv = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=8", sys.executable, "-c", seven, "dataset=digits"]
-    done = slurm.run(*argv, f"run_dir={tmp_path}/run", cwd=repo, env=PYTHON)
-    assert done.returncode == 3, done.stderr
-    assert re.search(
-        r"mnist: node[12]: CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7: .*--exclude=node", done.stderr
-    )
-
-
 @pytest.fixture(scope="module")
 def image_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cifar10/, packed, and train/ and val/ of files: two classes, 13 images to evaluate, which no number of ranks divides."""
@@ -419,23 +378,6 @@ def test_every_ready_script_trains(
     assert summary["val_samples"] == (359 if recipe == "mnist" else 13)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("nodes=4",), "mnist: nodes=4: is a job key, .*--nodes=4"),
-        (("epoch=1",), "mnist: .*epoch.*did you mean 'epochs'"),
-    ],
-)
-def test_an_invalid_key_after_a_ready_script_is_reported_in_one_line(
-    slurm: Cluster, repo: Path, tmp_path: Path, words: tuple[str, ...], line: str
-) -> None:
-    log = tmp_path / "log"
-    job = sbatch(slurm, repo, log, "--nodes=1", "sbatch/mnist_2x8.sh", *words)
-    assert ended(slurm, job, log, 10) == ("FAILED", "2:0"), log.read_text()
-    assert len(log_lines(log)) == 1, log.read_text()
-    assert re.match(line, log_lines(log)[0]), log_lines(log)[0]
-
-
 def test_a_ready_script_submitted_from_another_folder_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     job = slurm.submit(f"--output={log}", "--nodes=1", repo / "sbatch/mnist_2x8.sh", cwd=tmp_path, env=PYTHON)
@@ -445,39 +387,6 @@ def test_a_ready_script_submitted_from_another_folder_is_refused(slurm: Cluster,
 
 
 # --- runs that are stopped -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_before_the_time_limit_all_ranks_save_and_the_job_is_requeued(
-    slurm: Cluster, repo: Path, tmp_path: Path
-) -> None:
-    log, run_dir = tmp_path / "log", tmp_path / "run"
-    keys = ["device=cpu", "dataset=fake", "max_steps=600", "global_batch_size=64", "log_every_steps=1"]
-    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *keys, f"run_dir={run_dir}")
-    wait_for_training(slurm, job, run_dir)
-    slurm.run("scancel", "--signal=USR2", job)  # what #SBATCH --signal=USR2@120 sends, to the steps alone
-    wait_until(lambda: slurm.jobs(job)[0]["Restarts"] == "1", 30, "the requeue")
-    saved = read(run_dir / "status.json")
-    step = saved["step"]
-    assert (saved["state"], saved["reason"], saved["attempt"]) == ("preempted", "SIGUSR2", 0)
-    assert 3 <= step < 600
-    assert [file.name for file in (run_dir / "checkpoints").glob("step-*.pt")] == [f"step-{step:08d}.pt"]
-    assert not (run_dir / "summary.json").exists()
-    line = f"mnist: saved at step {step}; requeued (restart 1 of at most 20); run directory {run_dir}"
-    wait_until(lambda: line in log_lines(log), 10, line)
-
-    wait_until(lambda: slurm.jobs(job)[0]["Reason"] == "BeginTime", 10, "the job back in the queue")
-    jobs.start_again(slurm, job)
-    wait_for_training(slurm, job, run_dir, attempt=1)
-    assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
-    assert read(run_dir / "status.json")["state"] == "done"
-    summary = read(run_dir / "summary.json")
-    expected = {"world_size": 2, "steps": 600, "restarts": 1, "resumed_from_step": step}
-    assert {key: summary[key] for key in expected} == expected
-    text = log.read_text()
-    assert "mnist: 2 ranks on 2 nodes, cpu, gloo, attempt 2" in text  # --open-mode=append: both are in it
-    assert [row["step"] for row in rows(run_dir)] == list(range(1, 601))
-    assert [row["attempt"] for row in rows(run_dir)] == [0] * step + [1] * (600 - step)
 
 
 @pytest.mark.long
@@ -492,19 +401,3 @@ def test_a_job_of_a_few_minutes_is_not_stopped_at_its_start(slurm: Cluster, repo
     assert slurm.jobs(job)[0]["Restarts"] == "0"
     slurm.run("scancel", job)
     ended(slurm, job, log)
-
-
-@pytest.mark.long
-def test_a_cancelled_job_is_saved_and_stays_cancelled(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, run_dir = tmp_path / "log", tmp_path / "run"
-    job = sbatch(slurm, repo, log, *TWO_BY_ONE, "sbatch/mnist_2x8.sh", *ENDLESS, f"run_dir={run_dir}")
-    wait_for_training(slurm, job, run_dir)
-    slurm.run("scancel", job)
-    wait_until(lambda: not slurm.processes(job_id=job), 20, "the end of all processes")
-    slurm.wait_idle()
-    found = slurm.jobs(job)[0]
-    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
-    saved = read(run_dir / "status.json")
-    assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
-    assert (run_dir / f"checkpoints/step-{saved['step']:08d}.pt").exists()
-    assert "requeued (restart" not in log.read_text()

@@ -104,12 +104,3 @@ def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) ->
     run_job(uneven, repo, tmp_path, script)
     assert placed(tmp_path / "run") == UNEVEN
     assert attempts.facts(tmp_path / "run")["hosts"] == hosts
-
-
-@pytest.mark.long
-def test_a_host_file_without_master_addr_is_refused_in_one_line(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("node1\n" * 2 + "node2\n")
-    argv = ("srun", "--ntasks=3", "--cpus-per-task=1", "--distribution=arbitrary", sys.executable, "-m", "recipes.toy", *KEYS)  # fmt: skip
-    done = uneven.run(*argv, cwd=repo, env={**jobs.PYTHON, "SLURM_HOSTFILE": f"{tmp_path}/hosts"}, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert "set MASTER_ADDR to the first host of SLURM_HOSTFILE" in done.stderr

@@ -101,48 +101,6 @@ def test_two_machines_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> No
     check_run(tmp_path / "run", ended, machines, (1, 1))
 
 
-def by_hand(*words: str) -> tuple[str, ...]:
-    return (sys.executable, str(helpers.ROOT / "launch.py"), "launcher=local", "device=cpu", "timeout_s=120", *words)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_ten_ranks_over_eight_and_two(machines: tuple[str, str], tmp_path: Path) -> None:
-    command = by_hand("recipe=toy", "cpu_threads=1", "gpus=8,2", "master=10.83.0.1:29414", "max_steps=4")
-    first = start(machines[0], 0, "run_dir=run", cwd=tmp_path, command=command)
-    second = start(machines[1], 1, cwd=tmp_path, command=command)
-    ended = (helpers.finish(first, timeout_s=200), helpers.finish(second))
-    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
-    assert attempts.facts(tmp_path / "run")["hosts"] == [machines[0]] * 8 + [machines[1]] * 2
-    summary = helpers.read(tmp_path / "run", "summary")
-    assert (summary["world_size"], summary["num_nodes"], summary["steps"]) == (10, 2, 4)
-    epochs = {line.split()[0] for each in ended for line in each.lines if line.startswith("[GPU")}
-    assert epochs == {f"[GPU{rank}]" for rank in range(10)}
-
-
-RECIPES = {
-    "cifar": ("arch=resnet9", "max_steps=1", "global_batch_size=6"),
-    "imagenet": ("variant=dev", "max_steps=1", "global_batch_size=6"),
-    "collectives": ("mode=learn",),
-}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_runs_on_uneven_machines(machines: tuple[str, str], tmp_path: Path, recipe: str) -> None:
-    data = [f"data_dir={helpers.image_sets(tmp_path / 'images')}"] if recipe == "cifar" else []
-    command = by_hand(
-        f"recipe={recipe}", "cpu_threads=1", "gpus=2,1", "master=10.83.0.1:29415", *RECIPES[recipe], *data
-    )
-    first = start(machines[0], 0, "run_dir=run", cwd=tmp_path, command=command)
-    second = start(machines[1], 1, cwd=tmp_path, command=command)
-    ended = (helpers.finish(first, timeout_s=200), helpers.finish(second))
-    assert [e.status for e in ended] == [0, 0], "\n".join(e.out for e in ended)
-    assert helpers.read(tmp_path / "run", "status")["state"] == "done"
-    assert helpers.read(tmp_path / "run", "summary")["world_size"] == 3
-
-
 @pytest.mark.long
 def test_the_doctor_without_slurm(machines: tuple[str, str], tmp_path: Path) -> None:
     layout = ("recipe=doctor", "gpus=1,1", "master=10.83.0.1:29413", f"run_dir={tmp_path}/run", "seconds=40")
@@ -169,24 +127,6 @@ def test_a_port_in_use_is_reported_in_one_line(host: str, tmp_path: Path) -> Non
     assert f"port {port}" in ended.lines[0]
     assert "master=HOST:PORT" in ended.lines[0]
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.long
-def test_machines_with_different_keys_are_refused(tmp_path: Path) -> None:
-    """Two launchers on this machine stand for two machines."""
-    port = helpers.free_port()
-    words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{port}", "max_steps=1"]
-    both = [
-        helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}", "lr=0.1"]),
-        helpers.start([*words, "node_rank=1", "lr=0.5", "checkpoint_every_steps=7"]),
-    ]
-    ended = [helpers.finish(process) for process in both]
-    assert ended[1].status == 2, ended[1].out
-    [line] = [line for line in ended[1].lines if "other keys than rank 0" in line]
-    assert "lr=0.5 here, lr=0.1 there" in line
-    assert "checkpoint_every_steps=7 here, checkpoint_every_steps=0 there" in line
-    assert ended[0].status != 0
-    assert helpers.rows(tmp_path) == []
 
 
 @pytest.mark.long

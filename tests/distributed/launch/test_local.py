@@ -122,7 +122,6 @@ DAMAGED = {
 CASES: dict[str, list[str]] = {
     "again": [*WORDS],
     "more": [*WORDS, "max_steps=14"],
-    "other keys": [*WORDS, "lr=0.5", "global_batch_size=100"],
     "never": [*WORDS, "resume=never"],
     "damaged": [*WORDS, "evaluate=true"],
     "all damaged": [*WORDS],
@@ -203,10 +202,6 @@ def test_the_newest_valid_checkpoint_replaces_a_damaged_one(second: Second) -> N
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (
-            "other keys",
-            ["lr=0.003 becomes 0.5", "global_batch_size=64 becomes 100", "another run_dir"],
-        ),
         ("never", ["resume=never", "step-00000010.pt", "another run_dir", "resume=auto"]),
         ("all damaged", ["checkpoints: none of 3 can be read", "move them away"]),
     ],
@@ -238,35 +233,7 @@ def test_missing_data_is_one_line_with_the_command(second: Second, elsewhere: Pa
     assert "recipes.prepare" in status["reason"]
 
 
-@pytest.mark.long
-def test_recipes_data_is_relative_to_the_working_folder(tmp_path: Path) -> None:
-    words = [word for word in LOCAL if not word.startswith("dataset=")]
-    environ = helpers.clean_environment(RECIPES_DATA="mine")
-    ended = helpers.run([*words, f"run_dir={tmp_path}/run"], cwd=tmp_path, environ=environ)
-    assert ended.status == 2, ended.out
-    assert f"data_dir='{tmp_path}/mine' lacks " in ended.out
-
-
 # Without any rank
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "expected"),
-    [
-        (["gpus=2,1", "node_rank=2", "master=10.0.0.1:29400"], 2, ["node_rank=2", "machines 0 to 1"]),
-        (["gpus=2,1"], 2, ["gpus=2,1", "master=HOST:PORT"]),
-        (["gpus=2,0", "master=10.0.0.1:29400"], 2, ["gpus=2,0", "at least one rank"]),
-        (["node_rank=1"], 2, ["gpus=8,2"]),
-        (["nodes=2"], 2, ["nodes=2", "launcher=local"]),
-        (["gpus=2,1", "master=10.0.0.1:70000"], 2, ["master=10.0.0.1:70000", "1 to 65535"]),
-        (["device=cuda", "gpus_per_node=3", "ranks_per_node=null"], 3, ["3 ranks", "device=cpu"]),
-    ],
-)
-def test_an_impossible_layout_is_reported_in_one_line(words: list[str], status: int, expected: list[str]) -> None:
-    ended = helpers.run([*LOCAL, *words], environ=helpers.clean_environment(CUDA_VISIBLE_DEVICES=""))
-    assert ended.status == status, ended.out
-    assert len(ended.lines) == 1, ended.out
-    assert all(word in ended.out for word in expected), ended.out
 
 
 def test_visible_gpus_set_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,23 +428,6 @@ def test_ranks_of_another_machine_end_by_themselves(tmp_path: Path, first_machin
     process.terminate()
     ended = helpers.finish(process, timeout_s=20)
     assert ended.status == (137 if first_machine else 0), ended.out
-
-
-def test_ranks_get_the_variables_of_torchrun() -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
-    code = (
-        f"import os; words = [os.environ[name] for name in {names}]\n"
-        "words += [str('RECIPES_LISTEN_FD' in os.environ), os.environ['MASTER_PORT']]\n"
-        "os.write(1, ' '.join(words).encode() + bytes([10]))\n"
-    )
-    ended = helpers.finish(helpers.start(launch(code, 2)), timeout_s=20)
-    assert ended.status == 0, ended.out
-    lines = sorted(line.split() for line in ended.lines)
-    assert [line[:-1] for line in lines] == [
-        ["0", "2", "0", "2", "0", "1", "127.0.0.1", "True"], ["1", "2", "1", "2", "0", "1", "127.0.0.1", "False"],
-    ]  # fmt: skip
-    assert lines[0][-1] == lines[1][-1]
-    assert int(lines[0][-1]) > 0
 
 
 def test_a_killed_evaluation_does_not_change_the_runs_status(tmp_path: Path) -> None:

@@ -158,41 +158,6 @@ def test_averaged_weights_are_evaluated_and_resumed(train: Train) -> None:
         assert torch.equal(trained.evaluation[-1].weights, list(ema.parameters())[-1])
 
 
-def coloured_patterns(each: int, seed: int, spread: int) -> ImageSet:
-    """Ten classes, each a pattern that is neither symmetric nor the same when it is shifted; in noise.
-
-    spread: pixels by which it is shifted at most; where it is not 0, half of the images are mirrored too.
-    """
-    random = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(10, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 255
-    whole = nn.functional.interpolate(coarse, size=40, mode="bilinear")
-    images, labels = [], torch.arange(10 * each) % 10
-    for i, label in enumerate(labels.tolist()):
-        y, x = (4 + torch.randint(-spread, spread + 1, (2,), generator=random)).tolist()
-        image = whole[label, :, y : y + 32, x : x + 32]
-        images.append(image.flip(2) if spread and i % 20 >= 10 else image)
-    pixels = torch.stack(images)
-    pixels += 40 * torch.randn(pixels.shape, generator=random)
-    return ImageSet(pixels.clamp(0, 255).to(torch.uint8), labels)
-
-
-def test_augmentation_generalises_to_shifted_and_mirrored_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The training set has neither; the network learns them from the augmentation."""
-    sets = coloured_patterns(60, 1, 0), coloured_patterns(60, 2, 4)
-    monkeypatch.setattr(in_memory, "cifar10", lambda folder: sets)
-
-    def flat_net(cfg: Config, run: object) -> nn.Module:  # what it learns at one place holds there alone
-        layers = [nn.Conv2d(3, 32, 4, stride=4), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
-        return nn.Sequential(*layers, nn.Linear(32 * 8 * 8, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    monkeypatch.setattr(cifar, "make_net", flat_net)
-    words = ("epochs=10", "global_batch_size=32", "lr=0.05", "lr_batch_size=32", "tta=false", "ema=0.9")
-    results = alone.train(cifar, tmp_path, monkeypatch, *words).results
-    assert results["val_top1"] >= 0.97  # 1.00; 0.91 without shifts, 0.70 without flips or with vertical ones
-
-
 def test_norms_and_biases_have_no_weight_decay() -> None:
     net = cifar.ResNet9(10)
     optimizer = cifar.make_optimizer(Config(weight_decay=0.25), net, 0.1)

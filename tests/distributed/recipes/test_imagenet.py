@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,6 @@ from recipes import imagenet
 from recipes.conf.imagenet import VARIANTS, Config
 from recipes.core.data import decode
 from recipes.core.data.loader import IGNORE, LoadedShard
-from recipes.core.data.packed import write
-from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import InputError, MachineError
 from recipes.core.run import command_line
 from recipes.core.train.lars import LARS
@@ -221,12 +218,6 @@ def test_the_learning_rate_schedule(train: Train, words: list[str], factors: lis
     assert trained.lrs == pytest.approx([0.02 * factor for factor in factors], rel=1e-4)
 
 
-def test_the_step_schedule_is_a_tenth_at_each_third() -> None:
-    cfg = Config(schedule=imagenet.Schedule.step, warmup_epochs=0)
-    factors = [imagenet.lr_factor(cfg, 10, 90, step) for step in range(90)]
-    assert factors == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
-
-
 def test_averaged_weights_are_evaluated_and_decay_in_proportion_to_the_batch(train: Train) -> None:
     trained = train("max_steps=2", "ema=0.5", "lr_batch_size=24", "lr=1", "warmup_epochs=0")
     latest = list(trained.run.state.model.parameters())[-1]
@@ -366,45 +357,3 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
         assert len(list((tmp_path / "node").glob("*/index.json"))) == 1
     else:
         assert all(f"class2/{name}.JPEG" in ended.out for name in ("broken", "empty"))
-
-
-@pytest.mark.long
-def test_any_number_of_ranks_evaluates_the_same(photos: Path, tmp_path: Path) -> None:
-    keys = [*SMALL, f"data_dir={photos}", "epochs=1"]
-    ended = helpers.run_fork([*LOCAL, *keys, "ranks_per_node=2", f"run_dir={tmp_path}/run"])
-    assert ended.status == 0, ended.out
-    counts = set()
-    for ranks in (1, 2, 3, 4):
-        place = [
-            f"ranks_per_node={ranks}",
-            f"resume={tmp_path}/run/checkpoints/step-00000004.pt",
-            f"run_dir={tmp_path}/{ranks}",
-        ]
-        ended = helpers.run_fork([*LOCAL, *keys, *place, "evaluate=true"])
-        assert ended.status == 0, ended.out
-        result = helpers.read(tmp_path / str(ranks), "summary")
-        counts.add((result["val_samples"], result["val_top1"], result["val_top5"]))
-        assert (result["skipped_samples"], result["steps"]) == (2, 4)
-    trained = helpers.read(tmp_path / "run", "summary")
-    assert counts == {(37, trained["val_top1"], trained["val_top5"])}
-
-
-def test_real_images_are_memorised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 photos, one class each, from a packed copy of their JPEGs."""
-    archive = helpers.real_data("imagenet-sample.tar")
-    (tmp_path / "all").mkdir()
-    subprocess.run(["tar", "xf", archive, "-C", tmp_path / "all"], check=True)
-    photos = sorted((tmp_path / "all").rglob("*.JPEG"))[::6]
-    assert len(photos) == 40
-    for split in ("train", "val"):
-        for path in photos:
-            place = tmp_path / "photos" / split / path.stem
-            place.mkdir(parents=True)
-            (place / path.name).symlink_to(path)
-    write.pack(tmp_path / "photos", tmp_path / "packed", PackOptions(size=36, workers=1), say=lambda text: None)
-    words = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "min_crop=0.7", "flip=false", "num_workers=0")
-    words += ("global_batch_size=10", "lr_batch_size=10", "lr=0.1", "warmup_epochs=2", "label_smoothing=0", "epochs=14")
-    words += ("keep_best=false", "checkpoint_every_s=0", f"data_dir={tmp_path}/packed")
-    trained = alone.train(imagenet, tmp_path / "run", monkeypatch, *words)
-    assert (trained.results["val_samples"], trained.results["skipped_samples"]) == (40, 0)
-    assert trained.results["val_top1"] >= 0.85  # by chance 0.025

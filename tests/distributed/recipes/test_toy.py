@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,46 +75,6 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("to", ["the parent", "one rank"])
-def test_a_run_stopped_within_an_epoch_resumes_to_the_same_bits(tmp_path: Path, to: str) -> None:
-    spawned = [*TOY, "spawn=2", *ENDLESS]
-    process = helpers.start([*spawned, f"run_dir={tmp_path}/broken"])
-    try:
-        helpers.wait_until(lambda: (tmp_path / "broken/checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
-        os.kill(process.pid if to == "the parent" else ranks(process.pid)[1], signal.SIGTERM)
-        stopped = helpers.finish(process)
-    finally:
-        process.kill()
-    assert stopped.status == 75, stopped.out
-    status = helpers.read(tmp_path / "broken", "status")
-    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM")
-    last = status["step"] + 40  # an epoch has 35
-    for name in ("broken", "whole"):
-        ended = helpers.run([*spawned, f"max_steps={last}", "force=true", f"run_dir={tmp_path}/{name}"])
-        assert ended.status == 0, ended.out
-    assert helpers.read(tmp_path / "broken", "summary")["resumed_from_step"] == status["step"]
-    digests = {name: states.digest(content(tmp_path / name, last)) for name in ("broken", "whole")}
-    assert digests["broken"] == digests["whole"]
-
-
-@pytest.mark.long
-def test_a_spawned_rank_that_is_killed_is_named_and_none_is_left(tmp_path: Path) -> None:
-    process = helpers.start([*TOY, "spawn=3", *ENDLESS, f"run_dir={tmp_path}"])
-    try:
-        helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
-        pids = ranks(process.pid)
-        os.kill(pids[1], signal.SIGKILL)
-        ended = helpers.finish(process)
-    finally:
-        process.kill()
-    assert ended.status == 137, ended.out
-    assert ended.lines[-1].startswith(f"failed: rank 1 on {socket.gethostname()} was killed by SIGKILL"), ended.out
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["first_failing_rank"]) == ("failed", 1)
-    assert not any(helpers.alive(pid) for pid in pids)
-
-
 # The recipe, whose ranks are forks in place of new processes.
 SPAWN = """
 import runpy
@@ -177,16 +134,6 @@ def test_spawn_under_another_launcher_is_refused_in_one_line(place: dict[str, st
     words = f"toy: spawn=2: {by} has already started this process as rank 0 of {1 if by == 'srun' else 2}: omit spawn=, or start plain python"
     assert ended.lines == [words]
     assert not (tmp_path / "run").exists()
-
-
-def test_a_non_finite_loss_ends_the_run_before_a_save(tmp_path: Path) -> None:
-    words = ("lr=1e6", "checkpoint_every_steps=1", "log_every_steps=1000", "global_batch_size=16")
-    ended = helpers.run_fork([*TOY, *words, f"run_dir={tmp_path}"])
-    for path in checkpoint.candidates(tmp_path / "checkpoints"):
-        assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.read(path)["model"].values()), path
-    assert ended.status == 1, ended.out
-    assert re.search(r"^toy: failed: .*the loss at step \d+ is (nan|inf)", ended.out, re.MULTILINE), ended.out
-    assert "Traceback" not in ended.out
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")

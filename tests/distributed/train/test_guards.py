@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.core.run import watchdog
-from recipes.core.train import failure
 from tests import forked, helpers
 
 HELD = """
@@ -115,7 +114,3 @@ def test_a_suspended_job_does_not_count_as_hanging(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(watchdog, "_end", lambda *of: ends.append(polls))
     watchdog.watch(os.getppid(), memory, 10.0)
     assert ends == [21]  # polls of 0.5 s, and the suspended one counts as that too
-
-
-def test_the_fence_is_checked_every_few_seconds() -> None:
-    assert failure.FENCE_S <= 10

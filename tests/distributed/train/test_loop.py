@@ -245,16 +245,6 @@ def test_rows_and_summary_have_the_learning_rate_and_the_training_speed(
     assert (status["state"], status["attempt"], status["step"], status["reason"]) == ("done", 0, 6, "")
 
 
-def test_the_newest_checkpoints_and_those_of_keep_every_steps_are_kept(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    trained.run(epochs=3, checkpoint_every_steps=2, keep_every_steps=3, keep_checkpoints=1, keep_best="false")
-    folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.glob("[!.]*")) == [
-        "latest", "step-00000003.pt", "step-00000006.pt",
-    ]  # fmt: skip
-    assert checkpoint.named(folder, "latest") == "step-00000006.pt"
-
-
 def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     trained.values = [0.9, 0.5]
@@ -396,18 +386,6 @@ def test_a_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="the loss at step 4 is nan"):
         Trained(tmp_path, {4: float("nan")}).run(epochs=3, keep_best="false")
     assert list((tmp_path / "checkpoints").glob("[!.]*")) == []
-
-
-def test_a_later_attempt_on_the_run_directory_stops_this_one(tmp_path: Path) -> None:
-    _, run = Trained(tmp_path).run(epochs=1)
-    helpers.attempt(tmp_path, launch="other")
-    with pytest.raises(RuntimeError, match="a later attempt writes here"):
-        run.check_mine()
-    with pytest.raises(RuntimeError, match="a later attempt writes here"):
-        run._saved(tmp_path / "checkpoints" / "step-00000001.pt", 1)
-    before = (tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b""
-    assert failure.fail(run, RuntimeError("late")) == 1
-    assert before == ((tmp_path / "status.json").read_bytes() if (tmp_path / "status.json").exists() else b"")
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
@@ -559,10 +537,6 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
     with rendezvous.process_group(start, torch.device("cpu")) as world:
         assert world.timeout_s == 40
     assert [by["timeout"] for by in made] == [worlds.TORCH_TIMEOUT]
-
-
-def test_a_rank_that_cannot_reach_rank_0_fails_first() -> None:
-    assert [rendezvous.sooner(seconds) for seconds in (600, 20)] == [590, 15]
 
 
 def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,25 +104,6 @@ def test_omitted_keys_come_from_the_run(finished: Path, stopped: Path) -> None:
     assert (stopped / "config.yaml").read_text() == (finished / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["epochs=3"], "mnist: epochs=3: the run has epochs=4, and would become shorter: leave it out, or give force=true"),
-        (["epochs=6"], "mnist: epochs=6: the run has epochs=4, and the learning-rate schedule of its remaining steps would"),
-        (["max_steps=9"], "mnist: max_steps=9: the run has max_steps=0, and would become shorter: leave it out, or give"),
-        (["lr=0.1", "global_batch_size=64"], "differ from these keys (global_batch_size=512 becomes 64; lr=0.002 becomes 0.1)"),
-        (["variant=sgd"], "optimizer=adamw becomes sgd"),
-    ],
-)  # fmt: skip
-def test_given_keys_that_change_the_experiment_are_refused(stopped: Path, words: list[str], expected: str) -> None:
-    before = {name: (stopped / name).read_bytes() for name in ("status.json", "config.yaml")}
-    ended = mnist(stopped, *words)
-    assert ended.status == 2, ended.out
-    [line] = ended.lines
-    assert expected in line
-    assert all((stopped / name).read_bytes() == text for name, text in before.items())
-
-
 def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
     finished: Path, stopped: Path, tmp_path: Path
 ) -> None:
@@ -158,13 +139,6 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(s
     ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
     assert ended.status == 0, ended.out
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
-
-
-def test_another_recipes_run_directory_is_refused(stopped: Path) -> None:
-    ended = mnist(stopped, recipe="toy")
-    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
-    assert f"toy: run_dir={stopped}"[:30] in ended.out
-    assert "is a run of recipe mnist, not toy: give another run_dir=" in ended.out
 
 
 def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts that come too late or cannot be handled, a crash after the end, and a second start of a running run."""
+"""Interrupts that come too late or cannot be handled, and a crash after the end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from recipes.core.run import signals
-from recipes.core.train import failure
 from tests import helpers
-from tests.helpers import LOCAL
 
 HOST = socket.gethostname()
-WORDS = ("epochs=1000", "warmup=0", "schedule=constant", "checkpoint_every_steps=5", "log_every_steps=5")
-
 
 # Two interrupts behind the moment at which a run's end is written, or a rank's error recorded.
 LATE = """
@@ -101,28 +97,3 @@ def test_a_crash_after_the_end_does_not_fail_the_run(looked_into: dict[str, str]
     ended = helpers.run(command, environ=helpers.clean_environment(**looked_into))
     assert ended.status == status, ended.out
     assert "at exit" in ended.lines
-
-
-@pytest.mark.long
-def test_a_refused_start_does_not_disturb_the_running_run(tmp_path: Path) -> None:
-    launcher = helpers.fork([*LOCAL, *WORDS, "ranks_per_node=2", f"run_dir={tmp_path}"])
-    try:
-        helpers.wait_until(
-            lambda: len(helpers.rows(tmp_path)) >= 3 or launcher.poll() is not None, helpers.START_S, "three rows"
-        )
-        alone = [sys.executable, "-m", "recipes.mnist", "device=cpu", "dataset=digits", *WORDS, f"run_dir={tmp_path}"]
-        for word, expected in (("lr=0.5", "from these keys"), ("resume=never", " uses it: end it (kill ")):
-            second = helpers.run([*alone, word])
-            assert second.status == 2, second.out
-            assert expected in second.out or " uses it: end it (kill " in second.out
-        rows = len(helpers.rows(tmp_path))
-        time.sleep(2 * failure.FENCE_S)
-        assert launcher.poll() is None
-        helpers.wait_until(lambda: len(helpers.rows(tmp_path)) > rows, 30, "that it goes on")
-        launcher.send_signal(signal.SIGTERM)
-        ended = helpers.finish(launcher)
-    finally:
-        launcher.kill()
-    assert ended.status == 75, ended.out
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["attempt"]) == ("preempted", 0)

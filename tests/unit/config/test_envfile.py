@@ -190,16 +190,6 @@ def test_an_invalid_line_is_refused_in_one_line_with_the_fix() -> None:
         assert message.isprintable(), ascii(line)
 
 
-def test_lines_are_counted_from_one() -> None:
-    with pytest.raises(EnvFileError, match=r"^f:4: "):
-        envfile.parse("# one\n\nA=1\nB=$A\n", "f")
-
-
-def test_a_name_that_is_set_twice_is_refused_with_both_lines() -> None:
-    with pytest.raises(EnvFileError, match=r"^f:3: A is already set on line 1"):
-        envfile.parse("A=1\nB=2\nA=1\n", "f")
-
-
 REFUSED_NAMES = words(
     "PATH HOME SHELL PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT VIRTUAL_ENV CONDA_PREFIX LD_PRELOAD LD_AUDIT"
     " LD_LIBRARY_PATH DYLD_INSERT_LIBRARIES GCONV_PATH GIT_SSH_COMMAND GIT_DIR"
@@ -256,12 +246,6 @@ def test_every_special_variable_of_bash_is_refused() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_env_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a file.env"
-    path.write_text("# größer\nA=1\n", encoding="utf-8")
-    assert envfile.read(path) == envfile.read(str(path)) == {"A": "1"}
-
-
 def test_a_line_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "x.env"
     path.write_bytes(b"A=1\n# \xe9\n")
@@ -295,18 +279,6 @@ def test_a_path_that_is_not_an_ordinary_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(EnvFileError, match=word) as caught:
             envfile.read(path)
         assert str(caught.value).isprintable()
-
-
-def test_an_unreadable_env_file_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.env"
-    path.write_text("A=1")
-
-    def refuse(*_args: object, **_kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")  # root may read everything: chmod would not do
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(EnvFileError, match=r"x\.env: cannot be read \(Permission denied\); "):
-        envfile.read(path)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -500,16 +472,3 @@ def test_the_example_profile_shows_every_key_and_names_a_fabric() -> None:
     assert profile["network"] in SHIPPED
     uncommented = profile_of(re.sub(r"^# ((?:[a-z_]+:|  - ).*)$", r"\1", text, flags=re.MULTILINE))
     assert set(uncommented) == PROFILE_KEYS
-
-
-def test_the_modules_of_the_example_profile_can_be_read_by_sed() -> None:
-    path = ENV_DIR / "clusters" / "example.yaml"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    start = lines.index("modules:") + 1
-    modules = []
-    for line in lines[start:]:
-        if not line.startswith("  - "):
-            break
-        modules.append(line.removeprefix("  - "))
-    assert modules
-    assert modules == profile_of(path.read_text(encoding="utf-8"))["modules"]

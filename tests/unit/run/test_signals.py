@@ -265,13 +265,3 @@ def test_handlers_and_pipe_are_put_back() -> None:
         helpers.wait_until(lambda: stop.reason == "SIGTERM", 10, "the flag")
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_a_signal_is_held_back_until_there_is_a_handler_for_it() -> None:
-    """Slurm's may come while torch is imported."""
-    code = "from recipes.core.run import entry; entry.begin('toy', ['device=cpu'])"
-    code += "; import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=helpers.ROOT, env=helpers.clean_environment(), capture_output=True, text=True
-    )
-    assert ended.stdout == "alive\n", ended.stderr

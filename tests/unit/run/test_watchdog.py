@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import signal
 import subprocess
 import sys
@@ -144,26 +143,6 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(tmp_path: Path, mon
         hangs.set()
         process.kill()
         process.wait()
-
-
-@pytest.mark.long
-def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
-    """scontrol suspend stops the watchdog with the rank, and may wake it first."""
-    process = rank(tmp_path, "works", timeout_s=4)
-    assert process.stdout
-    watcher = int(process.stdout.readline())
-    helpers.wait_until(
-        lambda: "recipes.core.run.watchdog" in Path(f"/proc/{watcher}/cmdline").read_text(), 10, "its start"
-    )
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(2 * watchdog.POLL_S)  # it has seen the last of the pulse
-    os.kill(watcher, signal.SIGSTOP)
-    time.sleep(4.5)
-    os.kill(watcher, signal.SIGCONT)
-    time.sleep(1.5 * watchdog.POLL_S)
-    process.send_signal(signal.SIGCONT)
-    ended = helpers.finish(process, timeout_s=60)
-    assert (ended.status, ended.lines[-1]) == (0, "alive"), ended.out
 
 
 @pytest.fixture
