@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torchvision
@@ -15,7 +16,6 @@ from recipes import cifar
 from recipes.conf.cifar import Config
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
-from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_core, samples_per_s
 
@@ -28,15 +28,21 @@ def figures(size: Size) -> list[Figure]:
     real = size.images == FULL.images
     train_set, _, source = inputs.cifar10(min(IMAGES, size.images), 10, real)
     epochs = itertools.count()
+    mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
+    normalise = partial(in_memory.normalise, mean=mean, std=std)
     with one_core():
         images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip)
+
+        def epoch() -> Iterator[tuple[Tensor, Tensor]]:
+            return inputs.recipe_batches(train_set, images, normalise, cfg.global_batch_size, cfg.seed, next(epochs))
+
         peer_set = PeerSet(train_set)
         sampler = RandomSampler(peer_set, num_samples=min(PEER_IMAGES, len(peer_set)))
         peer: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
             peer_set, cfg.global_batch_size, sampler=sampler, num_workers=0
         )
         sides = {
-            "ours": lambda: samples_per_s(lambda: recipe_batches(train_set, images, cfg, next(epochs)), size.least_s),
+            "ours": lambda: samples_per_s(epoch, size.least_s),
             "theirs": lambda: samples_per_s(lambda: peer, size.least_s),
         }
         values = interleaved(size.rounds, sides)
@@ -46,16 +52,6 @@ def figures(size: Size) -> list[Figure]:
     return [
         Figure("cifar, input", "samples/s", ours_is, theirs_is, ">= 12", values["ours"], values["theirs"], note)
     ]  # fmt: skip
-
-
-def recipe_batches(
-    train_set: ImageSet, images: AugmentedImages, cfg: Config, epoch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a step of the recipe, on one rank, is given in ``epoch``."""
-    mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
-    for shard in GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, rank=0, world_size=1).epoch(epoch):
-        images.draw(cfg.seed, shard.epoch)
-        yield in_memory.normalise(images.take(shard.indices), mean, std), train_set.labels[shard.indices]
 
 
 class PeerSet(torchvision.datasets.CIFAR10):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ from recipes.core.data import datasets
 from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
 from tests.benchmarks import inputs
-from tests.benchmarks.measure import FULL, Figure, Size
-from tests.helpers import ROOT, clean_environment
+from tests.benchmarks.measure import FULL, TWO_RANKS, Figure, Size, python
 
 LONG = "some 40 minutes on two cores"
 # A CPU without instructions for bfloat16 is slower with it than without.
@@ -71,7 +68,7 @@ def compare(
         files, data_dir = Path(folder, "files"), Path(folder, "data")
         for part, images in (("train", train_set), ("test", test_set)):
             write_files(files / part, images)
-        run(["-m", "recipes.prepare", "cifar10", f"data_dir={data_dir}", f"source={files}"])
+        python("-m", "recipes.prepare", "cifar10", f"data_dir={data_dir}", f"source={files}")
         for seed in range(seeds):
             theirs.append(train_plain(files, peer_epochs, seed, len(test_set)))
             tell("plain_cifar", seed, theirs[-1])
@@ -100,8 +97,7 @@ def write_files(folder: Path, images: ImageSet) -> None:
 
 def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Trained:
     start = time.monotonic()
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    out = run([*launch, "-m", "tests.benchmarks.plain_cifar", str(files), str(epochs), str(seed)])
+    out = python(*TWO_RANKS, "-m", "tests.benchmarks.plain_cifar", files, epochs, seed, OMP_NUM_THREADS="1")
     wall_s = time.monotonic() - start
     told = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
     want_all(told["samples"], test_images)
@@ -110,8 +106,9 @@ def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Traine
 
 def train_ours(data_dir: Path, run_dir: Path, keys: tuple[str, ...], train_images: int, test_images: int) -> Trained:
     start = time.monotonic()
-    launch = ["launch.py", "recipe=cifar", "launcher=local", "ranks_per_node=2", "device=cpu"]
-    run([*launch, f"data_dir={data_dir}", f"run_dir={run_dir}", *keys])
+    place = (f"data_dir={data_dir}", f"run_dir={run_dir}")
+    words = ("recipe=cifar", "launcher=local", "ranks_per_node=2", "device=cpu", *place)
+    python("launch.py", *words, *keys, OMP_NUM_THREADS="1")
     wall_s = time.monotonic() - start
     summary = json.loads((run_dir / "summary.json").read_text())
     want_all(summary["val_samples"], test_images)
@@ -126,12 +123,3 @@ def want_all(evaluated: int, test_images: int) -> None:
 
 def tell(who: str, seed: int, trained: Trained) -> None:
     print(f"  seed {seed}, {who}: {100 - trained.wrong:.2f} % right, trained for {trained.train_s:.0f} s, {trained.wall_s:.0f} s in all", flush=True)  # fmt: skip
-
-
-def run(words: list[str]) -> str:
-    """What a Python command says. Raises RuntimeError with its last words where it fails."""
-    environ = clean_environment(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout

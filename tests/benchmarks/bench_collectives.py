@@ -9,7 +9,6 @@ import json
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,10 +29,7 @@ ROUNDS = 3  # for each round of another benchmark: here two ranks and the kernel
 
 
 def figures(size: Size) -> list[Figure]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "values.json")
-        two_ranks(__name__, out, ROUNDS * size.rounds)
-        values = json.loads(out.read_text())
+    values = two_ranks(__name__, ROUNDS * size.rounds)
     return [
         Figure("collectives, all_reduce", "GB/s", "busbw of 64 MB, gloo", "raw TCP, one way", ">= 0.45", values["all_reduce"], values["tcp"],
                "two ranks, loopback", ratio_of="pairs"),

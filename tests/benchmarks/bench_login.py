@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 from tests.benchmarks.measure import Figure, Size, interleaved
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RIGHT = ("launch.py", "recipe=mnist", "nodes=2", "launcher=print")
 MISSPELT = ("launch.py", "recipe=mnist", "epoch=3", "launcher=print")
 IMPORT_TORCH = ("-c", "import torch")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 from multiprocessing.queues import SimpleQueue
@@ -19,8 +18,7 @@ import torch
 
 from recipes.core.data import decode, image_sets
 from tests.benchmarks import bench_images, inputs
-from tests.benchmarks.measure import Figure, Size
-from tests.helpers import ROOT, clean_environment
+from tests.benchmarks.measure import Figure, Size, python
 
 TIMES = 10
 PX = 128  # of the crops
@@ -64,7 +62,7 @@ def figures(size: Size) -> list[Figure]:
 def packing_mb(source: Path, target: Path) -> float:
     """The peak of the resident size of the largest process of a packing run."""
     keys = [f"source={source}", f"data_dir={target}", "size=32", "workers=1"]
-    return float(_last_line(["-c", PEAK, sys.executable, "-m", "recipes.prepare", "imagenet", *keys])) / 1024
+    return float(python("-c", PEAK, sys.executable, "-m", "recipes.prepare", "imagenet", *keys).splitlines()[-1]) / 1024
 
 
 def loaders_mb(wanted: list[str], folder: Path) -> list[float]:
@@ -72,17 +70,7 @@ def loaders_mb(wanted: list[str], folder: Path) -> list[float]:
 
     wanted: ``WHICH NAME`` each, of a folder in ``folder``.
     """
-    found = json.loads(_last_line(["-m", __name__, str(folder), *wanted]))
-    return [float(value) for value in found]
-
-
-def _last_line(words: list[str]) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: status {done.returncode}: {done.stderr}")
-    return done.stdout.splitlines()[-1]
+    return json.loads(python("-m", __name__, folder, *wanted).splitlines()[-1])
 
 
 def private_mb() -> float:

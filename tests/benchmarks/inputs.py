@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes.core.data import in_memory
+from recipes.core.data import datasets, idx, in_memory
 from recipes.core.data.datasets import DataFileError
-from recipes.core.data.in_memory import ImageSet
+from recipes.core.data.in_memory import AugmentedImages, ImageSet
+from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks.measure import FULL, Size
 from tests.helpers import DATA
 
 PHOTOS = DATA / "imagenet-sample.tar"  # ImageNet's JPEGs, <wnid>_<word>.JPEG
 CIFAR_JPEGS = DATA / "cifar10-jpeg.tar.xz"  # <train|test>/<class>/NNNN.jpg
 DIFFERENT = 50  # small JPEGs; more of them are copies of these
-RANDOM = "random images"  # what `cifar10` says of those
+RANDOM = "random images"  # what is used if there are no real ones
 
 
 def photos(folder: Path, size: Size) -> str:
@@ -38,6 +40,32 @@ def photos(folder: Path, size: Size) -> str:
             file.parent.mkdir(parents=True)
             file.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
     return f"{len(found)} JPEGs of ImageNet"
+
+
+def mnist(folder: Path, size: Size) -> str:
+    """Writes a data_dir with MNIST's files, plain; gives what they are."""
+    real = _prepared(in_memory.mnist) if size.images == FULL.images else None
+    sets = real or in_memory.fake(size.images, 10, (1, 28, 28), 10)
+    place = folder / datasets.MNIST.folder
+    place.mkdir(parents=True)
+    for file, tensor in zip(datasets.MNIST.files, (t for s in sets for t in (s.images, s.labels)), strict=True):
+        content = tensor.to(torch.uint8).squeeze()  # IDX has no channels
+        (place / file.name).write_bytes(idx.header(*content.shape) + content.numpy().tobytes())
+    return "MNIST" if real else f"{size.images:,} {RANDOM}"
+
+
+def recipe_batches(
+    train_set: ImageSet,
+    images: AugmentedImages,
+    normalise: Callable[[Tensor], Tensor],
+    batch_size: int,
+    seed: int,
+    epoch: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a step of a recipe whose set lies in memory, on one rank, is given in ``epoch``."""
+    for shard in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):
+        images.draw(seed, epoch)
+        yield normalise(images.take(shard.indices)), train_set.labels[shard.indices]
 
 
 def small_jpegs(folder: Path, count: int) -> None:
@@ -70,7 +98,7 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
     Random ones where neither the prepared set nor the JPEGs are at hand, or ``real`` is false.
     """
     wanted = {"train": train // 10, "test": test // 10}
-    if real and (sets := _prepared_cifar10()):
+    if real and (sets := _prepared(in_memory.cifar10)):
         return _first_of_each(sets[0], wanted["train"]), _first_of_each(sets[1], wanted["test"]), "CIFAR-10"
     if real and CIFAR_JPEGS.is_file():
         return *_unpacked_cifar10(wanted), "CIFAR-10 (JPEG q75)"
@@ -79,9 +107,9 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
     return train_set, test_set, RANDOM
 
 
-def _prepared_cifar10() -> tuple[ImageSet, ImageSet] | None:
+def _prepared(load: Callable[[str], tuple[ImageSet, ImageSet]]) -> tuple[ImageSet, ImageSet] | None:
     try:
-        return in_memory.cifar10(str(DATA))
+        return load(str(DATA))
     except DataFileError:
         return None
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from recipes.core.errors import MachineError
-from recipes.core.launch import local
-from recipes.core.launch.local import Layout
 from tests.helpers import ROOT, clean_environment
+
+# Starts two ranks on this machine, if the words of a Python command follow.
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 
 
 @dataclass(frozen=True)
@@ -103,19 +108,33 @@ def interleaved(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[s
     return values
 
 
-def two_ranks(module: str, *words: object) -> None:
-    """Runs ``python -m module words`` as two ranks on this machine. Raises MachineError if they fail."""
-    command = [sys.executable, "-m", module, *map(str, words)]
-    if status := local.run(command, Layout((2,)), None, ROOT, clean_environment()):
-        raise MachineError(f"{module}: two ranks ended with status {status}; the lines above say why")
+def python(*words: object, **environ: str) -> str:
+    """The stdout of a Python command in the project's folder; its stderr is shown. Raises RuntimeError if it fails."""
+    command = [sys.executable, *map(str, words)]
+    environment = clean_environment(**environ)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: status {done.returncode}: {done.stdout[-2000:]}")
+    return done.stdout
+
+
+def two_ranks(module: str, *words: object) -> dict[str, Any]:
+    """What rank 0 of two ranks of ``python -m module FILE words``, on this machine, writes to FILE as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "values.json")
+        python(*TWO_RANKS, "-m", module, file, *words, OMP_NUM_THREADS="1")
+        return json.loads(file.read_text())
 
 
 def samples_per_s(epochs: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], least_s: float = 0.0) -> float:
-    """How fast (images, labels) come, over whole epochs: one, or as many as take ``least_s`` together."""
-    start, samples, seconds = time.perf_counter(), 0, 0.0
+    """(images, labels) per second of CPU time of this process, over whole epochs: one, or as many as take ``least_s``.
+
+    The sides compute in one thread and wait for nothing. So their CPU time tells their speed also on a busy machine.
+    """
+    start, samples, seconds = time.process_time(), 0, 0.0
     while not samples or seconds < least_s:
         samples += sum(len(labels) for _, labels in epochs())
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
     return samples / seconds
 
 

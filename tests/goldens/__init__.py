@@ -9,7 +9,8 @@ tests/distributed/recipes/test_goldens.py compares the code with these records:
 - ``runs/NAME``: a run directory of the recipe toy as the code has left it. `done` has ended. `preempted` was stopped by
   SIGTERM within an epoch. `failed` lost rank 1 of 2 by SIGKILL. All three have the same keys, so they end with the
   same losses. The files are those that the run wrote. They name a temporary folder, the host, its boot ID and a
-  process, which have no meaning on another machine: no test reads them.
+  process, which have no meaning on another machine: no test reads them. Later code must continue these runs, so make
+  them again only if it may refuse them.
 """
 
 from __future__ import annotations
