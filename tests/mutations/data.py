@@ -61,15 +61,15 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/workers.py",
-        "                offset += len(payload)\n",
-        "                offset = len(payload)\n",
+        "            offset += len(payload)\n",
+        "            offset = len(payload)\n",
         "a packed copy contains wrong positions from the third sample of a file on",
         "tests/unit/data/test_packing.py::test_a_packed_copy_has_the_documented_format",
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        "if digest.hexdigest() != file.sha256:",
-        "if False:",
+        "if fault := datasets.content_fault(size, digest.hexdigest(), file):",
+        "if fault := None:",
         "a damaged file is staged, and the run trains on it",
         "tests/unit/data/test_staging.py::test_a_damaged_source_is_named_and_never_staged",
     ),
@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/download.py",
-        "if fault := datasets.sha256_fault(digest.hexdigest(), file):",
+        "if fault := datasets.content_fault(len(found), hashlib.sha256(found).hexdigest(), file):",
         "if fault := None:",
         "a download with another SHA-256 is accepted",
         "tests/unit/data/test_prepare.py::test_a_damaged_source_is_refused",

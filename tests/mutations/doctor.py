@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "silent = [node for node in range(len(verdict.hosts)) if node not in nodes",
-        "silent = [node for node in range(len(verdict.hosts) - 1) if node not in nodes",
+        "silent = [node for node in range(len(verdict.hosts)) if node not in reports",
+        "silent = [node for node in range(len(verdict.hosts) - 1) if node not in reports",
         "the last node is not named if it gives no report",
         "tests/unit/doctor/test_verdict.py",
     ),
@@ -47,8 +47,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/probes.py",
-        "bad=free < 64 << 20)",
-        "bad=False)",
+        'use == "shm" and free < 64 << 20',
+        "False",
         "a node with a full /dev/shm is not excluded",
         "tests/unit/doctor/test_probes.py",
     ),
@@ -75,10 +75,10 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/examine.py",
-        '*({**report, "early": True} for report in early.values())]',
-        "*early.values()]",
+        '"early": stage_of(report) < Stage.final',
+        '"early": False',
         "a node that hangs in an all_reduce counts as healthy",
-        "tests/unit/doctor/test_examine.py::test_a_node_that_gave_no_last_report_is_judged_by_its_first_or_named_as_silent",
+        "tests/unit/doctor/test_examine.py::test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent",
     ),
     Mutation(
         "recipes/core/doctor/gpucheck.py",
@@ -88,10 +88,10 @@ MUTATIONS = [
         "tests/distributed/train/test_messages.py::test_a_gpus_speed_and_answer",
     ),
     Mutation(
-        "recipes/core/doctor/diagnosis.py",
-        "least = min(collective.values(), default=0)",
-        "least = max(collective.values(), default=0)",
-        "the diagnosis names a rank that waited, not the rank that was behind",
-        "tests/unit/doctor/test_signatures.py::test_the_rank_with_the_lowest_collective_was_behind",
+        "recipes/core/doctor/explain.py",
+        "    events.sort(key=lambda event: (event.pattern.level,",
+        "    events.sort(key=lambda event: (-event.pattern.level,",
+        "the diagnosis names a consequence, not its cause",
+        "tests/unit/doctor/test_explain.py",
     ),
 ]

@@ -11,7 +11,7 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/run/signals.py",
+        "recipes/core/run/queue.py",
         '_ask(environ, "%L")',
         '_ask(environ, "%l")',
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
@@ -25,14 +25,14 @@ MUTATIONS = [
         "tests/unit/run/test_signals.py",
     ),
     Mutation(
-        "recipes/core/run/scontrol.py",
+        "recipes/core/run/queue.py",
         'if array and task else fields.get("JobId", "")',
         'if False else fields.get("JobId", "")',
         "an array task has an id that scancel does not know",
-        "tests/unit/run/test_scontrol.py::test_each_job_that_scontrol_prints_is_parsed",
+        "tests/unit/run/test_queue.py::test_each_job_that_scontrol_prints_is_parsed",
     ),
     Mutation(
-        "recipes/core/run/scontrol.py",
+        "recipes/core/run/queue.py",
         "if self.waiting or self.restarts > restarts:",
         "if self.waiting:",
         "a job that Slurm requeues counts as cancelled",
@@ -46,11 +46,25 @@ MUTATIONS = [
         "tests/unit/run/test_table.py",
     ),
     Mutation(
-        "recipes/core/run/liveness.py",
+        "recipes/core/run/queue.py",
         "if not found or found.ended or (",
         'if not found or found.ended or found.state != "RUNNING" or (',
         "a second job takes over the run directory of a suspended or requeued job",
         "tests/slurm/test_second_job.py",
+    ),
+    Mutation(
+        "recipes/core/run/judge.py",
+        "if by_parent and by_parent.kind is Kind.killed:",
+        "if False:",
+        "a rank that lost its killed peer is named in its place",
+        "tests/unit/run/test_judge.py",
+    ),
+    Mutation(
+        "recipes/core/run/attempt.py",
+        "            _remove(Attempt(attempt.run_dir, number).staging)\n",
+        "            pass\n",
+        "a rank of an earlier attempt that wakes up replaces a checkpoint of its successor",
+        "tests/unit/run/test_attempt.py",
     ),
     Mutation(
         "recipes/core/run/watchdog.py",

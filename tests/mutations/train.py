@@ -50,14 +50,14 @@ MUTATIONS = [
         'stay = {named(folder, "latest"), named(folder, "best")}',
         'stay = {named(folder, "latest")}',
         "the best checkpoint is removed",
-        "tests/distributed/train/test_fit.py::test_the_best_evaluation_is_saved_as_best",
+        "tests/distributed/train/test_loop.py::test_the_best_evaluation_is_saved_as_best",
     ),
     Mutation(
         "recipes/core/files.py",
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
         "after a crash of the machine, a file with its final name is empty",
-        "tests/unit/data/test_prepare.py::test_a_file_is_flushed_before_it_is_renamed",
+        "tests/faults/test_checkpoints.py::test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid",
     ),
     Mutation(
         "recipes/core/train/session.py",
@@ -67,11 +67,11 @@ MUTATIONS = [
         "tests/distributed/train/test_exact_resume.py",
     ),
     Mutation(
-        "recipes/core/train/session.py",
+        "recipes/core/train/run.py",
         'best["val_top1"] >= found',
         'best["val_top1"] <= found',
         "`best` names the worst evaluation",
-        "tests/distributed/train/test_fit.py",
+        "tests/distributed/train/test_loop.py",
     ),
     Mutation(
         "recipes/core/train/session.py",
@@ -137,10 +137,10 @@ MUTATIONS = [
         "tests/distributed/train/test_device.py::test_a_rank_takes_its_gpu",
     ),
     Mutation(
-        "recipes/toy.py",
-        "(loss * world.size / shard.global_size)",
-        "(loss / shard.global_size)",
-        "toy: with more ranks, the gradients are smaller",
+        "recipes/core/train/loop.py",
+        "(loss * (world.size / self.shard.global_size))",
+        "(loss / self.shard.global_size)",
+        "with more ranks, the gradients are smaller",
         "tests/distributed/train/test_arithmetic.py::test_a_step_of_toy_equals_the_formula",
     ),
     Mutation(
