@@ -260,11 +260,7 @@ def bench(run: Run, cfg: Config) -> dict[str, Any]:
             if operation == "send_recv" and world.size == 1:
                 run.say(f"{operation:<15}requires at least 2 ranks")
                 continue
-            small = [size for size in sizes if not bandwidth.used_bytes(operation, size, world.size)]
-            if small:
-                least = 4 if operation in bandwidth.WHOLE else 16 * world.size
-                run.say(f"{operation:<15}{', '.join(map(str, small))} bytes left out: must be at least {least}")
-            for size in (size for size in sizes if size not in small):
+            for size in dict.fromkeys(bandwidth.used_bytes(operation, size, world.size) for size in sizes):
                 measure = partial(bandwidth.measure, operation, size, world, cfg.seconds)
                 figure, why = attempt(run, f"{operation}/{size}", measure)
                 if why:

@@ -287,9 +287,8 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
     if was_finished:
         _say("imagenet: already there, verified")
     for name, split in copy.splits.items():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in split.converted.items())
         size = files.size_text(sum(shard.size for shard in split.shards))
-        _say(f"{name}: {split.samples} images, {size}{'; converted: ' if kinds else ''}{kinds}")
+        _say(f"{name}: {split.samples} images, {size}")
     _say_skipped([skip for split in copy.splits.values() for skip in split.skipped])
     _say(f"imagenet is in {_one_line(str(target))}, {len(copy.classes)} classes")
     if set(format.SPLITS) <= set(copy.splits):  # training needs both

@@ -88,8 +88,9 @@ def _part_case(operation: str, count: int, world: World) -> Case:
 
 
 def used_bytes(operation: str, size: int, ranks: int) -> int:
-    """``size`` rounded down to bytes that an operation can use: whole float32 numbers, or a multiple of 16 bytes for each rank."""
-    return size // 4 * 4 if operation in WHOLE else size // (16 * ranks) * 16 * ranks
+    """``size`` rounded down to bytes that an operation can use, a multiple of 4, or of 16 for each rank; at least one multiple."""
+    unit = 4 if operation in WHOLE else 16 * ranks
+    return max(1, size // unit) * unit
 
 
 def bus_factor(operation: str, ranks: int) -> float:

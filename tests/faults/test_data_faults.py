@@ -133,7 +133,7 @@ def test_a_damaged_photo_is_packed_or_unreadable() -> None:
         for number in range(250):
             content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
             try:
-                payload, height, width, _ = pillow.encode(content, 48, 90)
+                payload, height, width = pillow.encode(content, 48, 90)
             except Unreadable as error:
                 one_line(str(error))
                 seen["unreadable"] += 1

@@ -39,18 +39,15 @@ def is_converted(folder: Path, source: str, say: Say) -> bool:
         if found != known.get(name):
             say(f"{folder / name} is missing or damaged: all files are converted again")
             return False
-    made_of, samples, classes = str(index.get("source")), index.get("samples") or {}, index.get("classes") or []
-    content = f"{samples.get('train')} training and {samples.get('test')} test images, {len(classes)} classes"
-    if source:
-        given = source.rstrip("/") if "://" in source else str(Path(source).expanduser().absolute())
-        matches, expected = made_of == given or made_of.startswith(os.path.join(given, "")), "the given source="
-    else:
-        matches, expected = (samples, classes) == (SAMPLES, list(CIFAR10_CLASSES)), "CIFAR-10's own images"
-    if not matches:
+    made_of = str(index.get("source"))
+    given = source.rstrip("/") if "://" in source or not source else str(Path(source).expanduser().absolute())
+    if given and made_of != given and not made_of.startswith(os.path.join(given, "")):
         raise InputError(
-            f"data_dir={str(folder.parent)!r}: its cifar10/ was made from {errors.shown(made_of, 1000)} ({content}), not from "
-            f"{expected}: give that source= to keep it, or another data_dir=, or remove {shlex.quote(str(folder))}"
+            f"data_dir={str(folder.parent)!r}: its cifar10/ was made from {errors.shown(made_of, 1000)}: give that source= to "
+            f"keep it, or another data_dir=, or remove {shlex.quote(str(folder))}"
         )
+    samples, classes = index.get("samples") or {}, index.get("classes") or []
+    content = f"{samples.get('train')} training and {samples.get('test')} test images, {len(classes)} classes"
     say(f"cifar10: already there, verified: {content}, from {errors.shown(made_of, 1000)}")
     return True
 

@@ -20,8 +20,10 @@ def allowed(samples: int, max_skipped: int | None = None) -> int:
 class Listing:
     """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
 
+    kind = "files"
+
     def __init__(self, folder: Path, classes: tuple[str, ...]):
-        self.folder = folder
+        self.folder, self.place = folder, str(folder)
         self.classes = classes
         self._labels = array("I")
         self._names = bytearray()  # paths below the class folder, back to back
@@ -43,6 +45,11 @@ class Listing:
 
     def path(self, i: int) -> Path:
         return self.folder / self.name(i)
+
+    def read(self, i: int) -> bytes:
+        """The sample's file. Raises OSError."""
+        with open(f"{self.place}/{self.name(i)}", "rb", buffering=0) as file:
+            return file.readall()
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of all names and labels in their order."""

@@ -101,12 +101,6 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
     return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if right else 1])
 
 
-def _pillow(data: bytes) -> tuple[Pixels, str]:
-    """An image's pixels by Pillow, converted as in a packed copy, and the kinds of conversion. Raises Unreadable."""
-    image, kinds, _ = pillow.decode(data)
-    return np.asarray(image), ", ".join(kinds)
-
-
 def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
     """Pixels, by Pillow where the decoder cannot read the image; the second result is the reason then, otherwise empty. Raises Unreadable."""
     try:
@@ -116,8 +110,8 @@ def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
             raise Unreadable("has more than 178 million pixels")
         return decoder.decode(data), ""
     except (RuntimeError, ValueError) as error:
-        pixels, kinds = _pillow(data)
-        return pixels, kinds or f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        image, _ = pillow.decode(data)
+        return np.asarray(image), f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
 
 def _announced(data: bytes) -> int:

@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from recipes.core.data import datasets
 from recipes.core.data.datasets import CIFAR10, MNIST, DataFileError
 
 UINT8 = 0x08
@@ -43,7 +42,8 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes | memoryview]:
         fault = f"is damaged ({error})"
     except OSError as error:
         fault = f"cannot be read ({error.strerror})"
-    raise DataFileError(f"{path}: {fault}; to replace it: {_prepare_command(path)}")
+    name = CIFAR10.name if path.parent.name == CIFAR10.folder else MNIST.name
+    raise DataFileError(f"{path}: {fault}; to replace it: python -m recipes.prepare {name}, with the same data_dir=")
 
 
 def _unpack(file: IO[bytes]) -> tuple[tuple[int, ...], bytes]:
@@ -83,15 +83,3 @@ def _shape(file: IO[bytes] | gzip.GzipFile) -> tuple[int, ...]:
     if len(dimensions) < 4 * magic[3]:
         raise DataFileError(f"ends inside its IDX header of {magic[3]} dimensions")
     return tuple(int.from_bytes(dimensions[i : i + 4], "big") for i in range(0, len(dimensions), 4))
-
-
-def _prepare_command(path: Path) -> str:
-    """The command that writes the file again, found from the folder where `find_mnist` or `find_cifar10` found it."""
-    folder = path.parent
-    if folder.name == CIFAR10.folder:
-        return datasets.prepare_command("cifar10", folder.parent)
-    if folder.parts[-2:] == Path(MNIST.folder).parts:
-        folder = folder.parent.parent
-    elif folder.name == MNIST.name:
-        folder = folder.parent
-    return datasets.prepare_command("mnist", folder)

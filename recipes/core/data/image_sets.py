@@ -1,7 +1,7 @@
 """Sets of images too large for memory: class folders, packed copies, and random images for benchmarks."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -31,36 +31,6 @@ class Images(Protocol):
     def read(self, i: int) -> bytes:
         """A compressed image. Raises OSError, Unreadable."""
         ...
-
-
-class Files:
-    """``FOLDER/<class>/*.JPEG``; labels are positions in ``classes``, by default the folder's own."""
-
-    kind = "files"
-
-    def __init__(self, folder: Path, classes: Sequence[str] | None, report: Callable[[object], None]) -> None:
-        self._listing = classfolder.scan(folder, classes, report)
-        self.place = self._folder = str(folder)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._listing.classes
-
-    def __len__(self) -> int:
-        return len(self._listing)
-
-    def label(self, i: int) -> int:
-        return self._listing.label(i)
-
-    def name(self, i: int) -> str:
-        return self._listing.name(i)
-
-    def digest(self) -> str:
-        return self._listing.digest()
-
-    def read(self, i: int) -> bytes:
-        with open(f"{self._folder}/{self._listing.name(i)}", "rb", buffering=0) as file:
-            return file.readall()
 
 
 class Fake:
@@ -112,4 +82,4 @@ def open_images(data_dir: str | Path, split: str, report: Callable[[object], Non
     classes = None
     if split != "train" and datasets.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")
-    return Files(folder / split, classes, report)
+    return classfolder.scan(folder / split, classes, report)

@@ -37,12 +37,12 @@ def read_file(path: Path) -> bytes:
         ) from None
 
 
-def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int, list[str]]:
-    """An image for a packed copy: payload, height, width, and the kinds of conversion that were necessary.
+def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
+    """An image for a packed copy: payload, height and width.
 
     An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
     """
-    image, kinds, plain = decode(data)
+    image, plain = decode(data)
     small = _reduced(image, size)
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
@@ -53,24 +53,21 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int, list[
         buffer = io.BytesIO()
         small.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
         payload = buffer.getvalue()
-    return payload, small.height, small.width, kinds
+    return payload, small.height, small.width
 
 
-def decode(data: bytes) -> tuple["Image.Image", list[str], bool]:
-    """The image upright in RGB, the kinds of conversion, and whether it is a JPEG that needed none. Raises Unreadable."""
+def decode(data: bytes) -> tuple["Image.Image", bool]:
+    """The image upright in RGB, and whether it is a JPEG that needed no conversion. Raises Unreadable."""
     from PIL import Image
 
     image = open_image(data)
-    kinds = [] if image.format in ("JPEG", "MPO") else [str(image.format).lower()]
     plain = image.format == "JPEG" and image.mode == "RGB"
-    kinds += _mode_kinds(image)
     way = TRANSPOSED.get(_orientation(image))
     image = to_rgb(image)
     if way:
         image = image.transpose(Image.Transpose[way])
-        kinds.append("rotated")
         plain = False
-    return image, kinds, plain
+    return image, plain
 
 
 def open_image(data: bytes) -> "Image.Image":
@@ -81,7 +78,6 @@ def open_image(data: bytes) -> "Image.Image":
         raise Unreadable("is empty")
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        deep = ";16" in str(getattr(image, "tile", [])[:1])
         image.load()
     except MemoryError:
         raise
@@ -91,23 +87,7 @@ def open_image(data: bytes) -> "Image.Image":
         raise Unreadable("has more than 178 million pixels") from None
     except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         raise Unreadable(f"is damaged ({errors.one_line(error)})") from None
-    if deep:  # Pillow reads 16-bit colour as 8-bit; only its tiles, which loading removes, name the raw mode
-        image.info["deep"] = True
     return image
-
-
-def _mode_kinds(image: "Image.Image") -> list[str]:
-    mode = image.mode
-    kinds = ["16-bit"] if "deep" in image.info or mode.startswith("I") else []
-    if mode in ("1", "L", "LA", "La", "F") or mode.startswith("I"):
-        kinds.append("grey")
-    elif mode in ("P", "PA"):
-        kinds.append("palette")
-    elif mode not in ("RGB", "RGBA", "RGBa", "RGBX"):
-        kinds.append(mode.lower())  # cmyk, or a TIFF's lab
-    if mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        kinds.append("alpha")
-    return kinds
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":

@@ -17,7 +17,7 @@ from recipes.core.run import judge, source, table
 from recipes.core.run import queue as slurm_queue
 from recipes.core.run.queue import Outlook, Queue
 
-QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor a line for so long, where Slurm does not know
+QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its status for so long, where Slurm does not know
 MOST_CAUSES, TAIL = 3, 6  # patterns that are explained, and last lines of a log that are shown
 
 
@@ -84,7 +84,7 @@ def of_run(run_dir: Path, queue: Queue) -> list[str]:
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status, queue))
-    slurm, quiet_s, found = slurm_queue.of_run(run_dir, queue), _quiet_s(run_dir, status), judgement(run_dir)
+    slurm, quiet_s, found = slurm_queue.of_run(run_dir, queue), _quiet_s(status), judgement(run_dir)
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
         if not found.verdict and _is_alive(run_dir, slurm, quiet_s):
@@ -105,7 +105,7 @@ def of_run(run_dir: Path, queue: Queue) -> list[str]:
 
 
 def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
-    """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its last line.
+    """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its status.
 
     An interactive job (salloc) outlives its steps.
     """
@@ -116,14 +116,10 @@ def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
     return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
 
 
-def _quiet_s(run_dir: Path, status: dict[str, Any]) -> float:
-    """Seconds since the run last wrote its status, a row of metrics, or a line of a log."""
+def _quiet_s(status: dict[str, Any]) -> float:
+    """Seconds since the run last updated its status."""
     updated = status.get("updated")
-    times = [float(updated) if isinstance(updated, (int, float)) else 0.0]
-    for path in (run_dir / "metrics.jsonl", *(run_dir / "logs").glob("*.log")):
-        if path.exists():
-            times.append(path.stat().st_mtime)
-    return max(0.0, time.time() - max(times))
+    return max(0.0, time.time() - (float(updated) if isinstance(updated, (int, float)) else 0.0))
 
 
 def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:

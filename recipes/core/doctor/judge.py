@@ -154,17 +154,12 @@ def _row(
     mbit = value_at(facts, "interfaces", "interfaces", interface, "mbit")
     speed = f" {mbit // 1000}G" if isinstance(mbit, int) and mbit >= 1000 else ""
     family = " IPv6" if ":" in text_at(facts, "interfaces", "chosen", "address") else ""
-    trips = [value_at(link, "round_trip_s") for link in untrusted.list_at(report, "links")]
-    trips = [trip for trip in trips if untrusted.is_positive(trip)]
     tflops = [gpu["tflops"] for gpu in gpus if untrusted.is_positive(gpu.get("tflops"))]
     return {
         "node": verdict.hosts[node] or str(node),
         "verdict": "BAD" if is_bad else "ok",
         "gpus": f"{sum(gpu.get('correct') is True for gpu in gpus)}/{len(gpus)}" if gpus else "-",
         "tflops": f"{median(tflops):.0f}" if tflops else "-",
-        "cpus": text_at(facts, "cpus", "allowed", limit=SHORT) or "-",
-        "driver": text_at(facts, "system", "driver", limit=SHORT) or "-",
         "torch": text_at(facts, "torch", "torch", limit=SHORT) or "-",
         "network": f"{interface}{speed}{family}" or "-",
-        "trip": f"{1e6 * median(trips):.0f} us" if trips else "-",
     }

@@ -15,19 +15,17 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from statistics import median
 
 LENGTH = struct.Struct("!I")
 LARGEST = 1 << 20  # bytes of a message; a longer one comes from another program
-SMALL, LARGE = 64, 256 << 10  # bytes: one packet of any network, and many full packets
-ECHOES = 8
+LARGE = 256 << 10  # bytes: many full packets
 STEPS = 4  # timeouts that probing one node takes at most
 QUIET_S = 20.0  # after which the server closes a silent connection
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one node found on the way to another. Times are None where the probe ended earlier. why: the reason of the fault.
+    """What one node found on the way to another. clock_s is None where the probe ended earlier. why: the reason of the fault.
 
     fault: "" for none; name (it does not resolve), connect, small (no answer), large (small messages pass and large ones do not),
     foreign (another program or node answers), master (only its master port does not answer), silent (its port is not known).
@@ -36,7 +34,6 @@ class Link:
     peer: int  # node_rank
     fault: str = ""
     why: str = ""
-    round_trip_s: float | None = None
     clock_s: float | None = None  # the peer's clock minus this node's
 
 
@@ -132,7 +129,7 @@ def resolve(host: str, timeout_s: float) -> list[str]:
 
 
 def _talk(connection: socket.socket, step: Callable[[], float], peer: int, nonce: str) -> Link:
-    """Measures round trips and the clock, and whether large messages pass."""
+    """Measures the clock, and whether small and large messages pass."""
     try:
         begin, sent = time.monotonic(), time.time()
         known = json.loads(_echo(connection, step(), b"who"))
@@ -144,17 +141,11 @@ def _talk(connection: socket.socket, step: Callable[[], float], peer: int, nonce
         return Link(peer, "small", words(error))
     except (ValueError, KeyError, TypeError):
         return Link(peer, "foreign", "another program answers there")
-    link = Link(peer)
+    link = Link(peer, clock_s=round(clock_s, 3))
     try:
-        trips = []
-        for _ in range(ECHOES):
-            begin = time.monotonic()
-            _echo(connection, step(), bytes(SMALL))
-            trips.append(time.monotonic() - begin)
-        link = replace(link, round_trip_s=round(median(trips), 6), clock_s=round(clock_s, 3))
         _echo(connection, step(), bytes(LARGE))
     except OSError as error:
-        return replace(link, fault="large" if link.round_trip_s else "small", why=words(error))
+        return replace(link, fault="large", why=words(error))
     return link
 
 

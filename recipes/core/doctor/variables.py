@@ -37,13 +37,6 @@ _KNOWN = """
     FI_LOG_LEVEL FI_MR_CACHE_MONITOR FI_PROVIDER
 """
 KNOWN = tuple(_KNOWN.split())
-# PyTorch refuses to start with other values of these.
-_REFUSED = {
-    "TORCH_DISTRIBUTED_DEBUG": ("OFF|INFO|DETAIL", "OFF, INFO or DETAIL"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (r"\s*[+-]?[0-9]{1,9}(?![0-9]).*", "0, 1, 2 or 3"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("Y|YES|1|T|TRUE|N|NO|0|F|FALSE", "1 or 0"),
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("Y|YES|1|T|TRUE|N|NO|0|F|FALSE", "1 or 0"),
-}
 # NCCL refuses to start with other elements of these lists.
 _ELEMENTS = {
     "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "CollNet", "NVLS", "NVLSTree", "PAT"),
@@ -89,9 +82,6 @@ def _values(environ: Mapping[str, str]) -> Iterator[Problem]:
         value = environ[name]
         if name.startswith("NCCL_") and name.endswith(("_DISABLE", "_ENABLE")) and not _is_number(value or "0"):
             yield Problem(name, f"{_quoted(value)} is not an integer, and NCCL reads 0", "write 1 or 0")
-    for name, (valid, choice) in _REFUSED.items():
-        if name in environ and not re.fullmatch(valid, environ[name].upper()):
-            yield Problem(name, f"PyTorch refuses {_quoted(environ[name])}", f"write {choice}, or unset it", bad=True)
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
         lists = [part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")]

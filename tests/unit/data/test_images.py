@@ -364,28 +364,6 @@ def test_resizing_starts_no_further_threads(folder: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_memory_does_not_grow(packed: Path) -> None:
-    code = (
-        "import sys, torch\n"
-        "from recipes.core.data import image_sets\n"
-        "from recipes.core.data.loader import Loader\n"
-        "from recipes.core.data.sampling import GlobalBatches\n"
-        "source = image_sets.open_images(sys.argv[1], 'train')\n"
-        "batches = GlobalBatches(len(source), 8, 0, 0, 1)\n"
-        "loader = Loader(source, batches, size=lambda epoch: 224, decoder='torchvision', workers=2,\n"
-        "                device=torch.device('cpu'), warn=print)\n"
-        "def kilobytes():\n"
-        "    return int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])\n"
-        "for epoch in range(80):\n"
-        "    for shard in loader.epoch(epoch): pass\n"
-        "    if epoch == 15: before = kilobytes()\n"
-        "print(kilobytes() - before)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code, packed], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 8000  # 64 epochs' pixels are 230 MB
-
-
 # ---------------------------------------------------------------- odd and damaged files
 
 ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, and whether Pillow has to read it

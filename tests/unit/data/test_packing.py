@@ -184,32 +184,26 @@ def palette(image: Any, **options: Any) -> bytes:
 SMALL = picture(7, 20, 14)
 TURNED = SMALL.transpose(Image.ROTATE_270)
 GREY16 = Image.frombytes("L", (10, 5), bytes(range(0, 250, 5))).convert("RGB")
-ODD = {  # content, kinds, what it looks like
-    "cmyk": (adobe_cmyk(SMALL), {"cmyk": 1}, SMALL),
-    "grey": (encoded(SMALL.convert("L"), quality=95), {"grey": 1}, SMALL.convert("L").convert("RGB")),
-    "png named jpeg": (encoded(SMALL, "PNG"), {"png": 1}, SMALL),
-    "gif": (encoded(SMALL, "GIF"), {"gif": 1, "palette": 1}, SMALL),
-    "16-bit grey png": (grey16("PNG"), {"png": 1, "16-bit": 1, "grey": 1}, GREY16),
-    "16-bit grey tiff": (grey16("TIFF"), {"tiff": 1, "16-bit": 1, "grey": 1}, GREY16),
-    "palette": (palette(SMALL), {"png": 1, "palette": 1}, SMALL),
-    "palette and alpha": (palette(SMALL, transparency=0), {"png": 1, "palette": 1, "alpha": 1}, SMALL),
-    "alpha": (encoded(SMALL.convert("RGBA"), "PNG"), {"png": 1, "alpha": 1}, SMALL),
-    "rotated": (upright(6, SMALL), {"rotated": 1}, TURNED),
-    "upright": (upright(1, SMALL), {}, SMALL),
-    "unknown orientation": (upright(9, SMALL), {}, SMALL),
+ODD = {  # content, what it looks like
+    "cmyk": (adobe_cmyk(SMALL), SMALL),
+    "grey": (encoded(SMALL.convert("L"), quality=95), SMALL.convert("L").convert("RGB")),
+    "png named jpeg": (encoded(SMALL, "PNG"), SMALL),
+    "gif": (encoded(SMALL, "GIF"), SMALL),
+    "16-bit grey png": (grey16("PNG"), GREY16),
+    "16-bit grey tiff": (grey16("TIFF"), GREY16),
+    "palette and alpha": (palette(SMALL, transparency=0), SMALL),
+    "alpha": (encoded(SMALL.convert("RGBA"), "PNG"), SMALL),
+    "rotated": (upright(6, SMALL), TURNED),
+    "unknown orientation": (upright(9, SMALL), SMALL),
 }
 
 
-@pytest.mark.parametrize(("content", "kinds", "seen"), ODD.values(), ids=ODD.keys())
-def test_images_of_other_formats_are_converted_and_counted(
-    tmp_path: Path, content: bytes, kinds: dict[str, int], seen: Any
-) -> None:
+@pytest.mark.parametrize(("content", "seen"), ODD.values(), ids=ODD.keys())
+def test_images_of_other_formats_are_converted(tmp_path: Path, content: bytes, seen: Any) -> None:
     split, [(payload, *_)] = pack_one(tmp_path, content, quality=95)
-    assert split["converted"] == kinds
     assert split["skipped"] == []
     image = Image.open(io.BytesIO(payload))
-    assert image.format == "JPEG"
-    assert not kinds or payload != content
+    assert (image.format, image.mode) == ("JPEG", "RGB")
     assert image.getexif().get(0x0112, 1) in (1, 9)
     assert far_apart(image, seen) < 40
 
@@ -218,19 +212,18 @@ def test_images_of_other_formats_are_converted_and_counted(
 def test_every_orientation_is_decoded_upright(orientation: int) -> None:
     content = upright(orientation, picture(3, 40, 30))
     wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    image, _, plain = pillow.decode(content)
+    image, plain = pillow.decode(content)
     assert (image.tobytes(), image.size, plain) == (wanted.tobytes(), wanted.size, orientation == 1)
 
 
-def test_16_bit_colour_is_counted() -> None:
+def test_16_bit_colour_is_read() -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">2I5B", 2, 1, 16, 2, 0, 0, 0)
     pixels = zlib.compress(b"\0" + struct.pack(">6H", 0x1234, 0x8000, 0, 0xFF00, 0, 0x0100))
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    image, kinds, _ = pillow.decode(content)
-    assert kinds == ["png", "16-bit"]
+    image, _ = pillow.decode(content)
     assert image.tobytes() == bytes([0x12, 0x80, 0, 0xFF, 0, 1])
 
 
@@ -662,21 +655,3 @@ def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
     out, err = capsys.readouterr()
     assert "imagenet: already there, verified" in out
     assert out.splitlines()[-1] == lines[-1]
-
-
-def test_a_sample_of_imagenet_is_packed_close_to_its_images(tmp_path: Path) -> None:
-    data = Path(os.environ.get("RECIPES_DATA") or ROOT.parent / "shared" / "data")
-    archive = data / "imagenet-sample.tar"
-    if not archive.is_file():
-        pytest.skip(f"{archive} is not there")
-    (tmp_path / "in/train/a").mkdir(parents=True)
-    subprocess.run(["tar", "xf", str(archive), "-C", str(tmp_path / "in/train/a"), "--wildcards", "n021*"], check=True)
-    files = sorted((tmp_path / "in/train/a").rglob("*.JPEG"))
-    assert files
-    index = packed_index(tmp_path / "in", tmp_path / "out", PackOptions(), say=quiet)
-    assert (index["splits"]["train"]["samples"], index["splits"]["train"]["skipped"]) == (len(files), [])
-    for path, (payload, _, height, width) in zip(files, samples(tmp_path / "out", "train"), strict=True):
-        assert min(height, width) <= 256
-        wanted = Image.open(path).convert("RGB").resize((width, height), Image.LANCZOS).tobytes()
-        found = Image.open(io.BytesIO(payload)).convert("RGB").tobytes()
-        assert sum(abs(a - b) for a, b in zip(wanted[::97], found[::97], strict=True)) / len(wanted[::97]) < 12

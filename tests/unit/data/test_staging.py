@@ -41,7 +41,7 @@ def make(folder: Path, shards: int = SHARDS, size: int = SHARD_BYTES) -> Path:
             (folder / name).write_bytes(content)
         listed = [{"file": n, "bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files]
         splits[split] = {"samples": 10, "index_sha256": hashlib.sha256(records).hexdigest(), "shards": listed}
-        splits[split] |= {"skipped": [], "converted": {}}
+        splits[split] |= {"skipped": []}
     index = {"format": "packed images", "version": 1, "encoding": "jpeg", "size": 256, "quality": 90, "classes": ["a"]}
     (folder / "index.json").write_text(json.dumps({**index, "splits": splits}))
     return folder
@@ -96,15 +96,6 @@ def test_a_damaged_index_is_copied_again(packed: Path, tmp_path: Path) -> None:
     content[50] ^= 1
     (staged / "train.index").write_bytes(content)
     assert same(packed, to_local_disk(packed, tmp_path / "node", ignore))
-
-
-def test_an_error_of_the_disk_is_reported(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(folder: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "statvfs", broken)
-    with pytest.raises(MachineError, match=r"^stage_dir='.*node': cannot be written \(Input/output error\)"):
-        to_local_disk(packed, tmp_path / "node", ignore)
 
 
 def test_staging_that_was_killed_is_continued(tmp_path: Path) -> None:

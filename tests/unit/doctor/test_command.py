@@ -13,22 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.config import envfile
 from recipes.doctor import check_env_files
 from tests import helpers
 
 
 def doctor(*words: str, **environ: str) -> helpers.Ended:
     return helpers.run([sys.executable, "-m", "recipes.doctor", *words], environ=helpers.clean_environment(**environ))
-
-
-def test_alone_on_a_machine(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    ended = doctor("device=cpu", f"run_dir={tmp_path}", f"data_dir={tmp_path}")
-    assert time.monotonic() - begin < 60
-    assert ended.status == 0, ended.out
-    assert ended.lines[-1] == "healthy: 1 node"
-    assert helpers.read(tmp_path, "doctor")["healthy"] is True
 
 
 def test_as_json(tmp_path: Path) -> None:
@@ -135,13 +125,6 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
     assert ended.lines == ["env/infiniband.env: no problems"]
 
 
-def test_doctor_network_proposes_lines_for_an_env_file() -> None:
-    ended = doctor("network")
-    assert ended.status == 0, ended.out
-    envfile.parse(ended.out, "stdout")
-    assert ended.out.startswith("# ")
-
-
 @pytest.mark.parametrize(
     "command",
     ["launch.py --help", "launch.py recipe=mnist launcher=print", "-m recipes.mnist --help", "-m recipes.doctor --help",
@@ -161,16 +144,6 @@ def test_a_reader_that_has_exited_is_no_error(command: str) -> None:
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
-
-
-def test_doctor_explain_explains_a_failed_run(tmp_path: Path) -> None:
-    (tmp_path / "rank1.log").write_text(
-        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-    )
-    ended = doctor("explain", str(tmp_path))
-    assert ended.status == 0, ended.out
-    assert "rank 1" in ended.lines[0]
-    assert "smaller" in ended.out
 
 
 @pytest.mark.parametrize(

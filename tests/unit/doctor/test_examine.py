@@ -213,7 +213,6 @@ def test_two_nodes_measure_and_are_judged(
     found = helpers.read(tmp_path, "doctor")
     assert found["hosts"] == ["node0", "node1"]
     assert [row["torch"] for row in found["table"]] == ["2.15.0"] * 2
-    assert all(row["trip"].endswith(" us") for row in found["table"])  # each has probed the other
     assert list(tmp_path.glob("reports/*")) == []
     if broken is None:
         assert lines[-2:] == ["all_reduce busbw 7 GB/s; pairs of nodes, median 5 GB/s", "healthy: 2 nodes"]

@@ -1,8 +1,6 @@
 """Known lines, the first rank to fail by logs of other launchers, and files that are not logs. Hosts and addresses are changed."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -172,15 +170,6 @@ def test_folders_of_two_torchruns_name_no_rank(tmp_path: Path) -> None:
 def test_a_progress_bar_does_not_hide_the_text_after_it(tmp_path: Path) -> None:
     bar = "".join(f"\r{n}%|####    | {n}/100" for n in range(100))
     assert f"  job.out:2: {DISK.strip()}" in said(tmp_path, job__out=f"a\n{bar}\r{DISK}")
-
-
-def test_a_run_of_another_launcher_is_explained(tmp_path: Path) -> None:
-    """A process that really fails, with Python's own traceback."""
-    with open(tmp_path / "4_1_log.err", "w") as file:
-        subprocess.run([sys.executable, "-c", "import json; json.loads('{')"], stderr=file, check=False, timeout=60)
-    found = explain(tmp_path / "4_1_log.err")
-    assert found[0] == "rank 1 failed first: the program's own error"
-    assert any("json.decoder.JSONDecodeError: " in line for line in found)
 
 
 # --- files that are no logs

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.core.doctor import commands, probe_gpus, probe_network, probes
+from recipes.core.doctor import commands, probe_network, probes
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import network, ranks
 
@@ -80,27 +79,6 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
         ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
     assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.long
-def test_a_slow_nvidia_smi_leaves_time_to_try_the_gpus_and_one_that_hangs_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.touch(mode=0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(probes, "CHECKS", {"gpus": probes.gpus})
-    monkeypatch.setattr(probe_gpus, "SMI_S", 4.0)
-    (tmp_path / "python").write_text("#!/bin/sh\necho '[]'\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # that importing torch takes no part of the time
-    node = replace(here(tmp_path, SLURM_GPUS_ON_NODE="8"), on_cpu=False)
-    few = "Slurm granted 8 GPUs and torch sees 0"
-    smi.write_text("#!/bin/sh\nexec sleep 3\n")  # three times one after the other is too long
-    assert [found.what for found in probes.run_all(node, 8.5).findings] == [few]
-    smi.write_text("#!/bin/sh\nexec sleep 600\n")
-    fails = "nvidia-smi fails (nvidia-smi did not answer in 4 s)"
-    assert [found.what for found in probes.run_all(node, 11.5).findings] == [fails, few]
 
 
 def test_fewer_cpus_than_were_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,6 @@ def test_a_node_that_answers(server: Server) -> None:
     port, master = server.listen(), server.listen()
     link = reach.probe(3, "localhost", port, "this run", 5, master)
     assert link.fault == ""
-    assert link.round_trip_s is not None
-    assert 0 < link.round_trip_s < 1
     assert link.clock_s is not None
     assert abs(link.clock_s) < 0.5
 
@@ -49,20 +47,6 @@ def test_both_families(server: Server) -> None:
     port = server.listen()
     for address in ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]:
         assert reach.probe(3, address, port, "this run", 5).fault == ""
-
-
-def test_many_at_once(server: Server) -> None:
-    port = server.listen()
-    links: list[reach.Link] = []
-    threads = [
-        threading.Thread(target=lambda: links.append(reach.probe(3, "127.0.0.1", port, "this run", 10)))
-        for _ in range(50)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [link.fault for link in links] == [""] * 50
 
 
 def test_a_master_port_that_is_closed(server: Server) -> None:
@@ -115,23 +99,18 @@ def test_another_program_is_detected_in_bounded_time(answer: Callable[[socket.so
 
 def test_lost_large_packets_are_distinguished_from_a_firewall() -> None:
     def answer(connection: socket.socket) -> None:
-        for _ in range(1 + reach.ECHOES):
-            (length,) = reach.LENGTH.unpack(connection.recv(4, socket.MSG_WAITALL))
-            data = connection.recv(length, socket.MSG_WAITALL)
-            if data == b"who":
-                data = json.dumps({"node_rank": 3, "nonce": "this run", "time": 0.0}).encode()
-            connection.sendall(reach.LENGTH.pack(len(data)) + data)
+        (length,) = reach.LENGTH.unpack(connection.recv(4, socket.MSG_WAITALL))
+        connection.recv(length, socket.MSG_WAITALL)
+        data = json.dumps({"node_rank": 3, "nonce": "this run", "time": 0.0}).encode()
+        connection.sendall(reach.LENGTH.pack(len(data)) + data)
         connection.recv(4 + reach.LARGE, socket.MSG_WAITALL)  # and no answer
 
     link = reach.probe(3, "127.0.0.1", served(answer), "this run", 1)
     assert (link.fault, link.why) == ("large", "the connection was closed")
-    assert link.round_trip_s
 
 
-def test_the_round_trip_is_the_median_and_the_clock_is_asked_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    trips = iter(
-        [4.0, 1.0, 1.0, 3.0, 1.0, 90.0, 1.0, 1.0, 1.0, 1.0]
-    )  # the first one asks who it is, the last one is large
+def test_the_clock_is_read_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    trips = iter([4.0, 1.0])  # the first one asks who it is, the second one is large
     now, sizes = [1000.0], []
 
     def echo(connection: object, end: object, data: bytes) -> bytes:
@@ -143,8 +122,7 @@ def test_the_round_trip_is_the_median_and_the_clock_is_asked_half_way(monkeypatc
     monkeypatch.setattr(reach, "_echo", echo)
     monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
     link = reach._talk(None, lambda: 1.0, 3, "this run")  # type: ignore[arg-type]
-    assert (link.fault, link.round_trip_s, link.clock_s) == ("", 1.0, 7.5)
-    assert sizes == [3, *[reach.SMALL] * reach.ECHOES, reach.LARGE]
+    assert (link.fault, link.clock_s, sizes) == ("", 7.5, [3, reach.LARGE])
     assert reach.LARGE > 65_536  # more than any MTU
 
 

@@ -38,7 +38,7 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
                 "interfaces": {"interfaces": {"ib0": {"mtu": 4092, "mbit": 400_000, "state": "up"}}, "chosen": {"interface": "ib0"}},
             },
             "links": [
-                {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "round_trip_s": 5e-5, "clock_s": 0.001} for peer in others
+                {"peer": peer, "host": f"node{peer}", "fault": "", "why": "", "clock_s": 0.001} for peer in others
             ],
             "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
         }  # fmt: skip
@@ -75,17 +75,6 @@ def test_nodes_may_have_different_numbers_of_granted_gpus() -> None:
     assert judged(reports, 3).entries == []
 
 
-def test_a_node_that_stops_answering_is_bad() -> None:
-    reports = healthy(4)
-    reports[3] = {**reports[3], "early": True}
-    del reports[3]["bandwidth"]
-    for report in reports[:3]:
-        report["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
-    found = judged(reports, 4)
-    assert "answered at first, but not after" in bad(found)["node3"]
-    assert found.exclude == ["node3"]
-
-
 def test_of_two_nodes_without_a_link_either_may_be_at_fault() -> None:
     reports = healthy(2)
     for report in reports:
@@ -118,7 +107,7 @@ def test_bad_nodes_among_sixty_four_are_found() -> None:
     for report in reports:  # whatever has to do with node 33 fails
         for link in report["links"]:
             if 33 in (link["peer"], report["node_rank"]):
-                link.update(fault="connect", why="timed out", round_trip_s=None)
+                link.update(fault="connect", why="timed out")
     reports[40]["bandwidth"]["correct"] = False
     reports[50] = {
         "node_rank": 50,
@@ -171,12 +160,9 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     ("part", "name", "usual", "other", "called", "is_bad"),
     [
         ("torch", "torch", "2.15.0", "2.10.0", "torch", True),
-        ("torch", "cuda", "13.2", "12.8", "CUDA", True),
         ("torch", "nccl", "2.30.1", "2.18.3", "NCCL", True),
-        ("system", "python", "3.11.7", "3.12.1", "Python", True),
         ("system", "project", "abc", "abc-dirty", "these recipes' commit", True),
         ("system", "driver", "580.1", "550.54", "the NVIDIA driver", False),
-        ("system", "kernel", "6.1", "5.14", "the kernel", False),
     ],
 )
 def test_the_one_node_that_differs_is_named(
@@ -199,18 +185,6 @@ def test_another_mtu_or_kind_of_gpu_is_named() -> None:
     for gpu in reports[3]["facts"]["gpus"]["gpus"]:
         gpu["name"] = "H100"
     assert bad(judged(reports, 4)) == {"node3": "the kind of GPU is H100, H200 on 3 others"}
-
-
-def test_a_gpu_that_is_missing_excludes_its_node_and_no_other() -> None:
-    reports = healthy(4)
-    reports[1]["facts"]["gpus"]["gpus"].pop(2)
-    reports[1]["findings"] = [{"what": "Slurm granted 8 GPUs and torch sees 7", "fix": "nvidia-smi -L", "bad": True}]
-    found = judged(reports, 4)
-    assert [(entry.nodes, entry.what) for entry in found.entries] == [
-        ([1], "Slurm granted 8 GPUs and torch sees 7"), ([1], "the number of GPUs is 7, 8 on 3 others"),
-    ]  # fmt: skip
-    assert (found.healthy, found.exclude) == (False, ["node1"])
-    assert [row["gpus"] for row in found.table] == ["8/8", "7/7", "8/8", "8/8"]
 
 
 def test_the_clock_of_the_first_node_may_be_off() -> None:
@@ -237,16 +211,6 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     reports[1]["findings"] = []
     found = judged(reports, 3)
     assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
-
-
-def test_the_node_behind_the_others_in_a_hanging_all_reduce_is_bad() -> None:
-    reports = healthy(4)
-    for report in reports:
-        report["bandwidth"] = {"at": "pairs, 1 apart", "pairs": []}
-    reports[2]["bandwidth"] = {"at": "meeting the others", "error": "timed out", "pairs": []}
-    found = judged(reports, 4)
-    assert bad(found)["node2"].startswith("the bandwidth test of all nodes stopped at meeting the")
-    assert found.exclude == ["node2"]
 
 
 def all_pairs(count: int) -> list[Report]:
@@ -288,8 +252,7 @@ def test_the_table_shows_what_each_node_has() -> None:
     reports[0]["findings"] = [{"what": "a note", "fix": "nothing", "bad": False}]
     found = judged(reports, 2)
     row = {
-        "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "cpus": "64", "driver": "580.1", "torch": "2.15.0",
-        "network": "ib0 400G", "trip": "50 us",
+        "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "torch": "2.15.0", "network": "ib0 400G",
     }  # fmt: skip
     assert found.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
     lines = verdict.lines(found)

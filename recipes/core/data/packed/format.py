@@ -61,13 +61,12 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a packed copy. skipped: ``file`` and ``why`` of each image left out. converted: number of images by kind."""
+    """A split of a packed copy. skipped: ``file`` and ``why`` of each image left out."""
 
     samples: int
     index: DataFile
     shards: tuple[DataFile, ...]
     skipped: tuple[Mapping[str, str], ...]
-    converted: Mapping[str, int]
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -132,7 +131,6 @@ def write_index(folder: Path, options: PackOptions, classes: Sequence[str], spli
             "index_sha256": split.index.sha256,
             "shards": [{"file": file.name, "bytes": file.size, "sha256": file.sha256} for file in split.shards],
             "skipped": split.skipped,
-            "converted": split.converted,
         }
         for name, split in splits.items()
     }
@@ -173,7 +171,6 @@ def _split(name: str, found: Mapping[str, Any]) -> Split:
         DataFile(_plain(f"{name}.index"), samples * RECORD.size, str(found["index_sha256"])),
         tuple(DataFile(_plain(shard["file"]), int(shard["bytes"]), str(shard["sha256"])) for shard in found["shards"]),
         tuple({"file": str(skip["file"]), "why": str(skip["why"])} for skip in found["skipped"]),
-        {str(kind): int(count) for kind, count in found["converted"].items()},
     )
 
 

@@ -1,6 +1,5 @@
 """The processes that pack shards, one shard at a time."""
 
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -130,7 +129,7 @@ def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) ->
     count = len(task.names)
     if note and _is_complete(shard, note, count):
         return Progress(count, kept=count, skipped=len(note["skipped"]))
-    records, digest, converted = bytearray(), hashlib.sha256(), collections.Counter[str]()
+    records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
     offset = 0
 
@@ -140,7 +139,7 @@ def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) ->
             relative = f"{task.split}/{name}"
             try:
                 data = pillow.read_file(source / relative)
-                payload, height, width, kinds = pillow.encode(data, options.size, options.quality)
+                payload, height, width = pillow.encode(data, options.size, options.quality)
             except Unreadable as error:
                 skipped.append({"file": relative, "why": str(error)})
                 continue
@@ -148,7 +147,6 @@ def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) ->
             digest.update(payload)
             records.extend(Record(offset, len(payload), task.number, label, height, width).pack())
             offset += len(payload)
-            converted.update(kinds)
 
     files.write_whole(shard, fill)
     content = {
@@ -156,7 +154,6 @@ def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) ->
         "sha256": digest.hexdigest(),
         "records": records.hex(),
         "skipped": skipped,
-        "converted": converted,
     }
     files.write_json(note_path, content)
     return Progress(count, done=count, skipped=len(skipped))
@@ -166,6 +163,6 @@ def _is_complete(shard: Path, note: Mapping[str, Any], count: int) -> bool:
     try:
         known = DataFile(shard.name, note["bytes"], note["sha256"])
         samples = len(bytes.fromhex(note["records"])) / format.RECORD.size + len(note["skipped"])
-        return samples == count and isinstance(note["converted"], dict) and datasets.fault_of(shard, known) is None
+        return samples == count and datasets.fault_of(shard, known) is None
     except (KeyError, TypeError, ValueError):
         return False

@@ -3,7 +3,6 @@
 No partial file has its final name, and a finished shard is not packed again.
 """
 
-import collections
 import hashlib
 import importlib.util
 import json
@@ -172,7 +171,7 @@ def _remove_notes(target: Path, splits: Mapping[str, Split]) -> None:
 
 def _join(target: Path, split: str, shards: int) -> Split:
     """Writes the split's index from the shards' notes. One shard's records are in memory at a time."""
-    digest, converted = hashlib.sha256(), collections.Counter[str]()
+    digest = hashlib.sha256()
     written: list[DataFile] = []
     skipped: list[Mapping[str, str]] = []
     size = 0
@@ -186,9 +185,8 @@ def _join(target: Path, split: str, shards: int) -> Split:
             size += file.write(records)
             written.append(DataFile(format.shard_name(split, number), note["bytes"], note["sha256"]))
             skipped.extend(note["skipped"])
-            converted.update(note["converted"])
 
     path = target / f"{split}.index"
     files.write_whole(path, fill)
     index = DataFile(path.name, size, digest.hexdigest())
-    return Split(size // format.RECORD.size, index, tuple(written), tuple(skipped), dict(sorted(converted.items())))
+    return Split(size // format.RECORD.size, index, tuple(written), tuple(skipped))
