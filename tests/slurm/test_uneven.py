@@ -23,7 +23,7 @@ UNEVEN = {"node1": 2, "node2": 1}
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
     helpers.need(missing())
-    conf = "MaxArraySize=3\nPartitionName=pairs Nodes=node[1-2] MinNodes=2\nPartitionName=two Nodes=node[1-2] MinNodes=2 MaxNodes=2"
+    conf = "PartitionName=pairs Nodes=node[1-2] MinNodes=2\nPartitionName=two Nodes=node[1-2] MinNodes=2 MaxNodes=2"
     with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()), extra_conf=conf)) as cluster:
         yield cluster
 
@@ -60,7 +60,6 @@ def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path:
 
 def test_a_job_larger_than_the_site_is_refused_with_the_sites_limits(uneven: Cluster, repo: Path) -> None:
     for words, known in (
-        (("sweep.lr=0.1,0.2,0.3,0.4",), "the sweep has 4 runs, but a job array may have at most 3 elements here"),
         (("nodes=2", "gpus_per_node=2"), "GPUs: 2, CPUs: 2), partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("gpus=4",), "gpus=4, partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
         (("partition=pairs",), "invalid; nodes=1, a job in partition pairs must have at least 2"),

@@ -17,6 +17,7 @@ from recipes.core import files
 from recipes.core.errors import ConfigError, shown
 
 MAX_BYTES = 64 * 1024
+NOT_EXPANDED = "values are ASCII, and $, backquotes and backslashes are not expanded"
 PATH_SHOWN = 300  # characters of a path that a message shows
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -25,46 +26,20 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.,:/@%+=^-]")
 _NOT_QUOTABLE = re.compile(r"[^ -~]|[$`\\]")
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
-_REFUSED = (
-    (
-        r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+|CC|CXX|CUDA_HOME"
-        r"|TORCHINDUCTOR_CACHE_DIR|TORCH_EXTENSIONS_DIR|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|TRITON_\w*(?:PATH|DIR)"
-        r"|\w*INJECTION\w*|OPENSSL_\w+|RDMAV_DRIVERS|IBV_DRIVERS|UCX_MODULE_DIR|OMP_TOOL_LIBRARIES|COMPILER_PATH|GCC_EXEC_PREFIX",
-        "changes which code runs",
-        "set it in your own shell or load a module",
-    ),
-    (
-        # Every variable that bash 5.2 or dash reads as a setting, makes read-only, or assigns itself.
-        r"ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|FUNCNAME|FUNCNEST"
-        r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
-        r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_",
-        "belongs to the shell",
-        "remove it",
-    ),
-    (
-        r"(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL",
-        "is set by Slurm for each step",
-        "request GPUs with gpus_per_node=",
-    ),
-    (
-        r"(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\w+",
-        "belongs to Slurm",
-        "give it as an option of sbatch or srun",
-    ),
-    (
-        r"(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
-        r"|OMPI_COMM_\w+|PMI_\w+|RECIPES_(?:BATCH|BY_CLOCK|LAUNCH|LINES|SPAWNED|LISTEN_FD|SCRIPT|CODE|CONTAINER\w*)",
-        "says which rank a process is",
-        "leave it to the launcher",
-    ),
+_REFUSED = re.compile(
+    # Names that change which code runs.
+    r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+|CC|CXX|CUDA_HOME"
+    r"|TORCHINDUCTOR_CACHE_DIR|TORCH_EXTENSIONS_DIR|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|TRITON_\w*(?:PATH|DIR)"
+    r"|\w*INJECTION\w*|OPENSSL_\w+|RDMAV_DRIVERS|IBV_DRIVERS|UCX_MODULE_DIR|OMP_TOOL_LIBRARIES|COMPILER_PATH|GCC_EXEC_PREFIX"
+    # Every variable that bash 5.2 or dash reads as a setting, makes read-only, or assigns itself.
+    r"|ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|FUNCNAME|FUNCNEST"
+    r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
+    r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_"
+    # Variables that Slurm or a launcher sets.
+    r"|(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\w+"
+    r"|(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
+    r"|OMPI_COMM_\w+|PMI_\w+|RECIPES_(?:BATCH|BY_CLOCK|LAUNCH|LINES|SPAWNED|LISTEN_FD|SCRIPT|CODE|CONTAINER\w*)"
 )
-_REFUSED_NAMES = tuple((re.compile(pattern), reason, fix) for pattern, reason, fix in _REFUSED)
-
-_UNPRINTABLE = {
-    "\r": ("a carriage return", "save the file with Unix line ends"),
-    "\0": ("a NUL byte", "save the file as plain text"),
-    "\ufeff": ("a byte order mark", "save the file as UTF-8 without one"),
-}
 
 
 class EnvFileError(ConfigError):
@@ -158,7 +133,10 @@ def _read_bytes(path: Path) -> bytes:
 
 def _parse_line(line: str, where: str) -> tuple[str, str] | None:
     """The line's name and value; None for a blank line or a comment."""
-    _refuse_unprintable(line, where)
+    if bad := next((one for one in line if not (one.isprintable() or one == "\t")), ""):
+        raise EnvFileError(
+            f"{where}: has the invisible character U+{ord(bad):04X}; save the file as plain UTF-8 with Unix line ends"
+        )
     text = line.strip(" \t")
     if not text or text.startswith("#"):
         return None
@@ -175,23 +153,16 @@ def _parse_line(line: str, where: str) -> tuple[str, str] | None:
     return name, _parse_value(value, f"{where}: {name}")
 
 
-def _refuse_unprintable(line: str, where: str) -> None:
-    for character in line:
-        if character == "\t" or character.isprintable():
-            continue
-        what, fix = _UNPRINTABLE.get(character, (f"the invisible character U+{ord(character):04X}", "delete it"))
-        raise EnvFileError(f"{where}: has {what}; {fix}")
-
-
 def is_secret(name: str) -> bool:
     """Whether a variable's value is a secret, by its name."""
     return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))
 
 
 def _refuse_name(name: str, where: str) -> None:
-    for pattern, reason, fix in _REFUSED_NAMES:
-        if pattern.fullmatch(name):
-            raise EnvFileError(f"{where}: {name} {reason}; {fix}")
+    if _REFUSED.fullmatch(name):
+        raise EnvFileError(
+            f"{where}: {name} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
+        )
     if is_secret(name):
         raise EnvFileError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")
 
@@ -203,33 +174,17 @@ def _parse_value(value: str, where: str) -> str:
     if value.startswith('"'):
         return _parse_quoted(value[1:], where)
     if bad := _NOT_PLAIN.search(value):
-        raise EnvFileError(f"{where} has {_describe(bad.group())} outside quotes; {_fix_for(bad.group())}")
+        fix = f"put the whole value in double quotes, and comments on their own lines; {NOT_EXPANDED}"
+        raise EnvFileError(f"{where} has {bad.group()!a} outside quotes; {fix}")
     return value
 
 
 def _parse_quoted(text: str, where: str) -> str:
     body, quote, rest = text.partition('"')
     if bad := _NOT_QUOTABLE.search(body):
-        raise EnvFileError(f"{where} has {_describe(bad.group())}; {_fix_for(bad.group(), quoted=True)}")
+        raise EnvFileError(f"{where} has {bad.group()!a}; write the value itself; {NOT_EXPANDED}")
     if not quote:
         raise EnvFileError(f"{where} has no closing double quote on its line; add it, or write the value on one line")
     if rest:
         raise EnvFileError(f"{where} has text after the closing quote; write comments on their own lines")
     return body
-
-
-def _describe(character: str) -> str:
-    names = {" ": "a blank", "\t": "a tab", '"': "a double quote", "`": "a backquote", "\\": "a backslash"}
-    return names.get(character, f"'{character}'")
-
-
-def _fix_for(character: str, quoted: bool = False) -> str:
-    if character in "$`\\":
-        return "env files are not expanded: write the value itself"
-    if not character.isascii():
-        return "write it in ASCII"
-    if quoted:
-        return "replace it by a blank"
-    if character in " #":
-        return "put the whole value in double quotes, and comments on their own lines"
-    return "put the whole value in double quotes"

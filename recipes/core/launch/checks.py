@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -72,7 +72,7 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         raise MachineError(
             f"no temporary folder can be made ({error.strerror}): set TMPDIR to one that can be written"
         ) from None
-    with _removed_after_a_signal(), temporary as name:
+    with temporary as name:
         folder = Path(os.path.realpath(name))
         place, found_file, stderr = folder / "run", folder / "found.json", folder / "stderr"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
@@ -261,16 +261,3 @@ def _run(command: list[str], root: Path, environ: Mapping[str, str], stderr: Pat
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-@contextlib.contextmanager
-def _removed_after_a_signal() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt within the ``with`` block, so that temporary files are removed."""
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

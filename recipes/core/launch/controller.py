@@ -14,7 +14,7 @@ from recipes.core.launch.jobs import Job
 from recipes.core.place import durations
 from recipes.core.run import queue
 
-ROW = "%P|%a|%l|%s|%D|%c|%B|%G|%N"  # the format for sinfo -o
+ROW = "%P|%l|%s|%D|%c|%B|%G|%N"  # the format for sinfo -o
 # sinfo's short names of the states in which Slurm starts no job on a node. "*" after any state means that the node does
 # not respond.
 UNAVAILABLE = re.compile(r"(down|drain|drng|failg?|inval|maint|unk)\W*|.*\*")
@@ -51,11 +51,10 @@ class Nodes:
 class Partition:
     """A partition.
 
-    state: up, down, drain or inact. time_limit, size: the limits for a job, in sinfo's format.
+    time_limit, size: the limits for a job, in sinfo's format.
     """
 
     name: str
-    state: str
     time_limit: str
     size: str
     is_default: bool
@@ -119,9 +118,6 @@ def expected_start(job: Job, text: str) -> str:
             f"Slurm would accept this job but never start it: {phrases}; if a QOS raises that limit, give qos="
         )
     start = _one_line(answer.stderr)
-    if requested and all_known and all(partition.state != "up" for partition in requested):
-        first = requested[0]
-        start += f"; but partition {first.name} is {first.state}: the job waits until it is up"
     for unknown in _unknown_dependencies(job):
         start += f"; Slurm does not know job {unknown}, so this dependency counts as met"
     return start
@@ -130,7 +126,7 @@ def expected_start(job: Job, text: str) -> str:
 def refusal(output: str, command: str, job: Job) -> str:
     """One line on why Slurm refuses ``job``. output: the stderr of ``command``, which submits or tests the job."""
     reasons = [_one_line(output)[:300] or f"{command} gave no reason"]
-    reasons += [*_impossible_requests(job, _partitions()), *_too_large_array(job)]
+    reasons += _impossible_requests(job, _partitions())
     return f"Slurm refuses this job: {'; '.join(reasons)}"
 
 
@@ -162,12 +158,12 @@ def _partitions(unavailable: bool = False) -> dict[str, Partition]:
     found: dict[str, Partition] = {}
     output = _output("sinfo", "-h", "-e", "-o", f"{ROW}|%t" if unavailable else ROW)
     for row in filter(None, output.splitlines()):
-        name, state, limit, size, count, cpus, most, gres, names, *node_state = row.split("|")
+        name, limit, size, count, cpus, most, gres, names, *node_state = row.split("|")
         if unavailable and not UNAVAILABLE.fullmatch(node_state[0]):
             continue
         of_each = min(int(cpus.rstrip("+")), int(most) if most.isdecimal() else sys.maxsize)  # "64+" where nodes differ
         key = name.rstrip("*")
-        partition = found.setdefault(key, Partition(key, state, limit, size, name.endswith("*")))
+        partition = found.setdefault(key, Partition(key, limit, size, name.endswith("*")))
         found[key] = replace(partition, nodes=(*partition.nodes, Nodes(int(count), of_each, gres, names)))
     return found
 
@@ -206,15 +202,6 @@ def _impossible_requests(job: Job, partitions: Mapping[str, Partition]) -> list[
         else:
             phrases.append(f"there is no partition {name}, only {', '.join(partitions)}")
     return phrases
-
-
-def _too_large_array(job: Job) -> list[str]:
-    """A phrase if a job array has more elements than Slurm allows."""
-    config = _output("scontrol", "show", "config") if job.elements else ""
-    largest = re.search(r"^MaxArraySize\s*= (\d+)", config, re.MULTILINE)
-    if largest and len(job.elements) > int(largest[1]):
-        return [f"the sweep has {len(job.elements)} runs, but a job array may have at most {largest[1]} elements here"]
-    return []
 
 
 def _unavailable_nodes(job: Job, partitions: Mapping[str, Partition]) -> str:

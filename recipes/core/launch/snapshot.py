@@ -68,13 +68,12 @@ def keep_for(copy: Path, job: str) -> None:
 def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: bytes) -> None:
     part = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}")
     try:
-        part.mkdir(mode=0o700)
+        part.mkdir()
         for name, data in content.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_bytes(data)
         (part / source.DIFF).write_bytes(diff)
         write_json(part / source.STAMP, stamp)
-        part.chmod(0o777 & ~_umask())
         part.rename(copy)
     except OSError as error:
         if not copy.is_dir():  # if it exists, another submission made it first
@@ -83,12 +82,6 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
             ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _read(root: Path) -> dict[str, bytes]:

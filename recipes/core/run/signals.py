@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,9 +19,8 @@ from types import FrameType
 # NCCL catches it only if NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 0.3  # signals within this time count as one: timeout(1) signals the command, then its whole process group
-INTERRUPT_S = 5.0  # time for the main thread to end after a second SIGINT; inside a collective it cannot
+INTERRUPT_S = 25.0  # time for the last words after a second SIGINT, on a slow disk too
 SAID_S = 1.0  # time to write a line to stderr
-UNWINDING = 5  # how often a main thread that is already ending gets INTERRUPT_S more time, for a slow disk
 SHARE = 0.25  # the margin before the end of a job is at most this share of the time that is left at the start
 ASK_AGAIN_S = 60.0  # ask again for the end this long before the known end, which may have been moved
 INTERRUPTED = 130  # exit status after a second SIGINT
@@ -31,9 +29,8 @@ INTERRUPTED = 130  # exit status after a second SIGINT
 class StopFlag:
     """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept.
 
-    settling: set it to True while the final state of the run is written; a second SIGINT then does not interrupt.
-    last_words: called from another thread before a second SIGINT ends the process because its main thread does not
-    respond.
+    settling: set it to True while the final state of the run is written; a second SIGINT then does not end the process.
+    last_words: called from another thread before a second SIGINT ends the process.
     """
 
     def __init__(self) -> None:
@@ -59,39 +56,25 @@ class _Listener:
 
     def __init__(self, tell: Callable[[str], None], continued: Callable[[], None]) -> None:
         self.flag, self._tell, self._continued = StopFlag(), tell, continued
-        self._main_thread = threading.get_ident()
         self.read_end, self.write_end = os.pipe()
         self.saying = threading.Thread()  # the thread that calls tell
-        # Counted here, since Python may call the handler only once for two signals.
-        self._interrupts, self._interrupted, self._last = 0, False, -math.inf
+        self._interrupted_at = math.inf  # the time of the first SIGINT
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of each signal, in the main thread."""
         self.flag.note(signal.Signals(number).name)  # in case the thread has not set it yet
-        # A third SIGINT must not cut the final messages.
-        if self._interrupts > 1 and not (self._interrupted or self.flag.settling):
-            self._interrupted = True
-            raise KeyboardInterrupt
 
     def listen(self) -> None:
-        """The thread. It ends the process INTERRUPT_S after a second SIGINT if the main thread does not."""
-        over, patience, deadline = False, UNWINDING, math.inf
+        """The thread. It ends the process at a second SIGINT, since the main thread may be inside a collective."""
+        over = False
         while not over:
-            # select waits without holding the interpreter's lock. It has no timeout before the second SIGINT.
-            left = max(0.0, deadline - time.monotonic()) if self._interrupts > 1 else None
-            ready, _, _ = select.select([self.read_end], [], [], left)
-            if not ready and (self._interrupted or self.flag.settling) and patience:
-                patience -= 1  # the main thread is ending, and writes its final messages
-                deadline = time.monotonic() + INTERRUPT_S
-                continue
-            if not ready:
-                _aside(self._last_words).join(INTERRUPT_S * UNWINDING)
-                os._exit(INTERRUPTED)
             numbers = os.read(self.read_end, 64)
             over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
-            if signal.SIGINT in numbers and not over and self._is_second_interrupt():
-                deadline = self._last + INTERRUPT_S
-                signal.pthread_kill(self._main_thread, signal.SIGINT)
+            if signal.SIGINT in numbers and not over:
+                self._interrupted_at = min(self._interrupted_at, time.monotonic())
+                if time.monotonic() - self._interrupted_at > TOGETHER_S and not self.flag.settling:
+                    _aside(self._last_words).join(INTERRUPT_S)
+                    os._exit(INTERRUPTED)
             if signal.SIGCONT in numbers:
                 self._continued()
             name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
@@ -99,16 +82,9 @@ class _Listener:
                 self.flag.note(name)
                 self.saying = _aside(functools.partial(self._tell, name))
 
-    def _is_second_interrupt(self) -> bool:
-        if time.monotonic() - self._last <= TOGETHER_S:
-            return False
-        self._interrupts, self._last = self._interrupts + 1, time.monotonic()
-        return self._interrupts == 2
-
     def _last_words(self) -> None:
-        if not (self._interrupted or self.flag.settling):
-            self.flag.last_words()
-        print("interrupted while it waited below Python, for another rank perhaps", file=sys.stderr, flush=True)
+        self.flag.last_words()
+        print("ended by a second SIGINT", file=sys.stderr, flush=True)
 
 
 def _aside(call: Callable[[], object]) -> threading.Thread:
@@ -131,7 +107,7 @@ def stop_flag(
 ) -> Iterator[StopFlag]:
     """Yields a flag that each of SIGNALS sets.
 
-    A second SIGINT, at least TOGETHER_S later, raises KeyboardInterrupt once. tell: called once, in a separate thread,
+    A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called once, in a separate thread,
     with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. continued: called
     from a thread at each SIGCONT. Must be called from the main thread.
     """

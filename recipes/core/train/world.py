@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import errors
-from recipes.core.errors import InputError, Kind, MachineError, Stopped
+from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
@@ -137,32 +137,32 @@ class World:
         it progresses. If ``work`` fails on a rank, that rank raises the same type of error and the other ranks raise MachineError. If no
         rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names the host. ``name`` must be unique in a run.
         """
-        # Only rank 0 reads the keys of all ranks. It publishes the result under `news`.
-        mine, news = f"{name}/{self.rank}", f"{name}/news"
-        keys = [mine, news] if self.rank == 0 else [mine]
+        seen: object = None
 
         def tell(progress: object) -> None:
+            nonlocal seen
             self.pulse.beat(watchdog.START)
-            for key in keys:
-                self.store.set(key, _note(progress=str(progress)))
+            if progress != seen:
+                seen = progress
+                self.store.add(f"{name}/progress", 1)
 
-        tell("its begin")
+        self.pulse.beat(watchdog.START)
         try:
             result = work(tell)
         except Exception as error:
             known = isinstance(error, (InputError, MachineError))
             text = f"{self.host}: {error if known else errors.one_line(error)}"
-            kind = Kind.stopped if isinstance(error, Stopped) else Kind.machine
-            for key in keys:
-                self.store.set(key, _note(kind=kind, reason=str(error) if kind is Kind.stopped else text))
+            is_stop = isinstance(error, Stopped)
+            failure = {"is_stop": is_stop, "reason": str(error) if is_stop else text}
+            self.store.set(f"{name}/failure", json.dumps(failure))
+            self.store.add(f"{name}/failed", 1)
             self._let_others_read()
             if known:
                 raise type(error)(text) from None
             raise
-        self.store.set(mine, _note(done=True))
-        if self.rank == 0:
-            self.store.set(news, self._all_done(name))
-        self._await_news(name)
+        self.store.set(f"{name}/{self.rank}", "done")
+        self.store.add(f"{name}/done", 1)
+        self._await_all(name)
         self.pulse.beat(watchdog.UNWATCHED)
         return result
 
@@ -171,49 +171,30 @@ class World:
         if self.rank == 0:
             time.sleep(5 * POLL_S)
 
-    def _all_done(self, name: str) -> str:
-        """For rank 0: waits for the work of all ranks and returns the note of its end. Publishes their progress meanwhile."""
-        names = [f"{name}/{rank}" for rank in range(self.size)]
-        await_keys(self.store, names, self.clock, self.timeout_s)
-        seen, since, changes = list[bytes](), self.clock.now(), 0
+    def _await_all(self, name: str) -> None:
+        """Waits until all ranks have done their work.
+
+        Raises MachineError if the work failed on a rank or if no rank makes progress; raises Stopped if a rank was stopped.
+        """
+        counted, since = (0, 0), self.clock.now()
         while True:
-            found = self.store.multi_get(names)
-            notes = [json.loads(text) for text in found]
-            if failed := [text for text, note in zip(found, notes, strict=True) if "kind" in note]:
-                return failed[0].decode()
-            if all("done" in note for note in notes):
-                return _note(done=True)
-            if found != seen:
-                seen, since, changes = found, self.clock.now(), changes + 1
-                self.store.set(f"{name}/news", _note(progress=changes))
+            if self.store.add(f"{name}/failed", 0):
+                failure = json.loads(self.store.get(f"{name}/failure"))
+                self._let_others_read()
+                raise (Stopped if failure["is_stop"] else MachineError)(failure["reason"])
+            before, counted = counted, (self.store.add(f"{name}/progress", 0), self.store.add(f"{name}/done", 0))
+            if counted[1] == self.size:
+                return
+            if counted != before:
+                since = self.clock.now()
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
-                rank = next(rank for rank, note in enumerate(notes) if "done" not in note)
-                return _note(kind=Kind.machine, reason=self._no_progress(rank, name))
-            time.sleep(POLL_S)
-
-    def _no_progress(self, rank: int, name: str) -> str:
-        return f"{self.hosts[rank]}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
-
-    def _await_news(self, name: str) -> None:
-        """Waits until rank 0 reports that all ranks have done their work.
-
-        Raises MachineError if the work failed or rank 0 makes no progress; raises Stopped if a rank was stopped.
-        """
-        seen, since = "", self.clock.now()
-        while True:
-            [text] = self.read([f"{name}/news"])
-            news = json.loads(text)
-            if "done" in news:
-                return
-            if "kind" in news:
+                rank = next(rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"]))
                 self._let_others_read()
-                raise (Stopped if news["kind"] == Kind.stopped else MachineError)(news["reason"])
-            if text != seen:
-                seen, since = text, self.clock.now()
-                self.pulse.beat(watchdog.START)
-            elif self.clock.now() - since > self.timeout_s + 5:  # rank 0 notices first, and knows which rank it is
-                raise MachineError(self._no_progress(0, name))
+                host = self.hosts[rank]
+                raise MachineError(
+                    f"{host}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                )
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -333,8 +314,3 @@ def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningC
         except torch.distributed.DistStoreError:
             if clock.now() > end:
                 raise
-
-
-def _note(**fields: object) -> str:
-    """What a rank puts into the store about its work: its progress, that it is done, or why it failed, with the kind."""
-    return json.dumps(fields)

@@ -10,7 +10,7 @@ from recipes.core.launch import controller
 from tests.unit.launch.stand_ins import Stubs, describe
 
 # The output of sinfo. main, the default, has two nodes of 8 CPUs. In small, a job may have 15 minutes and 2 CPUs per node.
-PARTITIONS = "main*|up|infinite|1-infinite|2|8|UNLIMITED|gpu:2|n[1-2]\nsmall|up|15:00|1|2|8|2|gpu:2|n[1-2]\n"
+PARTITIONS = "main*|infinite|1-infinite|2|8|UNLIMITED|gpu:2|n[1-2]\nsmall|15:00|1|2|8|2|gpu:2|n[1-2]\n"
 
 
 REFUSES = 'echo "sbatch: error: Requested node configuration is not available" >&2; exit 1'
@@ -23,11 +23,11 @@ REFUSES = 'echo "sbatch: error: Requested node configuration is not available" >
         ("exit 0", "", ("time=50", "partition=main,small"), ""),
         ("exit 0", "", ("time=50", "partition=small", "qos=long"), ""),
         ("exit 0", "", ("time=50", "partition=small"), "!accept this job but never start it: time= is 50 minutes, partition small allows 15:00; "),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=2",), "waits for nodes that are down, drained or not responding: n2"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle*", ("nodes=2",), "waits for nodes that are down, drained or not responding: n2"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle~", ("nodes=2",), "!Slurm refuses this job: Requested node"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drng", ("nodes=1",), "!Slurm refuses this job: Requested node"),
-        (REFUSES, "main*|up|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=3",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=2",), "waits for nodes that are down, drained or not responding: n2"),
+        (REFUSES, "main*|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle*", ("nodes=2",), "waits for nodes that are down, drained or not responding: n2"),
+        (REFUSES, "main*|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|idle~", ("nodes=2",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drng", ("nodes=1",), "!Slurm refuses this job: Requested node"),
+        (REFUSES, "main*|infinite|1-infinite|1|8|UNLIMITED|gpu:2|n2|drain", ("nodes=3",), "!Slurm refuses this job: Requested node"),
         (REFUSES, "", ("nodes=2",), "!Slurm refuses this job: Requested node"),
         (REFUSES, "", ("time=5", "partition=small", "ranks_per_node=4"), "!partition small has 2 nodes of 2 CPUs"),
         (REFUSES, "", ("gpus=20",), "!gpus=20 (CPUs of each: 1), partition main has 2 nodes of 8 CPUs"),
@@ -48,21 +48,6 @@ def test_slurms_answer_is_checked_against_limits_and_nodes(
             controller.expected_start(job, "")
     else:
         assert controller.expected_start(job, "") == answer
-
-
-@pytest.mark.parametrize(
-    ("of_small", "partition", "answer"),
-    [("down", "small", "; but partition small is down: the job waits until it is up"), ("down", "main,small", "")],
-)
-def test_a_partition_that_is_down_is_reported(
-    tmp_path: Path, stubs: Stubs, of_small: str, partition: str, answer: str
-) -> None:
-    stubs.add("sbatch", "")
-    stubs.add("sinfo", f"printf '%b' '{PARTITIONS.replace('small|up', f'small|{of_small}')}'")
-    assert (
-        controller.expected_start(describe("device=cpu", "time=5", f"partition={partition}", root=tmp_path), "")
-        == answer
-    )
 
 
 def test_a_missing_default_partition_is_reported(tmp_path: Path, stubs: Stubs) -> None:
