@@ -145,8 +145,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config/envfile.py",
-        'r"(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"',
-        'r"(?:HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"',
+        "|(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|",
+        "|(?:HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|",
         "an env file can put all ranks of a node on one GPU",
         "tests/unit/config/test_envfile.py",
     ),
