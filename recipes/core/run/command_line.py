@@ -80,10 +80,7 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
             one = _one({**words, **run, **own}, "", environ)
         except ConfigError as error:
             pairs = [f"{name}={shown(value)}" for name, value in run.items()]
-            text = str(error)
-            if len(pairs) == 1:
-                text = text.removeprefix(f"{pairs[0]}: ")
-            raise ConfigError(f"{' '.join(SWEEP + pair for pair in pairs)}: {text}") from None
+            raise ConfigError(f"{' '.join(SWEEP + pair for pair in pairs)}: {error}") from None
         if own:  # each run has its own folder in the given run_dir
             keys = dataclasses.replace(one.run, run_dir=run_dir)
             one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": run_dir})

@@ -216,8 +216,8 @@ def test_one_possible_value_is_named_alone() -> None:
 
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
-    assert refusal("sweep.epoch=1") == "sweep.epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
-    assert refusal("sweep.lr=x,0.1").startswith("sweep.lr=x: must be a number")
+    assert refusal("sweep.epoch=1") == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
+    assert refusal("sweep.lr=x,0.1").startswith("sweep.lr=x: lr=x: must be a number")
     assert refusal("sweep.lr=x", "sweep.seed=1").startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
 
 
