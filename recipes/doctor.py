@@ -6,10 +6,10 @@
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
     python -m recipes.doctor env my.env                                      # check an env file
     python -m recipes.doctor network                                         # lines for an env file of this site
-    srun … python -m recipes.doctor report; python -m recipes.doctor judge   # in a batch job: the shell judges, after srun
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
-One process examines a node, and writes a report into run_dir, since the network may be broken. It never imports torch: checks that
+One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
+(``recipes.doctor report``), and the shell judges after srun (``recipes.doctor judge``). It never imports torch: checks that
 need torch or can hang run in their own processes.
 """
 

@@ -245,7 +245,7 @@ def misbehave(run: Run, where: str) -> float:
     """Does what $FAULT says, if this is the place, the rank and the attempt."""
     name, rank = os.environ.get("FAULT", ""), os.environ.get("FAULT_RANK", "1")
     here = name and where == os.environ.get("FAULT_AT", "4") and rank in ("all", str(run.world.rank))
-    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt)) != str(run.attempt):
+    if not here or os.environ.get("FAULT_ATTEMPT", str(run.attempt.number)) != str(run.attempt.number):
         return 1.0
     if run.saver and name != "hold_save":  # or what is to be there afterwards may be lost with this rank
         run.saver.wait()

@@ -41,12 +41,12 @@ def start_slowly(run: Run) -> float:
     """From the second attempt on, as where a node is brought gigabytes of data first: it ends when it is told to stop."""
     from recipes.core.errors import Stopped
 
-    reach(run) if run.attempt else None
+    reach(run) if run.attempt.number else None
     deadline = time.monotonic() + WAIT_S
-    while run.attempt and not run.stop:
+    while run.attempt.number and not run.stop:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    if run.attempt:
+    if run.attempt.number:
         raise Stopped(run.stop.reason)
     return 1.0
 
