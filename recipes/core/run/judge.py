@@ -160,11 +160,14 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The earliest cause. Several ranks are often refused for the same reason: the lowest rank then represents them."""
+    """The earliest cause. The lowest rank represents ranks that fail with the same error or are refused for the same reason."""
     first = causes[0]
-    if first["exit_status"] == EXIT_CRASH:
-        return first
-    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
+    alike = [first]
+    if first.get("shared"):
+        alike = [one for one in causes if one.get("shared")]
+    elif first["exit_status"] != EXIT_CRASH:
+        alike = [one for one in causes if one["kind"] == first["kind"]]
+    return min(alike, key=lambda one: int(one["rank"]))
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
+from recipes.core.errors import InputError, Kind, MachineError, RunError, SharedError, Stopped
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, judge, queue, watchdog
 from recipes.core.run.entry import Start
@@ -125,7 +125,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     cause = _cause(run, error)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record = {
-        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
+        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status, "shared": isinstance(error, SharedError),
         "behind": behind, "moment": moment,
     }  # fmt: skip
     is_recorded = _record(run, record)
@@ -194,6 +194,11 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
     elif cause.exit_status == errors.EXIT_CRASH:
         if cause.traceback:
             traceback.print_exception(error)
+        print(
+            f"rank {run.world.rank} on {run.world.host} failed at step {run.step}: {cause.line}",
+            file=sys.stderr,
+            flush=True,
+        )
     elif run.world.rank == 0 or not has_parent:
         time.sleep(REPEATED_S if run.world.rank else 0.0)
         print(f"{recipe}: {cause.line}", file=sys.stderr, flush=True)

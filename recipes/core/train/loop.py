@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import GlobalBatches, S, Shard, Source
-from recipes.core.errors import InputError, RunError, Stopped
+from recipes.core.errors import InputError, RunError, SharedError, Stopped
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
@@ -319,7 +319,7 @@ class _StepEnds:
 def _check_finite(loss: float, step: int) -> None:
     """Raises RunError if the loss of this step is not finite: on all ranks, since it is a sum over them."""
     if not math.isfinite(loss):
-        raise RunError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
+        raise SharedError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
 
 
 def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:
