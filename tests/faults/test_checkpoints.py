@@ -239,7 +239,7 @@ def test_a_file_size_limit_is_reported_and_the_last_checkpoint_stays(start: Star
     assert ended.status == 3, ended.out
     assert any(" cannot be written (File too large" in line for line in ended.lines), ended.out
     assert "Traceback" not in ended.out
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step-00000002.pt"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("[!.]*")) == ["latest", "step-00000002.pt"]
     assert conftest.newest(run_dir).name == "step-00000002.pt"
 
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_that_a_rank_never_sees_is_reported_in_time(start: Start, m
     assert ended.status == 3, ended.out
     host = socket.gethostname()
     wanted = f"{host}: does not see {run_dir}/checkpoints/step-00000010.pt, which rank 0 on {host} has chosen"
-    assert any(line.endswith(wanted) for line in ended.lines), ended.out
+    assert any(wanted in line for line in ended.lines), ended.out
     assert conftest.newest(run_dir).name == "step-00000010.pt"
     assert conftest.steps(run_dir, 1) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from recipes.core.train import checkpoint
 from tests import helpers, states
 from tests.faults import conftest
@@ -86,7 +87,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_state_of_an_unbroken_run(
 
     ended = helpers.finish(start(run_dir, *words, *SAME))
     assert ended.status == 0, ended.out
-    assert helpers.read(run_dir, "attempt")["attempt"] >= kills * 2 // 3  # some were killed before they had a number
+    assert attempts.facts(run_dir)["attempt"] >= kills * 2 // 3  # some were killed before they had a number
     assert last_losses(run_dir) == wanted
     digests = [states.digest(checkpoint.read(conftest.newest(folder))) for folder in (run_dir, tmp_path / "whole")]
     assert digests[0] == digests[1]

@@ -371,7 +371,7 @@ def test_a_suspended_run_continues_or_is_requeued_if_its_connection_is_lost(star
         with contextlib.suppress(ProcessLookupError):  # rank 1's watchdog ends with it
             os.kill(pid, signal.SIGCONT)
     wait = helpers.wait_until
-    wait(lambda: helpers.read(tmp_path, "status")["state"] != "running", NOTICED_S, "rank 0's word")
+    wait((tmp_path / "attempts/0000/failed/rank0000.json").exists, NOTICED_S, "rank 0's record")
     os.kill(launcher.pid, signal.SIGCONT)
     ended = helpers.finish(launcher)
     status = helpers.read(tmp_path, "status")

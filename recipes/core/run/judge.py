@@ -142,7 +142,8 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
         by_parent = Outcome("failed", end.kind, end.reason, dict(end.first), 0)
-    if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
+    suspended = next((one for one in seen.records if _kind(one) is Kind.suspended), None)
+    if by_parent and by_parent.kind is Kind.killed and not suspended:  # the other ranks do not know why this one ended
         return by_parent
     causes = [one for one in seen.records if not (_kind(one).is_consequence or _kind(one) is Kind.suspended)]
     if causes:
@@ -150,7 +151,7 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
         return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first, 0)
     if late := _late_rank(seen.records):
         return late
-    if suspended := next((one for one in seen.records if _kind(one) is Kind.suspended), None):
+    if suspended:
         return Outcome("preempted", Kind.suspended, suspended["error"], None, EXIT_REQUEUE)
     if not (by_parent or seen.begun or seen.records or seen.hosts):
         return Outcome("failed", Kind.killed, "it ended before the run began; the lines above say why", None, 0)
