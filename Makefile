@@ -41,7 +41,7 @@ check: install ## ruff and mypy, and that the tables in docs/ are up to date
 	$(BIN)/mypy
 	$(BIN)/python -m tests.tables check
 
-docs: install ## make the tables in docs/ anew, from the code
+docs: install ## generate the tables in docs/ from the code
 	$(BIN)/python -m tests.tables write
 
 bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name

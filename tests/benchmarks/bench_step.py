@@ -1,7 +1,7 @@
 """Two ranks over loopback: what a run with all its services costs beside a bare DistributedDataParallel loop, and what
 the ranks lose by averaging their gradients.
 
-The run is the recipe mnist as it is, with batches that let the bare loop take the same steps in turn with it.
+The measured run is the unchanged recipe mnist. Its batches also feed a bare loop: the two loops take their steps in turn.
 ``python -m tests.benchmarks.bench_step FILE ROUNDS STEPS`` is one of the two ranks that `figures` starts.
 """
 

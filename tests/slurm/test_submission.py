@@ -92,7 +92,7 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     node2 = slurm.node("node2")
     ways = [f"network: eth0 (route to node2 ({address}))" for address in (node2.address, node2.address6)]
     assert len({*ways} & {*log_lines(log)}) == 1, text
-    assert "stand idle" not in text
+    assert "are unused" not in text
     assert "cpu binding" not in text  # what srun says of HOSTILE's
     assert sorted(file.name for file in (run_dir / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(4)]
     assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
@@ -198,7 +198,7 @@ def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, rep
         assert read(repo / f"runs/mnist/{job}_{task}/status.json")["state"] == "done"
         log = (tmp_path / f"{job}_{task}.out").read_text()
         # the ready script's GPU, that device=cpu cannot give back
-        assert "warning: device=cpu, and 1 GPUs a node stand idle: give sbatch --gpus-per-node=0" in log
+        assert "warning: device=cpu, and 1 GPUs of each node are unused: give sbatch --gpus-per-node=0" in log
 
 
 # --- runs that fail --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
 
 
 def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job would pend for ever.
+    """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job would stay pending.
 
     fields: the fields of this job, by scontrol's names. Raises OSError or SubprocessError.
     """

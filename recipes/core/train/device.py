@@ -23,12 +23,12 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cpu")
     host, on_node = socket.gethostname(), gpus.granted_gpus(environ)
     if few := gpus.shortage(environ, seen):
-        raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} keeps off that node")
+        raise MachineError(f"{host}: {few}: compare nvidia-smi -L there; sbatch --exclude={host} excludes that node")
     if seen == 0:
         if info.in_slurm:
             named = gpus.named_gpus(environ)
-            mend = f"{named[0]} names none: unset it" if named and on_node else "ask for GPUs (--gpus-per-node=…)"
-            raise MachineError(f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {mend}, or give device=cpu")
+            fix = f"{named[0]} names none: unset it" if named and on_node else "ask for GPUs (--gpus-per-node=…)"
+            raise MachineError(f"{host}: Slurm granted {on_node} GPUs and torch sees 0: {fix}, or give device=cpu")
         if device is Device.cuda:
             raise MachineError(
                 f"{host}: device=cuda and torch sees 0 GPUs: give device=cpu, or install a driver and a CUDA build of torch"
@@ -38,10 +38,10 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    mend = "start fewer ranks there, ask for more GPUs, or give device=cpu"
+    fix = "start fewer ranks there, ask for more GPUs, or give device=cpu"
     if seen == 1 and gpus.are_slices(environ):
-        mend = "of several MIG slices a process has the first: give each rank its own (--gpus-per-task=1)"
-    raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {mend}")
+        fix = "of several MIG slices a process has the first: give each rank its own (--gpus-per-task=1)"
+    raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {fix}")
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
@@ -69,5 +69,5 @@ def take_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         host = socket.gethostname()
         raise MachineError(
-            f"{host}: {device} cannot be used ({errors.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} keeps off that node"
+            f"{host}: {device} cannot be used ({errors.one_line(error)}): look at nvidia-smi there; sbatch --exclude={host} excludes that node"
         ) from None

@@ -319,7 +319,7 @@ class _StepEnds:
 def _check_finite(loss: float, step: int) -> None:
     """Raises RunError if the loss of this step is not finite: on all ranks, since it is a sum over them."""
     if not math.isfinite(loss):
-        raise SharedError(f"the loss at step {step} is {loss}: a lower lr, or the data, is where to look")
+        raise SharedError(f"the loss at step {step} is {loss}: check lr= and the data")
 
 
 def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:

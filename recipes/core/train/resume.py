@@ -72,7 +72,9 @@ def choose(run: Context) -> str:
         except InputError as problem:
             run.warn(f"{problem}; taking the one before it")
     if there:
-        raise InputError(f"{there[0].parent}: none of {len(there)} can be read: move them away to start anew")
+        raise InputError(
+            f"{there[0].parent}: none of {len(there)} can be read: move them away to start again from step 0"
+        )
     return ""
 
 
