@@ -21,7 +21,7 @@ from recipes.core.run import entry
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
-from recipes.core.train.torch_errors import peer_words
+from recipes.core.train.torch_errors import is_port_in_use, peer_words
 from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
@@ -128,7 +128,7 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
         clock.now()
         if info.rank and clock.stopped_s > stopped_s:  # the job was suspended meanwhile
             return _meet(info, timeout_s, clock)
-        if "EADDRINUSE" in str(error):
+        if is_port_in_use(error):
             raise MachineError(
                 f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"
             ) from None

@@ -38,3 +38,8 @@ def peer_words(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
+
+
+def is_port_in_use(error: BaseException) -> bool:
+    """Whether rank 0's TCPStore could not listen because another program has the port."""
+    return "EADDRINUSE" in str(error)
