@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.errors import EXIT_CRASH, Kind, MachineError
+from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
 VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
@@ -259,9 +259,9 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
 def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
     """Records in the attempt that the parent has opened why the launch is refused. Does nothing without a parent.
 
-    exit_status: 2 (input) or 3 (machine).
+    exit_status: EXIT_CONFIG or EXIT_MACHINE.
     """
-    kind = Kind.input if exit_status == 2 else Kind.machine
+    kind = Kind.input if exit_status == EXIT_CONFIG else Kind.machine
     if attempt := given(environ):
         with contextlib.suppress(OSError):
             record(attempt, rank=rank, host=socket.gethostname(), kind=kind, error=line, exit_status=exit_status)

@@ -29,7 +29,8 @@ FENCE_S = queue.HEARTBEAT_S  # between two checks of the run directory's owner
 LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
 # A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the cause before its record is written.
 LINGER_S = 2.0
-REPEATED_S = 1.5  # rank 0 has the same refusal; if its end ends this rank, its line is enough
+# Rank 0, or the first rank of the node, has the same refusal; if its end ends this rank, its line is enough.
+REPEATED_S = 1.5
 
 
 def leave(code: int) -> NoReturn:

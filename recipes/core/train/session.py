@@ -67,7 +67,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 failure.leave(code)
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
-            time.sleep(1.5)  # the node's first rank has the same error; if its end ends this rank, its line is enough
+            time.sleep(failure.REPEATED_S)
         if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
