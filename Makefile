@@ -23,7 +23,7 @@ demo: install ## train MNIST's recipe on two ranks here, on digits that need no 
 	@$(BIN)/python -c "import json; s = json.load(open('runs/demo/summary.json')); \
 	print(f\"test accuracy {s['val_top1']:.2%} on {s['val_samples']} digits; run directory runs/demo\")"
 
-test: install ## all tests but the long ones, WORKERS=2 files at a time; those on a real Slurm say what to install where it is not there
+test: install ## all tests except the long ones, WORKERS=2 files at a time; Slurm tests without Slurm are skipped with a message
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 mutants: install ## put bugs into copies of the product, one at a time, and report which ones `make test` notices; ONLY=word
@@ -32,7 +32,7 @@ mutants: install ## put bugs into copies of the product, one at a time, and repo
 alltests: install ## all tests, the long ones too: an hour on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-faults: install ## every fault that is said to be survived, done for real (tests/faults); the long ones too
+faults: install ## inject every fault in tests/faults, the long ones too
 	$(BIN)/python -m pytest tests/faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: install ## ruff and mypy, and that the tables in docs/ are up to date
@@ -44,7 +44,7 @@ check: install ## ruff and mypy, and that the tables in docs/ are up to date
 docs: install ## generate the tables in docs/ from the code
 	$(BIN)/python -m tests.tables write
 
-bench: install ## measure, each figure beside its peer in one run; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
+bench: install ## run the benchmarks against reference code; fails if a target is missed; OUT=folder for benchmarks.json; ONLY=name,name
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
 
 portability: ## install, demo and tests in chroots with Slurm 22.05, 24.11 and 26.05, and on the oldest torch and Python; root; ONLY=sid,oldest FOLDER=kept between runs

@@ -1,1 +1,1 @@
-"""Everything that is hard about running a recipe on a cluster, the same for all recipes. docs/architecture.md shows the rooms."""
+"""Launching, checkpoints, requeueing and failure reports, shared by all recipes. docs/architecture.md shows the packages."""
