@@ -41,8 +41,8 @@ def key(
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
-    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text that is not empty; form: that
-    pattern in words, after "must be". path: the value is a path, made absolute when a job is submitted. may_change: a resumed run
+    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
+    empty if the default is; form: that pattern in words, after "must be". path: the value is a path, made absolute when a job is submitted. may_change: a resumed run
     may have another value (so may paths). of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
@@ -53,11 +53,8 @@ def key(
 
 
 def default(cls: type, name: str, value: Any) -> Any:
-    """The field ``name`` of the dataclass ``cls`` with another default. Raises ConfigError if there is no such field."""
+    """The field ``name`` of the dataclass ``cls`` with another default."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    if name not in fields:
-        given = f"default({cls.__name__}, '{shown(name)}', {shown(value)})"
-        raise ConfigError(f"{given}: {cls.__name__} has no key '{shown(name)}'{nearest(name, fields)}")
     return dataclasses.field(default=value, metadata=fields[name].metadata)
 
 
@@ -91,7 +88,7 @@ def check(keys: Any) -> None:
         if isinstance(value, str):
             if CONTROL.search(value):
                 raise ConfigError(f"{given}: contains a control character, such as a newline; remove it")
-            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
+            if (value or field.default) and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: must be {meta['form']}")
             if value.startswith("~") and os.path.expanduser(value) == value:
                 raise ConfigError(f"{given}: this user has no home folder; write the absolute path")

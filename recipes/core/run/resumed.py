@@ -80,10 +80,9 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
-    own = declare.names_of(recipe_class)
-    then = convert.build(recipe_class, {k: v for k, v in saved.items() if k in own})
+    then = convert.build(recipe_class, saved)
     names = [field.name for field in dataclasses.fields(recipe_class)]
-    before, after = ({name: convert.as_text(getattr(of, name)) for name in names} for of in (then, now))
+    before, after = ({name: convert.plain(getattr(of, name)) for name in names} for of in (then, now))
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
