@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from recipes.core.errors import ConfigError, shown
@@ -64,7 +64,7 @@ def may_change(keys: type) -> set[str]:
 
 
 def declared(keys: type, what: str) -> set[str]:
-    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`."""
+    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`, such as ``path``."""
     fields = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
     return {field.name for field in fields if field.metadata.get(what)}
 
@@ -97,11 +97,6 @@ def check(keys: Any) -> None:
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
-
-
-def path_keys(classes: Sequence[type]) -> set[str]:
-    """The keys of dataclasses whose values are paths."""
-    return {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
 
 
 def names_of(cls: type) -> set[str]:

@@ -103,7 +103,7 @@ class CommandLine:
         saved |= {
             f.name: convert.plain(getattr(run, f.name)) for f in dataclasses.fields(RunKeys) if f.name in run_keys
         }
-        path_names = saved.keys() & (declare.path_keys((self.recipe_class,)) | {"network"})
+        path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
         with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
             saved |= absolute({name: str(saved[name]) for name in path_names}, (self.recipe_class,), Path())
         return saved
@@ -173,7 +173,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
 
 def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
     """``typed`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
-    paths = declare.path_keys(classes)
+    paths = {name for keys in classes for name in declare.declared(keys, "path")}
 
     def full(name: str, value: str) -> str:
         is_path = (

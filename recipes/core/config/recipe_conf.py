@@ -52,11 +52,6 @@ def _check(module: ModuleType) -> None:
                 )
 
 
-def keys_of(recipe: str) -> set[str]:
-    """The names of a recipe's own keys. Raises ConfigError for an unknown recipe."""
-    return declare.names_of(load(recipe)[0])
-
-
 def datasets(recipe: str) -> Differences:
     """The keys that recipes/conf/RECIPE.py sets for each of its data sets that has any (``DATASETS``)."""
     return cast(Differences, getattr(importlib.import_module(f"recipes.conf.{recipe}"), "DATASETS", {}))

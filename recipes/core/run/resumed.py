@@ -69,7 +69,9 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             "use the code that the run was trained with, or start another run"
         )
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
-    unset = {name for name in declare.path_keys((recipe_class,)) if not words.get(name)}  # the site's default applies
+    unset = {
+        name for name in declare.declared(recipe_class, "path") if not words.get(name)
+    }  # the site's default applies
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 
 

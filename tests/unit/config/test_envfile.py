@@ -291,28 +291,6 @@ def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
         assert read_by_shell(shell, files, tmp_path / "cwd") == [envfile.read(path) for path in files]
 
 
-# Names that NCCL or PyTorch once had, and the interface, which is found by the route. In comments as well: they are
-# there to be copied.
-GONE = words(
-    "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING NCCL_IB_GDR_LEVEL"
-    " NCCL_IB_CUDA_SUPPORT NCCL_TREE_THRESHOLD NCCL_LL_THRESHOLD NCCL_MIN_NRINGS NCCL_MAX_NRINGS"
-    " NCCL_CHECKS_DISABLE TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-)
-
-
-def test_each_shipped_file_names_its_source_and_versions() -> None:
-    for path in shipped_files():
-        text = path.read_text(encoding="utf-8")
-        header = text.split("\n\n")[0]
-        assert all(line.startswith("#") for line in header.splitlines()), path
-        assert re.search(r"^# Sources?: +\S", header, flags=re.MULTILINE), path
-        assert re.search(r"^# Versions: .*\d", header, flags=re.MULTILINE), path
-        assert set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)).isdisjoint(GONE), path
-        for line in re.findall(r"^# {7}([A-Z0-9_]+=.*)$", text, flags=re.MULTILINE):
-            if not re.search(r"[$ ]", line):  # a command, which a file cannot carry
-                envfile.parse(line, path.name)
-
-
 def test_the_readme_of_env_lists_every_fabric() -> None:
     readme = (ENV_DIR / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([\w-]+)` \|", readme, flags=re.MULTILINE))
