@@ -26,11 +26,13 @@ from recipes.core.train import checkpoint
 from tests import helpers
 from tests.helpers import ROOT
 
-# What a shell would run if a value were pasted into a script; one for each way out of a word, quotes or a line. {c}: the canary's path.
+# What a shell would run if a value were pasted into a script; one for each way out of a word, quotes or a line.
+# {c}: the path of the canary.
 # The last ones are ends of a line for some readers of scripts and logs, but not for a shell.
 PAYLOADS = (
     "a\ntouch {c}", "a\n#SBATCH --wrap=x\ntouch {c}", "a; touch {c} #", "a&&touch {c}", "a$(touch {c})", "a`touch {c}`",
-    "${{x:=$(touch {c})}}", '"; touch {c}; "', "'; touch {c}; '", "a <(touch {c})", ") ; touch {c}; (:", "a\\\n;touch {c}",
+    "${{x:=$(touch {c})}}", '"; touch {c}; "', "'; touch {c}; '", "a <(touch {c})", ") ; touch {c}; (:",
+    "a\\\n;touch {c}",
     "a\rtouch {c}", "a\x85touch {c}", "a\u2028touch {c}",
 )  # fmt: skip
 

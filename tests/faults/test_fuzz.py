@@ -1,7 +1,7 @@
 """Random input at each entry point is accepted, or refused in one line that names the key, the value or the file.
 
-The entry points are the arguments of launch.py, a recipe and prepare, a file of keys, and a site's profile. Host lists, env files and
-the variables of launchers are in tests/unit.
+The entry points are the arguments of launch.py, a recipe and prepare, a file of keys, and a site's profile. Host lists,
+env files and the variables of launchers are in tests/unit.
 """
 
 from __future__ import annotations
@@ -40,21 +40,31 @@ cases = settings(
 )  # fmt: skip
 
 NASTY = (
-    "", " ", "-1", "0", "00", "true", "null", "~", "nan", "1e999", "0x10", "1_0", "9" * 19, "9" * 4400, "1" + "0" * 700, "\u0663", "???",
-    "..", "/dev/null", "~nosuchuser/x", "$HOME", "$(touch canary)", "a;b", "a b", "'", '"', "\\", "a\nb", "a\r\nb", "\x1b[2J", "\x85",
-    "\u2028", "\u202e", "\ufeff", "\u00e9", "\ud800", "\udcff", "x" * 256, "x" * 4097, "../" * 1300, "[1]", "{a: 1}", "[[" * 800,
-    "!!python/object:x", "*a", "%s%n", "#", ": ", "- ", "|", "a=b", "--wrap=x", "n[1-2]", "n[2-1]", "n[1-999999999]", "[1-65536]" * 3,
+    "", " ", "-1", "0", "00", "true", "null", "~", "nan", "1e999", "0x10", "1_0", "9" * 19, "9" * 4400,
+    "1" + "0" * 700, "\u0663", "???",
+    "..", "/dev/null", "~nosuchuser/x", "$HOME", "$(touch canary)", "a;b", "a b", "'", '"', "\\", "a\nb", "a\r\nb",
+    "\x1b[2J", "\x85",
+    "\u2028", "\u202e", "\ufeff", "\u00e9", "\ud800", "\udcff", "x" * 256, "x" * 4097, "../" * 1300, "[1]", "{a: 1}",
+    "[[" * 800,
+    "!!python/object:x", "*a", "%s%n", "#", ": ", "- ", "|", "a=b", "--wrap=x", "n[1-2]", "n[2-1]", "n[1-999999999]",
+    "[1-65536]" * 3,
     "1:2:3", "8,2", "h:1", "[::1]:1", "h:99999", "cpu", "auto", "never", "local", "digits", "example",
     # interpolations of OmegaConf
-    "${lr}", "${", "${}", "${..a}", "\\${lr}", "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE,3}", "${oc.env:${lr}}", "${oc.env:\x00}",
-    "${oc.create:{a: 1}}", "${nosuch:}", "${lr}${lr}" * 50, "${" * 900, "${a:[" * 200, "${a:" + "\\" * 501 + "}", "${run_dir}/x",
+    "${lr}", "${", "${}", "${..a}", "\\${lr}", "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE,3}", "${oc.env:${lr}}",
+    "${oc.env:\x00}",
+    "${oc.create:{a: 1}}", "${nosuch:}", "${lr}${lr}" * 50, "${" * 900, "${a:[" * 200, "${a:" + "\\" * 501 + "}",
+    "${run_dir}/x",
 )  # fmt: skip
 ALIASES = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefghij", "bcdefghijk", strict=True))
 YAML = (
-    "", "---", "--- a\n--- b", "- a", "epochs", "epochs:", "epochs: [1]", "epochs: {a: 1}", "epochs: 1\nepochs: 2", "? [a]\n: 1",
-    "&a epochs: *a", "epochs: *nosuch", "<<: {epochs: 1}", "<<: *a", "epochs: !!int '3'", "epochs: !!python/object/apply:os.system ['x']",
-    "!<%zz> 1", "%YAML " + "9" * 5000 + ".1\n---\na: 1", 'epochs: "\\UFFFFFFFF"', 'epochs: "\\ud800"', 'data_dir: "\\e[2J"', 'epochs: "',
-    "epochs: |9\n  1", "epochs:\t1", " epochs: 1\nlr: 1", "{epochs: 1", "[" * 500, "{a: " * 500, "a: " * 800, "x" * 5000 + ": 1",
+    "", "---", "--- a\n--- b", "- a", "epochs", "epochs:", "epochs: [1]", "epochs: {a: 1}", "epochs: 1\nepochs: 2",
+    "? [a]\n: 1",
+    "&a epochs: *a", "epochs: *nosuch", "<<: {epochs: 1}", "<<: *a", "epochs: !!int '3'",
+    "epochs: !!python/object/apply:os.system ['x']",
+    "!<%zz> 1", "%YAML " + "9" * 5000 + ".1\n---\na: 1", 'epochs: "\\UFFFFFFFF"', 'epochs: "\\ud800"',
+    'data_dir: "\\e[2J"', 'epochs: "',
+    "epochs: |9\n  1", "epochs:\t1", " epochs: 1\nlr: 1", "{epochs: 1", "[" * 500, "{a: " * 500, "a: " * 800,
+    "x" * 5000 + ": 1",
     "data_dir: a\u2028b", "nodes: 2", "config: x", "time: 1:00:00", "modules:\n  - gcc/12", "modules: [gcc/12]",
     f"partition: [&a [x], {ALIASES}]", f"modules: [&a [x], {ALIASES}]",  # written out, 9^11 entries
 )  # fmt: skip

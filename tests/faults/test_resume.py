@@ -1,4 +1,4 @@
-"""A recipe's run that is stopped in the middle of an epoch and resumed ends with the state of an unbroken run, to the last bit."""
+"""A run that is stopped within an epoch and resumed ends with the state of an unbroken run, to the last bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ STEPS = {"cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
     "cifar": ("arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=8"),
     "imagenet": (
-        "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2", "num_workers=2",
+        "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2",
+        "num_workers=2",
         "lr_batch_size=0", "lr=1", "global_batch_size=16",
     ),
 }  # fmt: skip

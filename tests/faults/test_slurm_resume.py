@@ -1,4 +1,4 @@
-"""A job that a signal stops in the middle of an epoch is requeued and ends with the state of an unbroken run, to the last bit."""
+"""A job that is stopped within an epoch and requeued ends with the state of an unbroken run, to the last bit."""
 
 from __future__ import annotations
 

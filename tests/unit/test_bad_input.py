@@ -44,7 +44,8 @@ KEYS: tuple[str, ...] = (
     # unknown keys
     "epoch=3", "EPOCHS=3", "x" * 9000 + "=1", "\x1b[31m=1",
     # types and ranges
-    "epochs=", "epochs=three", "epochs=-1", "epochs=1.5", "epochs=null", "epochs=" + "9" * 9000, "max_steps=" + "9" * 19, "lr=fast",
+    "epochs=", "epochs=three", "epochs=-1", "epochs=1.5", "epochs=null", "epochs=" + "9" * 9000,
+    "max_steps=" + "9" * 19, "lr=fast",
     "lr=1e999", "warmup=2", "compile=maybe", "optimizer=adam", "device=tpu", "backend=nccl",
     # names of data sets, variants, files and folders
     "dataset=minst", "variant=nosuch", "data_dir=a\nb", "data_dir=a\x00b", "data_dir=\udcff", "data_dir=a\u2028b",
@@ -52,16 +53,20 @@ KEYS: tuple[str, ...] = (
     # interpolations
     "epochs=${oc.env:NO_SUCH_VARIABLE}", "epochs=${", "epochs=" + "${a:[" * 300,
     # env files and files of keys
-    "network=nosuch", "network=./nosuch.env", "network=shell.env", "config=nosuch.yaml", "config=", "config=.", "config=/dev/zero",
+    "network=nosuch", "network=./nosuch.env", "network=shell.env", "config=nosuch.yaml", "config=", "config=.",
+    "config=/dev/zero",
     *(f"config={name}" for name in FILES if name.endswith(".yaml") and name not in ("job.yaml", "newline.yaml")),
 )  # fmt: skip
 
 # Keys of a job, for launch.py whatever the launcher.
 JOB: tuple[str, ...] = (
     "recipe=", "recipe=../mnist", "recipe=core", "recipe=mnist;touch canary", "launcher=slrm", "nodes=0", "nodes=1-4",
-    "gpus_per_node=-1", "ranks_per_node=0", "time=0", "time=1h", "time=\u0663", "partition=a b", "partition=a\n#SBATCH --exclusive",
-    "name=a/b", "name=a%b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x", "extra=-p gpu", "extra=--mem=1 2",
-    "extra=--nodes=2", "extra=--outp=x", "extra=--mem=1 --mem=2", "extra=--gres=gpu:1", "cluster=nosuch", "cluster=../x", "gpus=8;2",
+    "gpus_per_node=-1", "ranks_per_node=0", "time=0", "time=1h", "time=\u0663", "partition=a b",
+    "partition=a\n#SBATCH --exclusive",
+    "name=a/b", "name=a%b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x", "extra=-p gpu",
+    "extra=--mem=1 2",
+    "extra=--nodes=2", "extra=--outp=x", "extra=--mem=1 --mem=2", "extra=--gres=gpu:1", "cluster=nosuch",
+    "cluster=../x", "gpus=8;2",
     "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
 )  # fmt: skip
 

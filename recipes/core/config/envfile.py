@@ -19,12 +19,12 @@ from recipes.core.errors import ConfigError, shown
 MAX_BYTES = 64 * 1024
 PATH_SHOWN = 300  # characters of a path that a message shows
 
-# The part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) that contains no expansion. A shell takes each character listed here literally.
+# The part of POSIX.1-2017 (XCU 2.2, 2.6, 2.9.1) without expansion: a shell takes each character here literally.
 _SETTING = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_.,:/@%+=^-]*|"[ !#%-\[\]^_a-~]*")')
 _COMMENT = re.compile(r"[ \t]*(#.*)?")
 FORM = (
-    "must be NAME=value or a comment; a value with other characters than letters, digits and _.,:/@%+=^- is in double quotes;"
-    " values are ASCII without $, backquotes and backslashes, which are not expanded"
+    "must be NAME=value or a comment; a value with other characters than letters, digits and _.,:/@%+=^- is in double"
+    " quotes; values are ASCII without $, backquotes and backslashes, which are not expanded"
 )
 
 _SECRET_PART = re.compile(r"(?:API)?KEYS?|TOKENS?|SECRETS?|PASS(?:WD|WORD|PHRASE)?|CREDENTIALS?")
@@ -47,8 +47,8 @@ _REFUSED = re.compile(
 def parse(text: str, name: str) -> dict[str, str]:
     """Returns the settings in an env file's `text`, in the file's order. Nothing in it is expanded or executed.
 
-    `name` is the file's name for messages, which never show a value: it may be secret. Raises ConfigError at the first line
-    that is not a comment, a blank line or a permitted `NAME=value`.
+    `name` is the file's name for messages, which never show a value: it may be secret. Raises ConfigError at the first
+    line that is not a comment, a blank line or a permitted `NAME=value`.
     """
     settings: dict[str, str] = {}
     for number, line in enumerate(text.split("\n"), start=1):

@@ -163,9 +163,10 @@ class JobKeys:
             )
 
 
-# Options of sbatch that extra= must not contain, besides those that a key of JobKeys sets: launch.py sets or cannot follow them.
+# Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys sets.
 OUR_OPTIONS = (
-    "array", "cpus-per-gpu", "chdir", "clusters", "export", "export-file", "output", "error", "open-mode", "input", "requeue",
+    "array", "cpus-per-gpu", "chdir", "clusters", "export", "export-file", "output", "error", "open-mode", "input",
+    "requeue",
     "no-requeue", "signal", "wait", "test-only", "wrap", "parsable", "help", "usage", "version", "quiet", "verbose",
 )  # fmt: skip
 

@@ -53,7 +53,9 @@ def split(argv: Sequence[str]) -> dict[str, str]:
 
 
 def load_yaml(path: Path, given: str) -> dict[str, Any]:
-    """The mapping in the file ``path``. A plain value is its text, not a value of YAML 1.1, which reads 1:00:00 as the number 3600.
+    """The mapping in the file ``path``.
+
+    A plain value is its text, not a value of YAML 1.1, which reads 1:00:00 as the number 3600.
 
     given: names the file in a message. Raises ConfigError.
     """

@@ -23,7 +23,8 @@ TEXTS = {
 }
 # Defaults of job keys and run keys, which check the values.
 DEFAULTS = (
-    "partition", "account", "qos", "constraint", "reservation", "extra", *job_keys.IN_IMAGE, "gpus_per_node", "gpu_type",
+    "partition", "account", "qos", "constraint", "reservation", "extra", *job_keys.IN_IMAGE, "gpus_per_node",
+    "gpu_type",
     "cpus_per_rank", "time", "network",
 )  # fmt: skip
 
@@ -38,8 +39,8 @@ def in_image(environ: Mapping[str, str]) -> dict[str, str]:
 def cluster_profile(cluster: str) -> dict[str, Any]:
     """The profile env/clusters/NAME.yaml, without empty values: the keys of `DEFAULTS`, `TEXTS` and `LISTS`.
 
-    The job keys and run keys check the values of `DEFAULTS`. Raises ConfigError if there is no such profile, or if it has an
-    unknown key or an invalid value.
+    The job keys and run keys check the values of `DEFAULTS`. Raises ConfigError if there is no such profile, or if it
+    has an unknown key or an invalid value.
     """
     folder = ROOT / "env" / "clusters"
     there = sorted(p.stem for p in folder.glob("*.yaml"))
