@@ -100,7 +100,7 @@ def check_env_files(files: Sequence[str]) -> int:
     for file in files:
         try:
             problems = variables.check_file(Path(file), ROOT / "env")
-        except envfile.EnvFileError as error:
+        except ConfigError as error:
             print(f"doctor: {error}", file=sys.stderr)
             code = errors.EXIT_CONFIG
             continue

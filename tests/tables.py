@@ -11,11 +11,11 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from recipes.core import errors
+from recipes.core.config import help
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RunKeys, TrainKeys
 
@@ -34,8 +34,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def shown(value: Any) -> str:
     """A default, as it is typed; "" for a text or a number that has none."""
-    text = value.name if isinstance(value, Enum) else "" if value is None else str(value)
-    return f"`{text.lower() if isinstance(value, bool) else text}`" if text else ""
+    return f"`{help.typed(value)}`" if help.typed(value) else ""
 
 
 def keys(cls: type, more: str = "", beside: type | None = None) -> str:
@@ -44,13 +43,13 @@ def keys(cls: type, more: str = "", beside: type | None = None) -> str:
     rows = []
     for field in dataclasses.fields(cls):
         if others.get(field.name) != (field.default, field.metadata["help"]):
-            last = [field.metadata[more].replace("no option: ", "")] if more else []
+            last = [field.metadata[more]] if more else []
             rows.append([f"`{field.name}=`", shown(field.default), field.metadata["help"], *last])
     return table(["key", "default", "meaning", *(["option of sbatch"] if more else [])], rows)
 
 
 def differences(of: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    words = {one: " ".join(f"`{key}={shown(value).strip('`')}`" for key, value in of[one].items()) for one in of}
+    words = {one: " ".join(f"`{key}={help.typed(value)}`" for key, value in of[one].items()) for one in of}
     return table([name, "sets"], [[f"`{one}`", text] for one, text in words.items()])
 
 

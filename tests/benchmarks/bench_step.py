@@ -32,7 +32,7 @@ from recipes.core.run import entry
 from recipes.core.train import session
 from recipes.core.train.session import Run
 from recipes.core.train.world import World
-from tests.benchmarks.measure import Figure, Size, interleaved, two_ranks
+from tests.benchmarks.measure import FULL, Figure, Size, interleaved, two_ranks
 
 BATCH_SIZE = 256  # of a rank
 STRETCH = 10  # steps of the recipe, or of the bare loop, in turn; with one row of the log in each
@@ -174,7 +174,8 @@ def rank_main(file: Path, rounds: int, steps: int) -> None:
 
     def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         train_set, _ = mnist.load(cfg)
-        turns = services(run, cfg, train_set, STRETCHES * rounds + 1)  # the first one does not count
+        stretches = max(1, STRETCHES * steps // FULL.steps) * rounds + 1  # the first one does not count
+        turns = services(run, cfg, train_set, stretches)
         samples = STRETCH * 2 * BATCH_SIZE
         values: dict[str, Any] = {name: [samples / s for s in seconds[1:]] for name, seconds in turns.seconds.items()}
         values["recipe"] = [rate * (1 - turns.background) for rate in values["recipe"]]

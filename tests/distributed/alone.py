@@ -86,7 +86,7 @@ def train(
             *_, last = net.parameters()
             modes = {module.training for module in net.modules()}
             kept = (tensor.detach().clone() for tensor in (inputs[0], outputs, last))
-            trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))
+            trained.forwards.append(Forward(net, modes, *kept, torch.initial_seed()))  # type: ignore[call-arg]
 
         def watched(self: World, net: nn.Module, compile: bool = False) -> nn.Module:
             net.register_forward_hook(seen)  # a copy of the network, such as the averaged one, has it too

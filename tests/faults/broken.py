@@ -18,7 +18,6 @@ import fnmatch
 import os
 import pathlib
 import resource
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from recipes.conf.broken import Config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.core.errors import Stopped
 from recipes.core.train import loop, optimisation, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
@@ -56,21 +56,8 @@ def fail_later(run: Run) -> float:
     raise ValueError(f"broken on purpose, {'late' if late else 'first'}, rank {run.world.rank}")
 
 
-def no_room(run: Run) -> float:
-    """A file of no importance, which does not fit on its disk."""
-    with open("/dev/full", "w") as file:
-        file.write("x")
-    return 1.0
-
-
 def exit0(run: Run) -> float:
     os._exit(0)
-
-
-def stop(run: Run) -> float:
-    reach(run)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return 1.0
 
 
 def segv(run: Run) -> float:
@@ -88,17 +75,14 @@ def gil(run: Run) -> float:
     return 1.0
 
 
-def hang(run: Run) -> float:
+def start_slowly(run: Run) -> float:
+    """As if gigabytes of data were brought to the node first. It ends when the run is told to stop."""
     reach(run)
-    time.sleep(WAIT_S)
-    return 1.0
-
-
-def stall(run: Run) -> float:
-    """For $FAULT_S seconds; then this rank goes on, if there is anybody left."""
-    reach(run)
-    time.sleep(float(os.environ["FAULT_S"]))
-    return 1.0
+    deadline = time.monotonic() + WAIT_S
+    while not run.stop:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    raise Stopped(run.stop.reason)
 
 
 def wait(run: Run) -> float:

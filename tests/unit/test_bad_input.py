@@ -15,75 +15,59 @@ from pathlib import Path
 import pytest
 
 import launch
-from recipes import prepare
 from recipes.core import errors
 from recipes.core.launch import batch, cli, local
 from recipes.core.run import entry, source
 from tests.helpers import ROOT
 
-# Files in the current folder of the commands.
+# Files in the current folder of the commands. tests/faults/test_fuzz.py has more.
 FILES: dict[str, bytes] = {
     "list.yaml": b"- epochs\n- lr\n",
     "nested.yaml": b"optimizer:\n  name: sgd\n",
-    "text.yaml": b"epochs=3\n",
     "broken.yaml": b"epochs: [3\n",
-    "tabs.yaml": b"epochs:\t3\n\tlr: 1\n",
     "binary.yaml": bytes(range(256)),
-    "deep.yaml": b"[" * 1000,
     "unknown.yaml": b"epoch: 3\n",
     "value.yaml": b"lr: fast\n",
     "job.yaml": b"nodes: 4\n",
     "newline.yaml": b'partition: "a\\n#SBATCH --exclusive"\n',
     "again.yaml": b"config: other.yaml\n",
     "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
-    "strange.yaml": b"? [a, b]\n: 1\n",
-    "spaces.yaml": b"a key: 1\n",
     "twice.yaml": b"epochs: 1\nlr: 1\nepochs: 2\n",
-    "escape.yaml": b'epochs: "\\UFFFFFFFF"\n',
     "large.yaml": b"# " + b"x" * 70_000,
     "shell.env": b"NCCL_DEBUG=$(touch canary)\n",
-    "path.env": b"PATH=/evil\n",
-    "latin.env": b"NCCL_DEBUG=\xe9\n",
-    "big.env": b"# " + b"x" * 70_000,
 }
 
-# Words that every command with recipe keys refuses, each for another reason.
+# Arguments that every command with recipe keys refuses, each for another reason.
 KEYS: tuple[str, ...] = (
     # not key=value
-    "epochs", "", "=3", "epochs =3", "--epochs=3", "\u00e9pochs=3", "epochs\n=3", "$(touch canary)", "a.b=1", "a[0]=1",
+    "epochs", "", "=3", "--epochs=3", "\u00e9pochs=3", "a.b=1", "a[0]=1",
     # unknown keys
-    "epoch=3", "EPOCHS=3", "__class__=1", "x" * 9000 + "=1", "\u202eepochs=3", "\x1b[31m=1",
+    "epoch=3", "EPOCHS=3", "x" * 9000 + "=1", "\x1b[31m=1",
     # types and ranges
-    "epochs=", "epochs=three", "epochs=-1", "epochs=1.5", "epochs=0x10", "epochs=null", "epochs=[3]", "epochs=\u00b3",
-    "epochs=" + "9" * 9000, "max_steps=" + "9" * 19, "epochs=3;touch canary", "lr=fast", "lr=nan", "lr=1e999", "lr=-0.1", "warmup=2",
-    "seed=-1", "global_batch_size=0", "num_workers=1000000", "log_every_steps=0", "compile=maybe", "dtype=float64", "optimizer=adam",
-    "device=tpu", "backend=nccl", "timeout_s=0", "max_requeues=-1", "cpu_threads=-1", "checkpoint_every_s=-1",
+    "epochs=", "epochs=three", "epochs=-1", "epochs=1.5", "epochs=null", "epochs=" + "9" * 9000,
+    "max_steps=" + "9" * 19, "lr=fast",
+    "lr=1e999", "warmup=2", "compile=maybe", "optimizer=adam", "device=tpu", "backend=nccl",
     # names of data sets, variants, files and folders
-    "dataset=minst", "dataset=../x", "variant=nosuch", "data_dir=a\nb", "data_dir=a\x00b", "data_dir=\udcff", "data_dir=a\u2028b",
-    "data_dir=~nosuchuser/x", "data_dir=" + "x" * 5000, "run_dir=???", "resume=",
+    "dataset=minst", "variant=nosuch", "data_dir=a\nb", "data_dir=a\x00b", "data_dir=\udcff", "data_dir=a\u2028b",
+    "data_dir=~nosuchuser/x", "run_dir=???", "resume=",
     # interpolations
-    "epochs=${oc.env:NO_SUCH_VARIABLE}", "epochs=${epochs}", "epochs=${", "epochs=${oc.decode:3}", "epochs=${oc.env:${oc.env:HOME}}",
-    "epochs=" + "${a:[" * 300,
-    # env files
-    "network=nosuch", "network=./nosuch.env", "network=/dev/zero", "network=a\nb", "network=shell.env", "network=path.env",
-    "network=latin.env", "network=big.env",
-    # files of keys
-    "config=nosuch.yaml", "config=", "config=.", "config=/dev/zero", "config=list.yaml", "config=nested.yaml", "config=text.yaml",
-    "config=broken.yaml", "config=tabs.yaml", "config=binary.yaml", "config=deep.yaml", "config=unknown.yaml", "config=value.yaml",
-    "config=again.yaml", "config=python.yaml", "config=strange.yaml", "config=spaces.yaml", "config=twice.yaml", "config=escape.yaml",
-    "config=large.yaml",
+    "epochs=${oc.env:NO_SUCH_VARIABLE}", "epochs=${", "epochs=" + "${a:[" * 300,
+    # env files and files of keys
+    "network=nosuch", "network=./nosuch.env", "network=shell.env", "config=nosuch.yaml", "config=", "config=.",
+    "config=/dev/zero",
+    *(f"config={name}" for name in FILES if name.endswith(".yaml") and name not in ("job.yaml", "newline.yaml")),
 )  # fmt: skip
 
 # Keys of a job, for launch.py whatever the launcher.
 JOB: tuple[str, ...] = (
-    "recipe=", "recipe=minst", "recipe=../mnist", "recipe=core", "recipe=__init__", "recipe=mnist;touch canary", "recipe=${oc.env:HOME}",
-    "launcher=slrm", "nodes=0", "nodes=many", "nodes=1-4", "nodes=99999999", "gpus_per_node=-1", "gpus_per_node=2000",
-    "ranks_per_node=0", "cpus_per_rank=0", "time=0", "time=1h", "time=1:0", "time=UNLIMITED", "time=\u0663", "partition=a b",
-    "partition=a\n#SBATCH --exclusive", "partition=" + "a" * 300, "name=a/b", "name=a%b", "name=" + "n" * 65, "name=\u00e9",
-    "exclude=node[1-", "exclude=node[2-1]", "exclude=a,,b", "exclude=n[1-99999999]", "dependency=12", "dependency=afterok:a", "mail=@x",
-    "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x", "extra=--mem=1 --mem=2", "extra=--wrap=x",
-    "cluster=nosuch", "cluster=../x", "wait=perhaps", "gpus=8;2", "gpus=8,", "node_rank=-1", "master=hostA", "master=a b:1",
-    "master=h:1:2", "config=newline.yaml",
+    "recipe=", "recipe=../mnist", "recipe=core", "recipe=mnist;touch canary", "launcher=slrm", "nodes=0", "nodes=1-4",
+    "gpus_per_node=-1", "ranks_per_node=0", "time=0", "time=1h", "time=\u0663", "partition=a b",
+    "partition=a\n#SBATCH --exclusive",
+    "name=a/b", "name=a%b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x", "extra=-p gpu",
+    "extra=--mem=1 2",
+    "extra=--nodes=2", "extra=--outp=x", "extra=--mem=1 --mem=2", "extra=--gres=gpu:1", "cluster=nosuch",
+    "cluster=../x", "gpus=8;2",
+    "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
 )  # fmt: skip
 
 SUBMITTED: tuple[tuple[str, ...], ...] = (
@@ -150,7 +134,7 @@ def refused(
 
 
 # What is wrong is in the file, and named.
-INSIDE = {"unknown.yaml": "epoch=3", "value.yaml": "lr=fast", "spaces.yaml": "a key=1", "newline.yaml": "partition=a"}
+INSIDE = {"unknown.yaml": "epoch=3", "value.yaml": "lr=fast", "newline.yaml": "partition=a"}
 
 
 def names_its_key(line: str, word: str) -> None:
@@ -170,7 +154,7 @@ def test_launch_refuses_each_invalid_key_in_one_line(here: Path, capsys: pytest.
         names_its_key(line, word)
 
 
-@pytest.mark.parametrize("word", [KEYS[0], "epochs=-1", "network=shell.env", "config=value.yaml"])
+@pytest.mark.parametrize("word", ["epochs=-1", "config=value.yaml"])
 def test_each_command_refuses_an_invalid_key_in_one_line(
     word: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,59 +202,16 @@ def test_invalid_commands_of_the_batch_script_print_the_usage(
     assert "usage:" in refused(lambda: batch.main(words), here, capsys)
 
 
-@pytest.mark.parametrize("recipe", ["nosuch", "../mnist", "", "os;touch canary", "core", "a\nb"])
-def test_an_unknown_recipe_is_refused(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(here.parent)
-    assert batch.main(["begin", recipe]) == errors.EXIT_CONFIG
-    assert "recipe=" in capsys.readouterr().err
-    assert tree(here.parent) == before
-
-
-PREPARE = (
-    (("minst",), "'mnist'"),
-    (("data_dir=x",), "give one dataset"),
-    (("mnist", "cifar"), "give one dataset"),
-    (("mnist", "data-dir=x"), "key=value"),
-    (("mnist", "datadir=x"), "'data_dir'"),
-    (("mnist", "data_dir=a\nb"), "data_dir="),
-    (("mnist", "data_dir=a\x00b"), "data_dir="),
-    (("mnist", "data_dir=~nosuchuser/x"), "data_dir="),
-    (("mnist", "data_dir=\udcff"), "data_dir="),
-    (("mnist", "source=/nosuch/folder"), "source="),
-    (("mnist", "source=http://mirror.invalid/x"), "source="),
-    (("mnist", "source=ftp://h/"), "source="),
-    (("mnist", "source=$(touch canary)"), "source="),
-    (("mnist", "source=file:///etc/passwd"), "source="),
-    (("mnist", "epochs=1"), "epochs"),
-    (("--mnist",), "--mnist"),
-    (("a\nb",), "mnist"),
-)
-
-
-def test_invalid_words_of_prepare_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in PREPARE:
-        assert said in refused(partial(prepare.main, words), here, capsys)
-
-
 # --- the environment
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"RECIPES_CLUSTER": "a\nb"},
-    ],
-    ids=lambda v: ascii(v)[:50],
-)  # fmt: skip
-def test_contradictory_environments_are_refused(
-    variables: dict[str, str], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_contradictory_environment_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # other ranks let rank 0 speak first
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    line = refused(lambda: status_of_begin(("run_dir=/proc/none",)), here, capsys)
-    assert any(name in line or (name == "RECIPES_CLUSTER" and "cluster=" in line) for name in variables), line
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK" in refused(lambda: status_of_begin(("run_dir=/proc/none",)), here, capsys)
 
 
 def test_a_submission_without_slurm_is_refused(
@@ -332,9 +273,7 @@ def test_launch_without_words_prints_the_keys(here: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("command", "status"),
     [
-        (("launch.py", "recipe=mnist", "launcher=print", "epoch=3"), 2),
         (("launch.py", "recipe=mnist", "data_dir=\udcff"), 2),
-        (("-m", "recipes.core.launch.batch", "begin", "mnist", "lr=fast"), 2),
         (("-m", "recipes.mnist", "nodes=2"), 2),
         (("-m", "recipes.prepare", "minst"), 2),
     ],

@@ -2,53 +2,36 @@
 
 import dataclasses
 import re
-import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, cast
 
-try:
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-except ModuleNotFoundError as missing:
-    fix = "activate your environment (. .venv/bin/activate), or type: make install"
-    print(f"{sys.executable} has no module '{missing.name}': {fix}", file=sys.stderr)
-    raise SystemExit(3) from None
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recipes.core.config import declare
 from recipes.core.errors import ConfigError, shown
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``cls``. OmegaConf converts the values; ``__post_init__`` checks them. Raises ConfigError."""
+    """An instance of the dataclass ``cls`` with those of ``values`` that are its keys. Raises ConfigError.
+
+    OmegaConf converts the values; ``__post_init__`` checks them.
+    """
     merged = cast(DictConfig, OmegaConf.structured(cls))
     OmegaConf.set_readonly(merged, False)  # frozen dataclasses are read-only
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name, value in values.items():
-        field = fields[name]
-        refusal = ConfigError(f"{name}={shown(value)}: {_expected(field, str(value))}")
-        if _is_misread(field, str(value)):
-            raise refusal
+    converted: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        given = values.get(field.name, field.default)
+        value = None if given == "null" and field.default is None else given
         if isinstance(value, str):
             value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation of OmegaConf
         try:
-            OmegaConf.update(merged, name, None if value == "null" and field.default is None else value)
+            OmegaConf.update(merged, field.name, value)
+            converted[field.name] = merged[field.name]  # raises for ???, OmegaConf's missing value
         except (OmegaConfBaseException, RecursionError):
-            raise refusal from None
-    return cls(**{name: merged[name] for name in fields})
-
-
-def _is_misread(field: "dataclasses.Field[Any]", text: str) -> bool:
-    """Whether OmegaConf would give ``text`` an unexpected value.
-
-    It takes any number but 0 for true, the digits of other scripts and 1_0 for numbers, ??? for a missing value, and ${…} for the
-    value of another key.
-    """
-    if text == "???" or ("${" in text and field.type is not str):
-        return True
-    if field.type is bool and text.isdecimal():
-        return text not in ("0", "1")
-    return field.type in (int, int | None) and (not text.isascii() or "_" in text)
+            raise ConfigError(f"{field.name}={shown(given)}: {_expected(field, str(given))}") from None
+    return cls(**converted)
 
 
 def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
@@ -57,11 +40,6 @@ def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
         return declare.choice(text, kind.__members__)
     known = {bool: "must be true or false", int: "must be a whole number", float: "must be a number"}
     return known.get(kind, "must be a text")
-
-
-def as_text(value: object) -> str:
-    """A key's value as it is typed on the command line."""
-    return value.name if isinstance(value, Enum) else str(value)
 
 
 def plain(value: object) -> Any:

@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from recipes.core.errors import ConfigError, shown
@@ -41,9 +41,10 @@ def key(
 ) -> Any:
     """A dataclass field with what its check and ``--help`` need.
 
-    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text that is not empty; form: that
-    pattern in words, after "must be". path: the value is a path, made absolute when a job is submitted. may_change: a resumed run
-    may have another value (so may paths). of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
+    low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
+    empty if the default is; form: that pattern in words, after "must be". path: the value is a path, made absolute when
+    a job is submitted. may_change: a resumed run may have another value (so may paths). of_launch: a resumed run does not
+    inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
         "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
@@ -53,11 +54,8 @@ def key(
 
 
 def default(cls: type, name: str, value: Any) -> Any:
-    """The field ``name`` of the dataclass ``cls`` with another default. Raises ConfigError if there is no such field."""
+    """The field ``name`` of the dataclass ``cls`` with another default."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    if name not in fields:
-        given = f"default({cls.__name__}, '{shown(name)}', {shown(value)})"
-        raise ConfigError(f"{given}: {cls.__name__} has no key '{shown(name)}'{nearest(name, fields)}")
     return dataclasses.field(default=value, metadata=fields[name].metadata)
 
 
@@ -67,7 +65,7 @@ def may_change(keys: type) -> set[str]:
 
 
 def declared(keys: type, what: str) -> set[str]:
-    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`."""
+    """The keys of a dataclass that it or a base class declares with the flag ``what`` of `key`, such as ``path``."""
     fields = (field for base in keys.__mro__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base))
     return {field.name for field in fields if field.metadata.get(what)}
 
@@ -91,7 +89,7 @@ def check(keys: Any) -> None:
         if isinstance(value, str):
             if CONTROL.search(value):
                 raise ConfigError(f"{given}: contains a control character, such as a newline; remove it")
-            if value and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
+            if (value or field.default) and meta.get("pattern") and not re.fullmatch(meta["pattern"], value, re.ASCII):
                 raise ConfigError(f"{given}: must be {meta['form']}")
             if value.startswith("~") and os.path.expanduser(value) == value:
                 raise ConfigError(f"{given}: this user has no home folder; write the absolute path")
@@ -100,11 +98,6 @@ def check(keys: Any) -> None:
 NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
 NAME_FORM = "letters, digits and _ . + @ = : - only"
 NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
-
-
-def path_keys(classes: Sequence[type]) -> set[str]:
-    """The keys of dataclasses whose values are paths."""
-    return {f.name for c in classes for f in dataclasses.fields(c) if f.metadata.get("path")}
 
 
 def names_of(cls: type) -> set[str]:

@@ -36,8 +36,8 @@ def help_text(recipe: str = "", of_launch: bool = False) -> str:
     for heading, cls in groups:
         lines += ["", f"{heading}:"]
         for field in dataclasses.fields(cls):
-            word = f"  {field.name}={_default(field.default)}"
-            meaning = textwrap.wrap(field.metadata["help"], COLUMNS - INDENT)
+            word = f"  {field.name}={typed(field.default)}"
+            meaning = textwrap.wrap(field.metadata.get("help", ""), COLUMNS - INDENT)
             if len(word) >= INDENT:
                 lines.append(word)
             else:
@@ -46,7 +46,8 @@ def help_text(recipe: str = "", of_launch: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _default(value: object) -> str:
+def typed(value: object) -> str:
+    """A default as one types it."""
     if isinstance(value, Enum):
         return value.name
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -56,6 +57,6 @@ def _differences(key: str, each: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each variant, or data set, with the keys that it sets."""
     lines = []
     for name, keys in each.items():
-        text = " ".join(f"{k}={_default(v)}" for k, v in keys.items()) or "no other keys"
+        text = " ".join(f"{k}={typed(v)}" for k, v in keys.items()) or "no other keys"
         lines += textwrap.wrap(f"{key}={name} sets {text}", COLUMNS, subsequent_indent="    ")
     return lines

@@ -66,11 +66,11 @@ class JobKeys:
         0,
         "index of this machine in gpus=, from 0, for launcher=local on several machines",
         low=0,
-        sbatch="none: srun sets it",
+        sbatch="srun sets it",
     )
     master: str = declare.key(
         "", "HOST:PORT of the first machine, for launcher=local on several machines", pattern=r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}",
-        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="none: srun sets it",
+        form="HOST:PORT, such as hostA:29400 or [fd00::1]:29400", sbatch="srun sets it",
     )  # fmt: skip
     time: str = declare.key(
         "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time",
@@ -98,7 +98,7 @@ class JobKeys:
         form="an address or a user name", sbatch="--mail-user",
     )  # fmt: skip
     extra: str = declare.key(
-        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="the options in it"
+        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="give the options in it"
     )
     name: str = declare.key(
         "",
@@ -112,21 +112,22 @@ class JobKeys:
         "profile of the site, env/clusters/NAME.yaml; default: $RECIPES_CLUSTER",
         pattern=r"[A-Za-z0-9_-]{1,64}",
         form="letters, digits, _ and - only",
+        sbatch="export RECIPES_CLUSTER",
     )
     container: str = declare.key(
         "", "container image for the ranks: a file (.sif, .sqsh), or an address that the runtime downloads, such as docker://…",
         pattern=r"[A-Za-z0-9_./:#@+~-]{1,512}", form="a path or an address of letters, digits and _ . / : # @ + ~ -",
-        sbatch="no option: export RECIPES_CONTAINER",
+        sbatch="export RECIPES_CONTAINER",
     )  # fmt: skip
     container_runtime: Runtime = declare.key(
         Runtime.auto, "container runtime: auto (pyxis for .sqsh files and names with #, else apptainer), apptainer, singularity or pyxis",
-        sbatch="no option: export RECIPES_CONTAINER_RUNTIME",
+        sbatch="export RECIPES_CONTAINER_RUNTIME",
     )  # fmt: skip
     container_mounts: str = declare.key(
         "", "further folders to mount, HOST or HOST:INSIDE, separated by commas; the repository and the paths of the run are always mounted",
         pattern=MOUNT + f"(,{MOUNT})*",
         form="/HOST or /HOST:/INSIDE of letters, digits and _ . / + @ = ~ -, separated by commas",
-        sbatch="no option: export RECIPES_CONTAINER_MOUNTS",
+        sbatch="export RECIPES_CONTAINER_MOUNTS",
     )  # fmt: skip
     snapshot: bool = declare.key(
         True,
@@ -162,30 +163,20 @@ class JobKeys:
             )
 
 
-# Options of sbatch that extra= must not contain, with the fix. It must not contain those that a key of JobKeys sets either.
-OUR_OPTIONS = {
-    "array": "sweep.KEY=A,B makes an array",
-    "cpus-per-gpu": "give cpus_per_rank=",
-    "chdir": "a job runs in the repository; relative paths are relative to the folder of the submission",
-    "clusters": "log in to that cluster",
-    "export": "the launcher chooses the variables of the ranks",
-    "export-file": "the launcher chooses the variables of the ranks",
-    **dict.fromkeys(("output", "error", "open-mode", "input"), "launch.py chooses the log file"),
-    **dict.fromkeys(("requeue", "no-requeue"), "give max_requeues="),
-    "signal": "give stop_before_s=",
-    "wait": "give wait=true",
-    "test-only": "type: python launch.py check",
-    **dict.fromkeys(
-        ("wrap", "parsable", "help", "usage", "version", "quiet", "verbose"), "is not an option for a script"
-    ),
-}
+# Further options of sbatch that extra= must not contain, as well as those that a key of JobKeys sets.
+OUR_OPTIONS = (
+    "array", "cpus-per-gpu", "chdir", "clusters", "export", "export-file", "output", "error", "open-mode", "input",
+    "requeue",
+    "no-requeue", "signal", "wait", "test-only", "wrap", "parsable", "help", "usage", "version", "quiet", "verbose",
+)  # fmt: skip
 
 
 def extra_options(text: str) -> dict[str, str]:
     """The options of sbatch in ``extra=``: values by long names without dashes, "" for an option without a value. Raises ConfigError."""
     given = f"extra={shown(text)}"
     options = {f.name: re.findall(r"--([a-z-]+)", f.metadata.get("sbatch", "")) for f in dataclasses.fields(JobKeys)}
-    ours = {option: f"give {name}=" for name, own in options.items() for option in own} | OUR_OPTIONS
+    ours = {option: f"give {name}=" for name, own in options.items() for option in own}
+    ours |= dict.fromkeys(OUR_OPTIONS, "launch.py decides it")
     found: dict[str, str] = {}
     for word in text.split():
         option = re.fullmatch(r"--([a-z][a-z0-9-]+)(?:=([^'\"\\\\]+))?", word)

@@ -2,12 +2,15 @@
 
 import os
 import re
-import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from recipes.core.config import yaml_file
+from recipes.core import files
 from recipes.core.errors import ConfigError, shown
+
+MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 
 def read(argv: Sequence[str]) -> dict[str, str]:
@@ -27,7 +30,7 @@ def read(argv: Sequence[str]) -> dict[str, str]:
 def read_yaml(file: Path, given: str) -> dict[str, str]:
     """The keys of a ``config=`` file, or of a run's config.yaml, as words. given: names the file in a message. Raises ConfigError."""
     words = []
-    for name, value in yaml_file.load(file, given).items():
+    for name, value in load_yaml(file, given).items():
         if isinstance(value, (dict, list)):
             raise ConfigError(
                 f"{given}: '{shown(name)}' must be one plain value; write the keys side by side, not nested"
@@ -42,16 +45,38 @@ def split(argv: Sequence[str]) -> dict[str, str]:
     for word in argv:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"(sweep\.)?[A-Za-z_][A-Za-z0-9_]*", name):
-            option = re.fullmatch(r"--?([A-Za-z_][A-Za-z0-9_-]*)(=.*)?", word, re.DOTALL)
-            fix = "key=value, without blanks"
-            if option:
-                fix = f"{option[1].replace('-', '_')}{shown(option[2] or '=VALUE')}"
-            raise ConfigError(f"'{shown(word)}' is not key=value; write {fix}")
-        if "\0" in value or len(value) > 4096:
-            raise ConfigError(f"{name}={shown(value)}: must have at most 4096 characters, and no NUL character")
+            raise ConfigError(f"'{shown(word)}' is not key=value; write key=value, without dashes and blanks")
         if any("\ud800" <= c <= "\udfff" for c in value):
-            encoding = sys.getfilesystemencoding()
-            fix = "write it in UTF-8" if encoding == "utf-8" else f"set PYTHONUTF8=1: this Python reads {encoding}"
-            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; {fix}")
+            raise ConfigError(f"{name}={shown(value)}: is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1")
         words[name] = value
     return words
+
+
+def load_yaml(path: Path, given: str) -> dict[str, Any]:
+    """The mapping in the file ``path``.
+
+    A plain value is its text, not a value of YAML 1.1, which reads 1:00:00 as the number 3600.
+
+    given: names the file in a message. Raises ConfigError.
+    """
+    import yaml  # OmegaConf's parser; imported only when a file is read, since the import is slow
+
+    try:
+        loader = yaml.BaseLoader(files.read_bounded(path, MAX_YAML).decode("utf-8"))
+        node = loader.get_single_node()
+        content = loader.construct_document(node) if node else None
+        keys = node.value if isinstance(node, yaml.MappingNode) else []
+        names = Counter(str(name.value) for name, _ in keys)
+        if names and max(names.values()) > 1:
+            raise ValueError(f"'{shown(names.most_common(1)[0][0])}' is given twice")
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(
+            f"{given}: is not YAML ({shown(' '.join(str(error).split()), 120)}); write 'key: value' lines"
+        ) from None
+    if content in (None, ""):
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{given}: is not a mapping; write 'key: value' lines")
+    return content

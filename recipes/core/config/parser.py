@@ -8,7 +8,7 @@ resume counts as typed.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +49,7 @@ class Settings:
         return ", ".join(
             f"{name}={shown(text)}"
             for name, text in self.from_run.items()
-            if convert.as_text(values[name]) != convert.as_text(usual[name])
+            if convert.plain(values[name]) != convert.plain(usual[name])
         )
 
 
@@ -58,8 +58,7 @@ class CommandLine:
     """Words whose names are checked; their values are checked by `settings`.
 
     of_launch: whether job keys are allowed. recipe_class: the recipe's dataclass. given: the words and the variant's keys.
-    of_variant: names of the keys that the variant sets and the words do not. defaults: keys of the site's profile and of
-    the environment.
+    defaults: keys of the site's profile and of the environment.
     """
 
     recipe: str
@@ -67,13 +66,12 @@ class CommandLine:
     recipe_class: type
     words: Mapping[str, str]
     given: Mapping[str, Any]
-    of_variant: Set[str]
     defaults: Mapping[str, Any]
     cluster: str
 
     def run_keys(self) -> RunKeys:
         """The run keys without those of a run that is resumed. Raises ConfigError."""
-        return cast(RunKeys, _build(RunKeys, {**self.defaults, **self.given}, {self._variant(): self.of_variant}))
+        return cast(RunKeys, convert.build(RunKeys, {**self.defaults, **self.given}))
 
     def settings(self, of_run: Mapping[str, str], resumes: Path | None) -> Settings:
         """The settings. of_run: the keys of the run in ``resumes``, for keys that are not given. Raises ConfigError."""
@@ -81,18 +79,11 @@ class CommandLine:
         dataset = str(self.given.get("dataset", from_run.get("dataset", "")))
         of_dataset = recipe_conf.by_dataset(self.recipe, dataset)
         chosen = {**self.defaults, **of_dataset, **from_run, **self.given}
-        job_names = declare.names_of(JobKeys)
-        job = (
-            convert.build(JobKeys, {k: v for k, v in chosen.items() if k in job_names}) if self.of_launch else JobKeys()
-        )
-        sources = {
-            f"from {resumes}/config.yaml": from_run.keys(),
-            self._variant(): self.of_variant,
-            f"from dataset={dataset} in recipes/conf/{self.recipe}.py": of_dataset.keys() - {*from_run, *self.given},
-        }
-        run = _build(RunKeys, chosen, sources)
+        job = convert.build(JobKeys, chosen) if self.of_launch else JobKeys()
+        run = convert.build(RunKeys, chosen)
         profiles.env_variables(run.network, self.cluster)  # an invalid env file is refused before a job is submitted
-        config = _build(self.recipe_class, chosen, sources)
+        config = convert.build(self.recipe_class, chosen)
+        job_names = declare.names_of(JobKeys)
         return Settings(
             recipe=self.recipe,
             job=dataclasses.replace(job, recipe=self.recipe, cluster=self.cluster),
@@ -105,9 +96,6 @@ class CommandLine:
             resumes=resumes,
         )
 
-    def _variant(self) -> str:
-        return f"from variant={self.words.get('variant', '')} in recipes/conf/{self.recipe}.py"
-
     def _saved(self, run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
         """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
         run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "of_launch")
@@ -115,7 +103,7 @@ class CommandLine:
         saved |= {
             f.name: convert.plain(getattr(run, f.name)) for f in dataclasses.fields(RunKeys) if f.name in run_keys
         }
-        path_names = saved.keys() & (declare.path_keys((self.recipe_class,)) | {"network"})
+        path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
         with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
             saved |= absolute({name: str(saved[name]) for name in path_names}, (self.recipe_class,), Path())
         return saved
@@ -156,49 +144,19 @@ def command_line(words: Mapping[str, str], recipe: str, environ: Mapping[str, st
     defaults |= profiles.in_image(environ)
     if "data_dir" in own_names & profile.keys() and not environ.get("RECIPES_DATA"):
         defaults["data_dir"] = profile["data_dir"]
-    chosen = variants[variant] if variant else {}
-    given = {**chosen, **words}
-    return CommandLine(recipe, of_launch, recipe_class, words, given, chosen.keys() - words.keys(), defaults, cluster)
+    given = {**(variants[variant] if variant else {}), **words}
+    return CommandLine(recipe, of_launch, recipe_class, words, given, defaults, cluster)
 
 
 def _misplaced(name: str, value: str) -> str:
     """Why a recipe refuses a job key, and what to give instead."""
-    field = next(f for f in dataclasses.fields(JobKeys) if f.name == name)
-    options = field.metadata["sbatch"]
+    options = {field.name: field.metadata["sbatch"] for field in dataclasses.fields(JobKeys)}[name]
     given = f"{name}={shown(value)}"
-    if name == "cluster":
-        return f"{given}: a recipe reads its site's profile from the environment: export RECIPES_CLUSTER={shown(value)}"
     if not options:
         return f"{given}: is a key of launch.py: python launch.py {given} …"
-    if options.startswith("--") and " " not in options:
-        options += f"={shown(value)}"
-    return f"{given}: is a job key, which a recipe cannot set; give sbatch or srun {options}, or use launch.py"
-
-
-def _build(cls: type, chosen: Mapping[str, Any], sources: Mapping[str, Set[str]]) -> Any:
-    """`convert.build` for the ``chosen`` keys of ``cls``.
-
-    sources: keys by the place that sets them, as a phrase. If such a key is the cause of an error, the message has the phrase.
-    """
-    values = {name: value for name, value in chosen.items() if name in declare.names_of(cls)}
-    try:
-        return convert.build(cls, values)
-    except ConfigError as error:
-        causes = [phrase for phrase, names in sources.items() if _is_valid_without(cls, values, names)]
-        if not causes:  # a key of the command line is invalid
-            raise
-        raise ConfigError(f"{error} ({causes[0]})") from None
-
-
-def _is_valid_without(cls: type, values: Mapping[str, Any], names: Set[str]) -> bool:
-    """Whether ``values`` has some of the keys ``names`` and is valid without them."""
-    if names.isdisjoint(values):
-        return False
-    try:
-        convert.build(cls, {name: value for name, value in values.items() if name not in names})
-    except ConfigError:
-        return False
-    return True
+    if options.startswith("--"):
+        options = f"give sbatch or srun {options}" + ("" if " " in options else f"={shown(value)}")
+    return f"{given}: is a job key, which a recipe cannot set; {options}, or use launch.py"
 
 
 def parse_keys(cls: type, argv: Sequence[str]) -> Any:
@@ -215,7 +173,7 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
 
 def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> dict[str, str]:
     """``typed`` with every path made absolute against ``base``, so that a job finds it from any folder. Raises ConfigError."""
-    paths = declare.path_keys(classes)
+    paths = {name for keys in classes for name in declare.declared(keys, "path")}
 
     def full(name: str, value: str) -> str:
         is_path = (

@@ -4,41 +4,29 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.core.config import declare, envfile, job_keys, yaml_file
+from recipes.core.config import declare, envfile, job_keys, key_value
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
 from recipes.core.place import durations
 
-# Keys of a profile that are lists of names.
-LISTS = ("modules", "env_files")
-# Keys of a profile that request GPUs and nodes. Each has a regular expression and the rule in words.
-REQUESTS = {
+LISTS = ("modules", "env_files")  # keys of a profile that are lists of names
+NAME = r"[A-Za-z0-9_.+/-]{1,256}"  # of a module or an env file
+# Keys of a profile that are texts, each with a regular expression and the rule in words.
+TEXTS = {
     "gpus": ("--gres|--gpus-per-node|--gpus-per-task", "must be --gres, --gpus-per-node or --gpus-per-task"),
     "exclusive": ("true|false|user|mcs|topo", "must be true, false, or a value of sbatch's --exclusive"),
     "mem": (r"\d{1,12}[KMGT]?", "must be a value of sbatch's --mem, such as 0 or 64G"),
     "segment": (r"\d{1,6}", "must be a number of nodes"),
     "switches": (rf"\d{{1,6}}(@({durations.PATTERN}))?", "must be NUMBER or NUMBER@TIME"),
-}
-# Other keys that are texts.
-TEXTS = {
     "environment": (r"/[A-Za-z0-9_.+/@=-]{1,256}", "must be the absolute path of a venv or a conda environment"),
     "data_dir": (r"(/|~/).*", "must be an absolute path"),
 }
 # Defaults of job keys and run keys, which check the values.
 DEFAULTS = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "reservation",
-    "extra",
-    *job_keys.IN_IMAGE,
-    "gpus_per_node",
+    "partition", "account", "qos", "constraint", "reservation", "extra", *job_keys.IN_IMAGE, "gpus_per_node",
     "gpu_type",
-    "cpus_per_rank",
-    "time",
-    "network",
-)
+    "cpus_per_rank", "time", "network",
+)  # fmt: skip
 
 
 def in_image(environ: Mapping[str, str]) -> dict[str, str]:
@@ -49,18 +37,17 @@ def in_image(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def cluster_profile(cluster: str) -> dict[str, Any]:
-    """The profile env/clusters/NAME.yaml, without empty values: the keys of `DEFAULTS`, `REQUESTS`, `TEXTS` and `LISTS`.
+    """The profile env/clusters/NAME.yaml, without empty values: the keys of `DEFAULTS`, `TEXTS` and `LISTS`.
 
-    Raises ConfigError if there is no such profile, or if it has an unknown key or an invalid value.
+    The job keys and run keys check the values of `DEFAULTS`. Raises ConfigError if there is no such profile, or if it
+    has an unknown key or an invalid value.
     """
     folder = ROOT / "env" / "clusters"
     there = sorted(p.stem for p in folder.glob("*.yaml"))
     if cluster not in there:
-        raise ConfigError(
-            f"cluster={shown(cluster)}: there is no env/clusters/{shown(cluster)}.yaml, only {', '.join(there)}{declare.nearest(cluster, there)}"
-        )
+        raise ConfigError(f"cluster={shown(cluster)}: {declare.choice(cluster, there)} (files of env/clusters)")
     path = folder / f"{cluster}.yaml"
-    profile = {k: v for k, v in yaml_file.load(path, str(path)).items() if v not in ("", "null", "~")}
+    profile = {k: v for k, v in key_value.load_yaml(path, str(path)).items() if v not in ("", "null", "~")}
     for name, value in profile.items():
         if problem := _problem(str(name), value):
             raise ConfigError(f"{path}: {problem}")
@@ -75,19 +62,18 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     return profile
 
 
-def _problem(name: str, value: object) -> str:
-    """Why a key of a profile is invalid; "" if it is valid. The job keys and run keys check the values of `DEFAULTS`."""
+def _problem(name: str, value: Any) -> str:
+    """Why a key of a profile is invalid; "" if it is valid."""
     if name in LISTS:
-        names = value if isinstance(value, list) else [None]
-        valid = all(isinstance(one, str) and re.fullmatch(r"[A-Za-z0-9_.+/-]{1,256}", one) for one in names)
+        valid = isinstance(value, list) and all(re.fullmatch(NAME, str(one)) for one in value)
         return "" if valid else f"'{name}' must be a list of names, each on its own line after '- '"
-    if pattern_form := (REQUESTS | TEXTS).get(name):
-        pattern, form = pattern_form
-        valid = isinstance(value, str) and bool(re.fullmatch(pattern, value, re.ASCII))
-        return "" if valid else f"'{name}: {shown(value)}' {form}"
-    if name not in DEFAULTS:
-        return f"unknown key '{shown(name)}'{declare.nearest(name, (*DEFAULTS, *REQUESTS, *TEXTS, *LISTS))}"
-    return "" if isinstance(value, str) else f"'{name}' must be one plain value"
+    if name not in DEFAULTS and name not in TEXTS:
+        return f"unknown key '{shown(name)}'{declare.nearest(name, (*DEFAULTS, *TEXTS, *LISTS))}"
+    if not isinstance(value, str):
+        return f"'{name}' must be one plain value"
+    if name in TEXTS and not re.fullmatch(TEXTS[name][0], value, re.ASCII):
+        return f"'{name}: {shown(value)}' {TEXTS[name][1]}"
+    return ""
 
 
 def env_variables(network: str, cluster: str) -> dict[str, str]:

@@ -1,9 +1,7 @@
 """The recipes that exist, and the keys, variants and data sets that recipes/conf/NAME.py declares for each."""
 
-import dataclasses
 import importlib
 from collections.abc import Mapping
-from enum import Enum
 from types import ModuleType
 from typing import Any, cast
 
@@ -24,14 +22,8 @@ Differences = Mapping[str, Mapping[str, Any]]
 
 def require(recipe: str, given: str) -> None:
     """Raises ConfigError unless the recipe exists. given: names it in the message."""
-    known = names()
-    if recipe in known:
-        return
-    if recipe in {path.stem for path in (ROOT / "recipes").glob("*.py")}:
-        raise ConfigError(
-            f"{given}: recipes/conf/{recipe}.py is missing; write it, as docs/new-recipe.md shows, or give one of {', '.join(known)}"
-        )
-    raise ConfigError(f"{given}: {declare.choice(recipe, known)}")
+    if recipe not in names():
+        raise ConfigError(f"{given}: {declare.choice(recipe, names())} (recipes with a file recipes/conf/NAME.py)")
 
 
 def load(recipe: str) -> tuple[type, Differences]:
@@ -49,11 +41,7 @@ def load(recipe: str) -> tuple[type, Differences]:
 
 
 def _check(module: ModuleType) -> None:
-    """Raises ConfigError if a key has no help text, or if a variant or a data set sets an unknown key."""
-    for field in dataclasses.fields(module.Config):
-        if "help" not in field.metadata:
-            value = str(field.default) if isinstance(field.default, Enum) else repr(field.default)
-            raise ConfigError(f"{field.name}: has no help text; write key({shown(value)}, 'help text')")
+    """Raises ConfigError if a variant or a data set sets an unknown key."""
     known = declare.names_of(module.Config) | declare.names_of(RunKeys)
     for kind, attribute in (("variant", "VARIANTS"), ("dataset", "DATASETS")):
         for name, keys in getattr(module, attribute, {}).items():
@@ -62,11 +50,6 @@ def _check(module: ModuleType) -> None:
                     f"{kind}={shown(name)}: sets '{shown(unknown[0])}', which is no key of the recipe and no run key"
                     f"{declare.nearest(unknown[0], known)}"
                 )
-
-
-def keys_of(recipe: str) -> set[str]:
-    """The names of a recipe's own keys. Raises ConfigError for an unknown recipe."""
-    return declare.names_of(load(recipe)[0])
 
 
 def datasets(recipe: str) -> Differences:

@@ -1,6 +1,5 @@
 """The keys that every recipe has: how a run is run (`RunKeys`), and what it trains (`RecipeKeys`, `TrainKeys`)."""
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -67,6 +66,8 @@ class RunKeys:
     resume: str = declare.key(
         "auto",
         "auto: resume from the newest valid checkpoint of the run directory; never: refuse a run directory that has a checkpoint; best, latest: that checkpoint of the run directory; or the path of a checkpoint or of another run directory",
+        pattern=".+",
+        form=f"one of {', '.join(RESUME_WORDS)}, or a path",
         of_launch=True,
     )
     force: bool = declare.key(
@@ -96,17 +97,14 @@ class RunKeys:
         of_launch=True,
     )
     umask: str = declare.key(
-        "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)"
-    )
+        "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
+        pattern="0?0[0-7]{2}", form="three octal digits, the first 0, such as 077 or 027",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         declare.check(self)
-        if not self.resume:
-            raise ConfigError(f"resume=: give one of {', '.join(RESUME_WORDS)}, or the path of a checkpoint")
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ConfigError("backend=nccl: needs GPUs, but device=cpu: leave backend= out, or give backend=gloo")
-        if not re.fullmatch("0?[0-7]{3}", self.umask) or self.umask[-3] != "0":
-            raise ConfigError(f"umask={shown(self.umask)}: must be three octal digits, the first 0, such as 077 or 027")
 
 
 @dataclass(frozen=True)

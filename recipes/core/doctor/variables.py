@@ -62,7 +62,7 @@ def problems(environ: Mapping[str, str]) -> list[Problem]:
 
 
 def check_file(path: Path, root: Path) -> list[Problem]:
-    """The problems of the variables that an env file sets, together with ``root/common.env``. Raises EnvFileError."""
+    """The problems of the variables that an env file sets, together with ``root/common.env``. Raises ConfigError."""
     own = envfile.read(path)
     both = envfile.read(root / "common.env") | own
     return [problem for problem in problems(both) if problem.name in own]

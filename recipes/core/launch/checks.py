@@ -226,7 +226,7 @@ def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     words |= {"device": "cpu", "run_dir": str(place)}
     if settings.run.backend is not Backend.mpi:  # mpi is kept, since this torch may be built without it
         words["backend"] = "auto"
-    if "stage_dir" in recipe_conf.keys_of(settings.recipe):
+    if hasattr(settings.config, "stage_dir"):
         words["stage_dir"] = ""
     return words
 

@@ -159,7 +159,7 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     Raises ConfigError for a folder whose name the container's runtime cannot accept.
     """
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    paths = [*declare.path_keys((RunKeys, recipe_class)), "network", "resume"]
+    paths = [*declare.declared(RunKeys, "path"), *declare.declared(recipe_class, "path"), "network", "resume"]
     links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # these may be links to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile

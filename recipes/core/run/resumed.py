@@ -69,7 +69,9 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             "use the code that the run was trained with, or start another run"
         )
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
-    unset = {name for name in declare.path_keys((recipe_class,)) if not words.get(name)}  # the site's default applies
+    unset = {
+        name for name in declare.declared(recipe_class, "path") if not words.get(name)
+    }  # the site's default applies
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 
 
@@ -80,10 +82,9 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
         return
     saved = keys_of(resumes, settings.recipe, recipe_class)
     saved = {**recipe_conf.by_dataset(settings.recipe, saved.get("dataset", "")), **saved}
-    own = declare.names_of(recipe_class)
-    then = convert.build(recipe_class, {k: v for k, v in saved.items() if k in own})
+    then = convert.build(recipe_class, saved)
     names = [field.name for field in dataclasses.fields(recipe_class)]
-    before, after = ({name: convert.as_text(getattr(of, name)) for name in names} for of in (then, now))
+    before, after = ({name: convert.plain(getattr(of, name)) for name in names} for of in (then, now))
     if changed := differences(before, after, declare.may_change(recipe_class)):
         raise ConfigError(
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -138,7 +138,7 @@ IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_siz
 )
 @pytest.mark.long
 def test_a_checkpoint_has_the_predicted_size(
-    recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: pytest.RecordProperty
+    recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
     found = checks.start(command_line.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)

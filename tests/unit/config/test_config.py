@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import launch
 from recipes.conf import mnist
 from recipes.core.config import declare, help, job_keys, parser, profiles, recipe_conf
-from recipes.core.config.job_keys import JobKeys, Launcher
-from recipes.core.config.run_keys import Device, Dtype, RunKeys, TrainKeys
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError
 from recipes.core.run import command_line, directory, entry, resumed
 from tests import helpers
@@ -116,17 +115,13 @@ def test_data_dir_of_a_profile_is_the_default_of_the_recipe(site: Path, tmp_path
     assert command_line.parse(["recipe=toy", "cluster=here"], environ={}).recipe == "toy"  # has no such key
 
 
-def test_cluster_overrides_recipes_cluster(site: Path) -> None:
-    site.write_text("gpus_per_node: 4\n")
-    site.with_name("other.yaml").write_text("gpus_per_node: 6\n")
-    assert parse("cluster=other", RECIPES_CLUSTER="here").job.gpus_per_node == 6
-
-
 def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> None:
     """YAML 1.1 takes 12:00:00 for a number to the base of 60, and 010 for eight."""
     (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
     settings = parse(f"config={tmp_path}/keys.yaml")
     assert job_keys.minutes(settings.job.time) == 720
+    assert job_keys.minutes(parse("time=0:01").job.time) == 1  # rounded up
+    assert settings.typed == {"epochs": "010", "compile": "yes"}  # no job keys
     assert (settings.config.epochs, settings.config.compile) == (10, True)
     site.write_text("time: 1:30:00\n")
     assert job_keys.minutes(parse("cluster=here").job.time) == 90
@@ -139,28 +134,17 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
     ("word", "expected"),
     [
         ("nodes=2", 2),
-        ("epochs=+3", 3),
         ("lr=1e-3", 1e-3),
         ("lr=1", 1.0),
-        ("checkpoint_every_s=0", 0.0),
-        ("compile=true", True),
-        ("compile=False", False),
-        ("compile=yes", True),
-        ("compile=0", False),
-        ("launcher=print", Launcher.print),
+        ("compile=True", True),
+        ("compile=no", False),
         ("device=cpu", Device.cpu),
-        ("dtype=bfloat16", Dtype.bfloat16),
         ("gpus_per_node=null", None),
         ("gpus_per_node=0", 0),
-        ("cpus_per_rank=4", 4),
-        ("ranks_per_node=2", 2),
         ("data_dir=a=b", "a=b"),
-        ("data_dir=true", "true"),
         ("data_dir=010", "010"),
         ("data_dir=[1,2]", "[1,2]"),
-        ("account=12", "12"),
         ("run_dir=", ""),
-        ("exclude=node[1-3],x", "node[1-3],x"),
     ],
 )
 def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: object) -> None:
@@ -174,45 +158,38 @@ def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: obj
 @pytest.mark.parametrize(
     ("word", "wanted"),
     [
-        ("nodes=two", "a whole number"),
         ("nodes=1.5", "a whole number"),
-        ("parallel=null", "a whole number"),
         ("gpus_per_node=x", "a whole number"),
+        ("parallel=null", "a whole number"),
         ("lr=fast", "a number"),
         ("compile=maybe", "true or false"),
-        ("compile=2", "true or false"),
-        ("compile=", "true or false"),
-        ("launcher=Slurm", "one of slurm, local, print"),
-        ("device=gpu", "one of auto, cuda, cpu"),
-        ("dtype=float16", "one of auto, float32, bfloat16"),
+        ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
+        ("dataset=x", "one of mnist, digits, fake"),
+        ("dataset=???", "must be a text"),
         ("nodes=0", "must be at least 1"),
-        ("epochs=-1", "must be at least 0"),
         ("warmup=1.5", "must be at most 1"),
         ("lr=nan", "a finite number"),
-        ("lr=inf", "a finite number"),
         ("nodes=99999999999999999999", "must be at most 65536"),
+        ("umask=177", "must be three octal digits"),
+        ("umask=", "must be three octal digits"),
+        ("time=0", "must be more than 0"),
+        ("time=1h", "must be "),
     ],
 )
 def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: str) -> None:
     message = refusal(word)
     assert message.startswith(f"{word}: ")
     assert wanted in message
-    assert "config.yaml" not in message
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
     assert "did you mean 'epochs'" in refusal("epoch=1")
     assert "did you mean 'nodes'" in refusal("node=1")
     assert "did you mean 'mnist'" in refusal("recipe=minst")
-    assert "did you mean 'digits'" in refusal("dataset=digit")
     assert "did you mean" not in refusal("zzzzzz=1")
-    assert "write epochs=VALUE" in refusal("--epochs")
-    assert "write global_batch_size=3" in refusal("--global-batch-size=3")
-    assert "mnist" in refusal("recipe=")
-
-
-def test_one_possible_value_is_named_alone() -> None:
-    assert refusal("dataset=x", recipe="toy") == "dataset=x: must be fake"
+    assert "is not key=value" in refusal("--epochs=3")
+    assert "one of " in refusal("recipe=")
+    assert "recipes/conf/NAME.py" in refusal("recipe=prepare")
 
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
@@ -227,18 +204,8 @@ def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
     for name, option in options.items():
         message = refusal(f"{name}=1", recipe="mnist")
         assert message.startswith(f"{name}=1: ")
-        if option:
-            assert option in message
-        else:
-            assert "launch.py" in message or "RECIPES_CLUSTER" in message
-    assert "--nodes=4" in refusal("nodes=4", recipe="mnist")
-
-
-@pytest.mark.parametrize("mask", ["177", "0100", "777", "abc", "77", "8"])
-def test_a_umask_that_denies_the_owner_access_is_refused(mask: str) -> None:
-    """A folder that its owner may not enter is of no use, so 1 is none of the digits that come first."""
-    assert refusal(f"umask={mask}", recipe="mnist").startswith(f"umask={mask}: must be three octal digits")
-    assert parse("umask=0027", recipe="mnist").run.umask == "0027"
+        assert (option or "launch.py") in message
+    assert "give sbatch or srun --nodes=4," in refusal("nodes=4", recipe="mnist")
 
 
 # --- texts with ${…}
@@ -250,7 +217,6 @@ def test_interpolations_of_omegaconf_are_plain_text(monkeypatch: pytest.MonkeyPa
         settings = parse(f"data_dir={text}")
         assert settings.config.data_dir == settings.typed["data_dir"] == text
     assert "must be a whole number" in refusal("epochs=${oc.env:T_EPOCHS}")
-    assert refusal("dataset=???").startswith("dataset=???: ")
 
 
 # --- paths
@@ -268,7 +234,7 @@ def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     same = {"run_dir": "", "data_dir": "$SCRATCH/d", "resume": "auto", "network": "efa"}
     assert parser.absolute(same, (RunKeys, mnist.Config), Path("/base")) == same
-    assert parser.absolute({"resume": "never"}, (RunKeys,), Path("/base")) == {"resume": "never"}
+    assert parse("data_dir=here").saved["data_dir"] == os.path.realpath("here")
 
 
 def test_every_folder_or_file_key_is_declared_as_a_path() -> None:
@@ -276,11 +242,6 @@ def test_every_folder_or_file_key_is_declared_as_a_path() -> None:
         for field in dataclasses.fields(cls):
             if field.name.endswith(("_dir", "_file", "_path")):
                 assert field.metadata["path"], field.name
-
-
-def test_a_path_with_a_circular_link_is_made_absolute(tmp_path: Path) -> None:
-    (tmp_path / "round").symlink_to("round")
-    assert parser.absolute({"data_dir": "round/x"}, (mnist.Config,), tmp_path) == {"data_dir": f"{tmp_path}/round/x"}
 
 
 def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -> None:
@@ -293,19 +254,6 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
     assert "here.env:1" in refusal("cluster=here")
 
 
-# --- times
-
-
-@pytest.mark.parametrize(("time", "minutes"), [("90", 90), ("1:01", 2), ("0:01", 1), ("2-12", 3600)])
-def test_a_time_limit_is_rounded_up_to_minutes(time: str, minutes: int) -> None:
-    assert job_keys.minutes(parse(f"time={time}").job.time) == minutes
-
-
-@pytest.mark.parametrize("time", ["", "0", "00:00", "0-0", "1h", "٣", "UNLIMITED"])
-def test_an_invalid_time_limit_is_refused(time: str) -> None:
-    assert refusal(f"time={time}").startswith(f"time={time}: must be ")
-
-
 # --- the site's profile
 
 
@@ -313,27 +261,17 @@ def test_an_invalid_time_limit_is_refused(time: str) -> None:
     ("text", "words"),
     [
         ("partiton: gpu\n", ["here.yaml", "partiton", "did you mean 'partition'"]),
-        ("nodes: 4\n", ["here.yaml", "nodes"]),
         ("modules: gcc\n", ["here.yaml", "modules", "list"]),
-        ("modules:\n  - a: b\n", ["here.yaml", "modules"]),
         ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules"]),
-        ("modules: [gcc/12]\n", ["here.yaml", "- gcc/12"]),
         ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
-        ("env_files: x.env\n", ["here.yaml", "env_files"]),
         ("env_files:\n  - clusters/no.env\n", ["no.env"]),
         ("- a\n- b\n", ["here.yaml"]),
-        ("just words\n", ["here.yaml"]),
         ("a: [\n", ["here.yaml", "not YAML"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
-        ("partition: a;b\n", ["partition=a;b"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
         ("data_dir: here\n", ["here.yaml", "'data_dir: here' must be an absolute path"]),
         ("gpus: 8\n", ["here.yaml", "'gpus: 8' must be --gres, --gpus-per-node or --gpus-per-task"]),
-        ("exclusive: 1\n", ["here.yaml", "'exclusive: 1' must be true, false"]),
-        ("mem: lots\n", ["here.yaml", "'mem: lots'"]),
         ("segment: 1 --wrap=x\n", ["here.yaml", "'segment: 1 --wrap=x'"]),
-        ("switches: 1@soon\n", ["here.yaml", "'switches: 1@soon'"]),
-        ("time: never\n", ["time=never"]),
         ("network: nosuch\n", ["network=nosuch"]),
     ],
 )
@@ -353,25 +291,10 @@ def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
     assert parse("cluster=here").job.gpus_per_node is None
 
 
-def test_a_profile_with_nested_aliases_is_refused_fast(site: Path) -> None:
-    nested = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True))
-    site.write_text(f"partition: [&a [x], {nested}]\n")
-    assert "'partition' must be one plain value" in refusal("cluster=here")
-
-
-@pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd", "exampl", "a b", "$(x)"])
+@pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd"])
 def test_an_unknown_cluster_is_refused_with_the_known_ones(name: str) -> None:
     assert "example" in refusal(f"cluster={name}")
     assert "example" in refusal(RECIPES_CLUSTER=name)
-
-
-def test_the_committed_profiles_are_valid() -> None:
-    names = sorted(p.stem for p in (ROOT / "env" / "clusters").glob("*.yaml"))
-    assert "example" in names
-    for name in names:
-        parse(f"cluster={name}")
-    example = profiles.cluster_profile("example")
-    assert example["modules"] == ["gcc/12", "cuda/12.4"]
 
 
 # --- what is declared
@@ -415,63 +338,16 @@ def test_an_invalid_key_of_a_variant_or_a_data_set_is_refused(
     assert message.startswith(f"recipes/conf/mnist.py: {kind}=digits: sets 'epoch', ")
     assert message.endswith("; did you mean 'epochs'?")
     monkeypatch.setattr(mnist, attribute, {"digits": {"warmup": 9.5}})
-    assert refusal(f"{kind}=digits") == f"warmup=9.5: must be at most 1 (from {kind}=digits in recipes/conf/mnist.py)"
-    assert refusal(f"{kind}=digits", "warmup=8.5") == "warmup=8.5: must be at most 1"
-    assert refusal(f"{kind}=digits", "warmup=0", "lr=x") == "lr=x: must be a number"
+    assert refusal(f"{kind}=digits") == "warmup=9.5: must be at most 1"
 
 
-def test_a_run_key_of_a_variant_is_refused_with_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mnist, "VARIANTS", {"v": {"timeout_s": 0}})
-    assert refusal("variant=v").endswith("must be at least 1 (from variant=v in recipes/conf/mnist.py)")
-
-
-def test_a_key_without_a_help_text_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = dataclasses.make_dataclass("Config", [("noise", float, 0.05)], bases=(mnist.Config,), frozen=True)
-    monkeypatch.setattr(mnist, "Config", config)
-    expected = "recipes/conf/mnist.py: noise: has no help text; write key(0.05, 'help text')"
-    assert refusal() == expected
-    assert launch.main(["recipe=mnist", "--help"]) == 2
-    with pytest.raises(SystemExit) as ended:
-        entry.begin("mnist", ["--help"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [f"launch.py: {expected}", f"mnist: {expected}"]
-
-
-def test_another_default_of_an_unknown_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"TrainKeys has no key 'epoch'; did you mean 'epochs'\?"):
-        declare.default(TrainKeys, "epoch", 20)
-
-
-def test_a_recipe_without_its_file_of_keys_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal("recipe=prepare").startswith("recipe=prepare: recipes/conf/prepare.py is missing")
+def test_an_unknown_recipe_is_refused_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         entry.begin("minst", [])
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith('minst: entry.begin("minst") in ')
-    assert "must be one of " in line
-    assert line.endswith("; did you mean 'mnist'?")
-
-
-def test_every_training_recipe_has_the_common_keys() -> None:
-    common = {
-        "epochs", "max_steps", "global_batch_size", "lr", "seed", "dataset", "data_dir", "num_workers", "dtype", "compile",
-        "evaluate", "log_every_steps", "accumulate",
-    }  # fmt: skip
-    assert {f.name for f in dataclasses.fields(TrainKeys)} == common
-    training = [recipe for recipe in RECIPES if "epochs" in {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}]  # fmt: skip
-    assert "mnist" in training
-    for recipe in training:
-        assert common <= {f.name for f in dataclasses.fields(recipe_conf.load(recipe)[0])}, recipe
-
-
-def as_typed(default: object) -> str:
-    """A default as one would type it."""
-    if default is None:
-        return ""
-    return str(default).lower() if isinstance(default, bool) else str(getattr(default, "name", default))
+    assert "; did you mean 'mnist'?" in line
 
 
 @pytest.mark.parametrize("recipe", ["", *RECIPES])
@@ -481,12 +357,8 @@ def test_help_has_every_key_with_its_default(recipe: str) -> None:
     plain = " ".join(text.split())
     for cls in (RunKeys, recipe_conf.load(recipe)[0] if recipe else JobKeys):
         for field in dataclasses.fields(cls):
-            assert (
-                f" {field.name}={as_typed(field.default)} {' '.join(field.metadata['help'].split())}".replace(
-                    "= ", "= "
-                )
-                in plain
-            )
+            assert f" {field.name}={help.typed(field.default)}".rstrip() in plain
+            assert " ".join(field.metadata["help"].split()) in plain
 
 
 def test_help_of_launch_shows_the_recipes_keys_and_the_keys_of_variants(capsys: pytest.CaptureFixture[str]) -> None:
@@ -504,12 +376,6 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     of_all = {"epochs", "max_steps", "num_workers", "accumulate", "compile", "evaluate", "log_every_steps", "data_dir"}
     assert declare.may_change(mnist.Config) == of_all  # also where a recipe has a default of its own
     assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
-
-
-def test_typed_keys_are_only_the_given_run_and_recipe_keys(tmp_path: Path) -> None:
-    (tmp_path / "k.yaml").write_text("lr: 0.5\npartition: gpu\n")
-    found: Mapping[str, Any] = parse(f"config={tmp_path}/k.yaml", "epochs=2", "nodes=3").typed
-    assert found == {"lr": "0.5", "epochs": "2"}
 
 
 # --- the keys of the run that is resumed
@@ -607,12 +473,6 @@ def test_keys_that_would_change_the_result_are_refused_on_a_resume(
     command_line.parse(words, recipe="mnist", to_start=False)
 
 
-def test_a_run_without_a_checkpoint_accepts_any_typed_key(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", epochs=40, lr=0.01)
-    found = parse(f"run_dir={run}", "lr=0.1").config
-    assert (found.epochs, found.lr) == (40, 0.1)
-
-
 def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
     for number, seed in enumerate((1, 2)):
         a_run(tmp_path / f"runs/{number}", 5, epochs=40, seed=seed)
@@ -628,8 +488,7 @@ def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
     [
         ("lr: [", r"^/.*/run/config.yaml: is not YAML .*, or remove the file to resume with typed keys alone$"),
         ("- lr\n", r"/run/config.yaml: is not a mapping; write 'key: value' lines, or remove the file"),
-        ("lr: x\n", r"^lr=x: must be a number \(from /.*/run/config.yaml\)$"),
-        ("timeout_s: x\n", r"^timeout_s=x: must be a number \(from /.*/run/config.yaml\)$"),
+        ("lr: x\n", "^lr=x: must be a number$"),
         ("colour: red\n", "^/.*/run/config.yaml: has colour=, which recipe mnist does not have"),
     ],
 )
@@ -640,37 +499,11 @@ def test_a_damaged_config_yaml_is_refused_in_one_line(tmp_path: Path, text: str,
         parse(f"run_dir={run}")
 
 
-def test_the_message_for_an_invalid_typed_key_does_not_name_the_run(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", 5, lr=0.1)
-    for words in (["epochs=-1"], ["epochs=-1", f"run_dir={run}"], ["lr=x", f"run_dir={run}"]):
-        with pytest.raises(ConfigError) as raised:
-            parse(*words)
-        assert "config.yaml" not in str(raised.value)
-
-
 def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("colour: red\n")
     (tmp_path / "model.pt").touch()
     found = parse(f"resume={tmp_path}/model.pt")
     assert (found.resumes, found.from_run) == (None, {})
-
-
-def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", 5, recipe="toy")
-    assert resumed.recipe_of(run) == "toy"
-    with pytest.raises(ConfigError, match=r"^run_dir=.*: is a run of recipe toy, not mnist: give another run_dir=$"):
-        parse(f"run_dir={run}")
-
-
-def test_paths_are_saved_as_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert parse("data_dir=here").saved["data_dir"] == str(tmp_path / "here")
-
-
-def test_saved_keys_have_the_order_of_their_declaration() -> None:
-    names = ["device", "cpu_threads", "checkpoint_every_s", "keep_checkpoints", "timeout_s"]
-    saved = parse("timeout_s=9", "keep_checkpoints=1", "checkpoint_every_s=2", "cpu_threads=1", "device=cpu").saved
-    assert list(saved)[-5:] == names
 
 
 def test_changed_keys_that_may_not_change_are_named() -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from recipes.core.config import envfile
-from recipes.core.config.envfile import EnvFileError
-from tests.helpers import ROOT
+from recipes.core.config import envfile, profiles
+from recipes.core.errors import ConfigError
+from tests.helpers import ROOT, use_root
 
 ENV_DIR = ROOT / "env"
 SHIPPED = {"common", "infiniband", "roce", "ethernet", "efa", "gcp-a3", "slingshot", "debug"}
@@ -25,12 +24,6 @@ SHELLS = ["dash", "bash", "bash --posix"]
 
 def words(text: str) -> list[str]:
     return text.split()
-
-
-def profile_of(text: str) -> dict[str, object]:
-    profile = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(profile, dict)
-    return {str(key): value for key, value in profile.items()}
 
 
 def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, str]]:
@@ -75,10 +68,6 @@ def test_settings_comments_and_blank_lines_are_accepted() -> None:
     }
 
 
-def test_the_order_is_kept_and_a_final_newline_is_optional() -> None:
-    assert list(envfile.parse("Z=1\nA=2\n", "x")) == list(envfile.parse("Z=1\nA=2", "x")) == ["Z", "A"]
-
-
 def test_names_similar_to_refused_ones_are_accepted() -> None:
     text = (
         "NCCL_IB_PKEY TOKENIZERS_PARALLELISM OMP_NUM_THREADS NCCL_NET_PLUGIN CUDA_DEVICE_ORDER PASSAGE BYPASS RANKS"
@@ -90,103 +79,35 @@ def test_names_similar_to_refused_ones_are_accepted() -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-BAD_LINES = [
-    # (the line, a word of its message)
-    ("A=$(touch x)", "expanded"),
-    ('A="$(touch x)"', "expanded"),
-    ("A=`touch x`", "expanded"),
-    ('A="`touch x`"', "expanded"),
-    ("A=$HOME", "expanded"),
-    ('A="${HOME:-`touch x`}"', "expanded"),
-    ("A=$((1+1))", "expanded"),
-    ("A=\\n", "expanded"),
-    ('A="a\\"; touch x; \\""', "expanded"),
-    ("A=b\\", "expanded"),
-    ("A=b;touch x", "quotes"),
-    ("A=b; touch x", "quotes"),
-    ("A=b touch x", "quotes"),
-    ("A=b c", "quotes"),
-    ("A=b ", "quotes"),
-    ("A=b # a comment", "quotes"),
-    ("A=b#c", "quotes"),
-    ("A=b&touch x", "quotes"),
-    ("A=b|touch x", "quotes"),
-    ("A=<(touch x)", "quotes"),
-    ("A=>x", "quotes"),
-    ("A=b>x", "quotes"),
-    ("A=(touch x)", "quotes"),
-    ("A=~", "quotes"),
-    ("A=x:~root", "quotes"),
-    ("A=*", "quotes"),
-    ("A=?", "quotes"),
-    ("A=[a-z]", "quotes"),
-    ("A={a,b}", "quotes"),
-    ("A=!!", "quotes"),
-    ('A=a"b"', "quotes"),
-    ('A="b', "closing"),
-    ('A="b\nc"', "closing"),
-    ('A="', "closing"),
-    ('A="b"c', "after"),
-    ('A="b" ', "after"),
-    ('A="b" # a comment', "after"),
-    ('A="b"; touch x', "after"),
-    ('A="b""c"', "after"),
-    ("A='b'", "single"),
-    ("A='b", "single"),
-    ("A=$'b'", "expanded"),
-    ("export A=b", "export"),
-    (" export\tA=b", "export"),
-    ("A =b", "blanks"),
-    ("A= b", "blanks"),
-    (" A=b", "blanks"),
-    ("\tA=b", "blanks"),
-    ("A=\tb", "blanks"),
-    ("A=b\tc", "quotes"),
-    ('A="b\tc"', "ASCII"),
-    ("A=b\r", "U+000D"),
-    ("# a comment\rtouch x", "U+000D"),
-    ("\r", "U+000D"),
-    ("A=b\0", "U+0000"),
-    ("# \0", "U+0000"),
-    ("\ufeffA=b", "U+FEFF"),
-    ("A=\ufeffb", "U+FEFF"),
-    ("\u00a0", "U+00A0"),
-    ("A=\u00a0b", "U+00A0"),
-    ('A="b\u2003c"', "U+2003"),
-    ("A=b\u2028B=c", "U+2028"),
-    ("A=b\x0bc", "U+000B"),
-    ("# \x1b[2J", "U+001B"),
-    ("A=b\x85c", "U+0085"),
-    ("# \u202e", "U+202E"),
-    ("A=\ud800", "U+D800"),
-    ("A=é", "ASCII"),
-    ('A="é"', "ASCII"),
-    ("É=b", "name"),
-    ("1A=b", "name"),
-    ("A-B=c", "name"),
-    ("A.B=c", "name"),
-    ("A+=c", "name"),
-    ("A[0]=c", "name"),
-    ("A$(touch x)=c", "name"),
-    ("=b", "name"),
-    ("A B=c", "name"),
-    ("touch x", "NAME=value"),
-    (". ./other.env", "NAME=value"),
-    ("A", "NAME=value"),
-    ("A: b", "NAME=value"),
-    ("alias A=b", "name"),
-    ("A=1\nA=2", "line 3"),
-]
+BAD_LINES = (
+    # expanded, executed or split by a shell
+    "A=$(touch x)", 'A="$(touch x)"', "A=`touch x`", 'A="`touch x`"', "A=$HOME", 'A="${HOME:-`touch x`}"',
+    "A=$((1+1))", "A=\\n",
+    'A="a\\"; touch x; \\""', "A=b\\", "A=b;touch x", "A=b; touch x", "A=b touch x", "A=b ", "A=b # a comment",
+    "A=b#c", "A=b&touch x",
+    "A=b|touch x", "A=<(touch x)", "A=b>x", "A=(touch x)", "A=~", "A=x:~root", "A=*", "A=?", "A=[a-z]", "A={a,b}",
+    "A=!!",
+    # quotes
+    'A=a"b"', 'A="b', 'A="b\nc"', 'A="', 'A="b"c', 'A="b" ', 'A="b" # a comment', 'A="b"; touch x', 'A="b""c"',
+    "A='b'", "A=$'b'",
+    # blanks, invisible and other characters
+    "A =b", "A= b", " A=b", "A=\tb", "A=b\tc", 'A="b\tc"', "A=b\r", "# a comment\rtouch x", "\r", "A=b\0", "# \0",
+    "\ufeffA=b",
+    "\u00a0", 'A="b\u2003c"', "A=b\u2028B=c", "# \x1b[2J", "A=b\x85c", "# \u202e", "A=\ud800", "A=é", 'A="é"',
+    # names, and no setting at all
+    "É=b", "1A=b", "A-B=c", "A+=c", "A[0]=c", "A$(touch x)=c", "=b", "A B=c", "export A=b", "touch x", ". ./other.env",
+    "A", "A: b",
+    "A=1\nA=2",
+)  # fmt: skip
 
 
-def test_an_invalid_line_is_refused_in_one_line_with_the_fix() -> None:
-    for line, word in BAD_LINES:
-        with pytest.raises(EnvFileError) as caught:
-            envfile.parse(f"# first\n\n{line}\n", "site.env")
+def test_an_invalid_line_is_refused_in_one_line_without_its_value() -> None:
+    for line in BAD_LINES:
+        with pytest.raises(ConfigError) as caught:
+            envfile.parse(f"# first\n\n{line.replace('b', 's3cret')}\n", "site.env")
         message = str(caught.value)
         assert re.match(r"site\.env:[34]: ", message), ascii(line)
-        assert word in message, ascii(line)
-        assert ";" in message, "no fix"
+        assert "s3cret" not in message
         assert message.isprintable(), ascii(line)
 
 
@@ -209,17 +130,10 @@ SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN WANDB_API_KEY api_key DB_PA
 
 def test_reserved_and_secret_names_are_refused_without_their_value() -> None:
     for name in (*REFUSED_NAMES, *SECRET_NAMES):
-        reason = "looks like a secret; .*your own shell" if name in SECRET_NAMES else ".*; "
-        with pytest.raises(EnvFileError, match=rf"^f:1: {name} {reason}") as caught:
+        reason = "looks like a secret; .*your own shell" if name in SECRET_NAMES else "chooses which code runs"
+        with pytest.raises(ConfigError, match=rf"^f:1: {name} {reason}") as caught:
             envfile.parse(f"{name}=s3cret", "f")
         assert "s3cret" not in str(caught.value), name
-
-
-def test_messages_do_not_show_a_value() -> None:
-    for value in ("s3cret$", "'s3cret'", '"s3cret', '"s3cret"x', "s3cret x"):
-        with pytest.raises(EnvFileError) as caught:
-            envfile.parse(f"A={value}", "f")
-        assert "s3cret" not in str(caught.value), value
 
 
 def test_every_special_variable_of_bash_is_refused() -> None:
@@ -238,7 +152,7 @@ def test_every_special_variable_of_bash_is_refused() -> None:
         try:
             envfile.parse(f"{name}=1", "f")
             taken.add(name)
-        except EnvFileError:
+        except ConfigError:
             pass
     assert not taken
 
@@ -246,37 +160,22 @@ def test_every_special_variable_of_bash_is_refused() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "x.env"
-    path.write_bytes(b"A=1\n# \xe9\n")
-    with pytest.raises(EnvFileError, match=r"x\.env:2: not UTF-8; "):
-        envfile.read(path)
-
-
-def test_a_large_env_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.env"
-    path.write_bytes(b"#" * envfile.MAX_BYTES)
-    assert envfile.read(path) == {}
-    path.write_bytes(b"#" * (envfile.MAX_BYTES + 1))
-    with pytest.raises(EnvFileError, match="larger than 65536 bytes"):
-        envfile.read(path)
-
-
 @pytest.mark.timeout(10)
-def test_a_path_that_is_not_an_ordinary_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.env")
-    (tmp_path / "loop.env").symlink_to("loop.env")
+    (tmp_path / "latin.env").write_bytes(b"A=1\n# \xe9\n")
+    (tmp_path / "large.env").write_bytes(b"#" * (envfile.MAX_BYTES + 1))
     for path, word in [
-        (tmp_path / "missing.env", "no such file"),
-        (tmp_path, "not an ordinary file"),
+        (tmp_path / "missing.env", "No such file"),
         (tmp_path / "pipe.env", "not an ordinary file"),
         (Path("/dev/zero"), "not an ordinary file"),
-        (tmp_path / "loop.env", "cannot be read"),
-        (tmp_path / ("x" * 300), "cannot be read"),
-        (tmp_path / "a\nb.env", "no such file"),
-        (Path("a\0b"), "cannot be read"),
+        (tmp_path / "latin.env", "codec"),
+        (tmp_path / "large.env", "larger than 65536 bytes"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path / "a\nb.env", "No such file"),
+        (Path("a\0b"), "null byte"),
     ]:
-        with pytest.raises(EnvFileError, match=word) as caught:
+        with pytest.raises(ConfigError, match=rf"cannot be read \(.*{word}") as caught:
             envfile.read(path)
         assert str(caught.value).isprintable()
 
@@ -301,34 +200,23 @@ def test_the_fabrics_file_is_between_common_and_site() -> None:
     assert envfile.files_for("", ENV_DIR) == [ENV_DIR / "common.env"]
 
 
-@pytest.mark.parametrize("network", ["./mine", "/etc/mine", "mine.env", "sub/mine.env"])
+@pytest.mark.parametrize("network", ["./mine", "mine.env"])
 def test_network_accepts_the_path_of_an_env_file(network: str) -> None:
     assert envfile.files_for(network, ENV_DIR) == [ENV_DIR / "common.env", Path(network)]
 
 
-@pytest.mark.parametrize(
-    ("network", "nearest"), [("infinband", "infiniband"), ("Ethernet", "ethernet"), ("gcp", "gcp-a3"), ("EFA", "efa")]
-)
-def test_an_unknown_network_is_refused_with_the_nearest_known_one(network: str, nearest: str) -> None:
-    with pytest.raises(EnvFileError, match=rf"^network={network}: .*did you mean {nearest}\?") as caught:
-        envfile.files_for(network, ENV_DIR)
+def test_an_unknown_network_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"^network=infinband: .*did you mean 'infiniband'\?") as caught:
+        envfile.files_for("infinband", ENV_DIR)
     assert all(name in str(caught.value) for name in SHIPPED - {"common"})
 
 
-@pytest.mark.parametrize("network", ["~nosuchuser/x.env", "~nosuchuser/x", "x" * 5000 + ".env", "/" + "x/" * 3000])
-def test_an_impossible_path_for_the_network_is_refused_in_one_line(network: str) -> None:
-    with pytest.raises(EnvFileError) as caught:
+@pytest.mark.parametrize("network", ["common", "..", "*", "a\nb", "~nosuchuser/x.env", "x" * 5000 + ".env"])
+def test_an_impossible_network_is_refused_in_one_line(network: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         envfile.read(envfile.files_for(network, ENV_DIR)[1])
     assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("network", ["zzz", "common", "..", "*", "a\nb"])
-def test_an_unknown_network_without_a_near_name_is_refused_in_one_line(network: str, tmp_path: Path) -> None:
-    with pytest.raises(EnvFileError, match="no such fabric") as caught:
-        envfile.files_for(network, ENV_DIR)
     assert str(caught.value).isprintable()
-    with pytest.raises(EnvFileError, match="give one of: none"):
-        envfile.files_for(network, tmp_path)
 
 
 # --- the shell's reading and Python's --------------------------------------------------------------------------------
@@ -354,7 +242,7 @@ def accepted(text: str) -> dict[str, str] | None:
     """What parse makes of `text`; None where it refuses it, in one line."""
     try:
         return envfile.parse(text, "f")
-    except EnvFileError as error:
+    except ConfigError as error:
         message = str(error)
     assert message.isprintable()
     return None
@@ -385,12 +273,6 @@ def test_shells_read_each_accepted_file_as_python_does(tmp_path: Path, texts: li
     assert_shells_agree(texts, tmp_path)
 
 
-@settings(derandomize=True, database=None, max_examples=100, deadline=None)
-@given(st.text(max_size=60))
-def test_any_text_is_accepted_or_refused_in_one_line(text: str) -> None:
-    accepted(text)
-
-
 def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
     """Each printable character alone, first, last and doubled, bare and quoted: all that parse takes, in one file."""
     bodies = [form.format(c) for c in map(chr, range(0x20, 0x7F)) for form in ("{0}", "{0}b", "b{0}", "b{0}{0}:{0}/b")]
@@ -404,47 +286,15 @@ def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
 
 
 def shipped_files() -> list[Path]:
-    return sorted(ENV_DIR.glob("*.env"))
-
-
-def test_the_shipped_env_files_exist() -> None:
-    assert {path.stem for path in shipped_files()} == SHIPPED
+    found = sorted(ENV_DIR.glob("*.env"))
+    assert {path.stem for path in found} == SHIPPED
+    return found
 
 
 def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
     files = shipped_files()
-    assert len(files) >= len(SHIPPED)
     for shell in SHELLS:
         assert read_by_shell(shell, files, tmp_path / "cwd") == [envfile.read(path) for path in files]
-
-
-# Names that NCCL or PyTorch once had, and the interface, which is found by the route. In comments as well: they are
-# there to be copied.
-GONE = words(
-    "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING NCCL_IB_GDR_LEVEL"
-    " NCCL_IB_CUDA_SUPPORT NCCL_TREE_THRESHOLD NCCL_LL_THRESHOLD NCCL_MIN_NRINGS NCCL_MAX_NRINGS"
-    " NCCL_CHECKS_DISABLE TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-)
-
-
-def test_each_shipped_file_names_its_source_and_versions() -> None:
-    for path in shipped_files():
-        text = path.read_text(encoding="utf-8")
-        header = text.split("\n\n")[0]
-        assert all(line.startswith("#") for line in header.splitlines()), path
-        assert re.search(r"^# Sources?: +\S", header, flags=re.MULTILINE), path
-        assert re.search(r"^# Versions: .*\d", header, flags=re.MULTILINE), path
-        assert set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)).isdisjoint(GONE), path
-        for line in re.findall(r"^# {7}([A-Z0-9_]+=.*)$", text, flags=re.MULTILINE):
-            if not re.search(r"[$ ]", line):  # a command, which a file cannot carry
-                envfile.parse(line, path.name)
-
-
-def test_ethernet_sets_no_interface_and_suggests_at_most_64_sockets() -> None:
-    text = (ENV_DIR / "ethernet.env").read_text(encoding="utf-8")
-    assert envfile.parse(text, "ethernet.env") == {"NCCL_IB_DISABLE": "1"}
-    offered = dict(re.findall(r"(NCCL_SOCKET_NTHREADS|NCCL_NSOCKS_PERTHREAD)=(\d+)", text))
-    assert int(offered["NCCL_SOCKET_NTHREADS"]) * int(offered["NCCL_NSOCKS_PERTHREAD"]) <= 64
 
 
 def test_the_readme_of_env_lists_every_fabric() -> None:
@@ -455,20 +305,15 @@ def test_the_readme_of_env_lists_every_fabric() -> None:
 
 # --- the example of a site's profile ---------------------------------------------------------------------------------
 
-PROFILE_KEYS = set(
-    words(
-        "partition account qos constraint gpus_per_node gpu_type cpus_per_rank network env_files modules environment container container_mounts"
-        " gpus exclusive mem segment switches extra data_dir"
-    )
-)
 
-
-def test_the_example_profile_shows_every_key_and_names_a_fabric() -> None:
+def test_the_example_profile_is_valid_and_shows_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = profiles.cluster_profile("example")
+    assert example["modules"] == ["gcc/12", "cuda/12.4"]
+    assert example["network"] in SHIPPED
     text = (ENV_DIR / "clusters" / "example.yaml").read_text(encoding="utf-8")
-    profile = profile_of(text)
-    assert set(profile) <= PROFILE_KEYS
-    shown = set(re.findall(r"^(?:# )?([a-z_]+):(?: |$)", text, flags=re.MULTILINE))
-    assert shown == PROFILE_KEYS
-    assert profile["network"] in SHIPPED
-    uncommented = profile_of(re.sub(r"^# ((?:[a-z_]+:|  - ).*)$", r"\1", text, flags=re.MULTILINE))
-    assert set(uncommented) == PROFILE_KEYS
+    (tmp_path / "env/clusters").mkdir(parents=True)
+    uncommented = re.sub(r"^# ((?:[a-z_]+:|  - ).*)$", r"\1", text, flags=re.MULTILINE)
+    (tmp_path / "env/clusters/all.yaml").write_text(uncommented)
+    use_root(monkeypatch, tmp_path)
+    known = {*profiles.DEFAULTS, *profiles.TEXTS, *profiles.LISTS} - {"reservation", "time", "container_runtime"}
+    assert set(profiles.cluster_profile("all")) == known

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from recipes.core.config import envfile
 from recipes.core.doctor.variables import KNOWN, check_file, env_lines, problems
+from recipes.core.errors import ConfigError
 from tests.helpers import ROOT
 
 ENV_DIR = ROOT / "env"
@@ -93,7 +94,7 @@ def test_a_file_is_checked_together_with_the_common_file(tmp_path: Path) -> None
     (tmp_path / "site.env").write_text("NCCL_IB_HCA=mlx5_0\n")
     assert [problem.name for problem in check_file(tmp_path / "site.env", tmp_path)] == ["NCCL_IB_HCA"]
     (tmp_path / "site.env").write_text('NCCL_NET="IB')
-    with pytest.raises(envfile.EnvFileError, match="no closing double quote"):
+    with pytest.raises(ConfigError, match="is in double quotes"):
         check_file(tmp_path / "site.env", tmp_path)
 
 
