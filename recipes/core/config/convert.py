@@ -2,12 +2,18 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+try:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ModuleNotFoundError as missing:
+    fix = "activate your environment (. .venv/bin/activate), or type: make install"
+    print(f"{sys.executable} has no module '{missing.name}': {fix}", file=sys.stderr)
+    raise SystemExit(3) from None
 
 from recipes.core.config import declare
 from recipes.core.errors import ConfigError, shown
