@@ -107,13 +107,11 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
     assert (tmp_path / "reached.1").exists()
     record = helpers.failure(tmp_path / "run", 0)
-    assert record["behind"] == {"rank": 1, "host": HOST, "at": f"step {LATER} (forward)"}
+    assert record["behind"] == {"rank": 1, "host": HOST, "at": f"step {LATER} (data)"}
     status = helpers.read(tmp_path / "run", "status")
     assert status["first_failing_rank"] == 1, status
     # The rank's own watchdog may come before the launcher's patience is over; it says the same.
-    place = (
-        rf"rank 1 on {HOST} (got no further than|failed first: made no progress for \d+ s at) step {LATER} \(forward\)"
-    )
+    place = rf"rank 1 on {HOST} (got no further than|failed first: made no progress for \d+ s at) step {LATER} \(data\)"
     assert re.match(place, status["reason"]), status
     assert re.search(place, ended.lines[-1]), ended.out
 
@@ -122,7 +120,7 @@ def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.long
 def test_a_rank_missing_at_an_evaluation_is_named(start: Start, tmp_path: Path, rank: int) -> None:
-    place = "step 10 (start of an evaluation)"
+    place = "step 10 (evaluation)"
     environ = {"FAULT": "hang", "FAULT_AT": "evaluate", "FAULT_RANK": str(rank), "FAULT_DIR": str(tmp_path)}
     ended = finish(start(tmp_path / "run", *ENDLESS, f"timeout_s={TIMEOUT_S:g}", **environ))
     reached = float((tmp_path / f"reached.{rank}").read_text())

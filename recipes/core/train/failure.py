@@ -79,11 +79,11 @@ def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
             reported_s = suspended_s
             if world.ranks.local_rank == 0:
                 run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
-        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
+        if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
             behind = world.behind()
-            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, the network is the cause
+            waits = behind or now[2] == watchdog.WAITING  # if no rank is behind, the network is the cause
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH

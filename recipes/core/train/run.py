@@ -234,15 +234,16 @@ class Run:
         best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
         """
         self._saved_at = self.world.clock.now()
-        self.world.pulse.beat(watchdog.SAVING)
+        self.world.pulse.beat(watchdog.WAITING)
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        self.world.pulse.beat(watchdog.SAVING)
         if self.saver:
             self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
             if wait:
                 self.saver.wait()
         if wait:
-            self.world.pulse.beat(watchdog.SAVED)
+            self.world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
 
     def _saved(self, path: Path, step: int) -> None:
@@ -268,7 +269,7 @@ class Run:
             raise RunError(
                 "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
             )
-        self.world.pulse.beat(watchdog.END)
+        self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
         self.check_mine()

@@ -124,7 +124,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             results = main(start.settings.config, current)
             stop.settling = True
             current.finish(results)
-            world.pulse.beat(watchdog.LEAVING)
+            world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
         except Over:
