@@ -9,38 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipes.core.run import queue, signals
+from recipes.core.run import signals
 from recipes.core.run.signals import StopFlag
 from tests import helpers
 from tests.helpers import ROOT
-
-
-def squeue(folder: Path, text: str) -> None:
-    """A squeue that says ``text``: what is asked of it, and what becomes of the answer, is what is tested here."""
-    (folder / "squeue").write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "squeue").chmod(0o755)
-
-
-def test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
-    squeue(tmp_path, '[ "$*" = "--noheader --jobs 7 --format=%L" ] && echo 2:00')
-    assert queue.seconds_left(job) == 120
-    for silent in ("exit 1", "echo NOT_SET"):
-        squeue(tmp_path, silent)
-        assert queue.seconds_left(job) == pytest.approx(1000, abs=5)
-    (tmp_path / "squeue").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert queue.seconds_left({"SLURM_JOB_ID": "7"}) is None
-    assert queue.seconds_left({}) is None
 
 
 class Clock:
