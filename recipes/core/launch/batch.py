@@ -32,7 +32,7 @@ from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, entry, in_use, judge, queue, source
+from recipes.core.run import command_line, directory, in_use, judge, queue, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 
@@ -53,7 +53,6 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         bound = container.folders_of_run(settings, typed, repository) if image else []
     except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
-        entry.note_refusal_of(recipe, words, errors.EXIT_CONFIG, str(error), environ)
         return errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)

@@ -431,19 +431,6 @@ def test_interfaces_set_by_the_user_require_no_route(
     assert entry.begin("mnist", ["device=cpu"]).interface is None
 
 
-def test_stage_dir_with_an_unset_tmpdir_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
-    for name, value in {**STEP, "NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as ended:
-        entry.begin("imagenet", ["device=cpu", "run_dir=/proc/none", "stage_dir=$TMPDIR/x"])
-    assert ended.value.code == 2
-    assert "stage_dir=$TMPDIR/x: TMPDIR is not set in this job: give a folder" in capsys.readouterr().err
-    assert "TMPDIR" not in os.environ
-
-
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_restart_without_an_earlier_attempt_warns(tmp_path: Path, restarts: str) -> None:
     step = {
