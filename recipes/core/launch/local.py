@@ -161,7 +161,7 @@ class _Stop:
             self.count, self._last = self.count + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in signals.heeded()}
+        self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
         # The parent process may have blocked some of them.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self

@@ -29,12 +29,11 @@ INTERRUPTED = 130  # exit status after a second SIGINT
 class StopFlag:
     """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept.
 
-    settling: set it to True while the final state of the run is written; a second SIGINT then does not end the process.
     last_words: called from another thread before a second SIGINT ends the process.
     """
 
     def __init__(self) -> None:
-        self.reason, self.settling = "", False
+        self.reason = ""
         self.last_words: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
@@ -46,7 +45,7 @@ class StopFlag:
         return first
 
 
-def heeded() -> tuple[signal.Signals, ...]:
+def handled() -> tuple[signal.Signals, ...]:
     """SIGNALS without SIGHUP if the parent process has it ignored, as nohup does; else all SIGNALS."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
@@ -72,7 +71,7 @@ class _Listener:
             over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
             if signal.SIGINT in numbers and not over:
                 self._interrupted_at = min(self._interrupted_at, time.monotonic())
-                if time.monotonic() - self._interrupted_at > TOGETHER_S and not self.flag.settling:
+                if time.monotonic() - self._interrupted_at > TOGETHER_S:
                     _aside(self._last_words).join(INTERRUPT_S)
                     os._exit(INTERRUPTED)
             if signal.SIGCONT in numbers:
@@ -116,7 +115,7 @@ def stop_flag(
     thread = threading.Thread(target=listener.listen, name="signals", daemon=True)
     old_pipe = signal.set_wakeup_fd(listener.write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
-    before = {number: signal.signal(number, listener.handle) for number in heeded()}
+    before = {number: signal.signal(number, listener.handle) for number in handled()}
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2
