@@ -146,7 +146,7 @@ def supervise(
 
 
 class _Stop:
-    """Counts the signals to stop (`signals.heeded`) within the ``with`` block.
+    """Counts the signals to stop (`signals.handled`) within the ``with`` block.
 
     Signals at about the same time count as one.
     """

@@ -22,7 +22,7 @@ from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
-from recipes.core.run.dryrun import Asked, Found, Over
+from recipes.core.run.dryrun import Asked, DryRunDone, Found
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -151,7 +151,7 @@ class Run:
         self._begin()
 
     def end_dry_run(self) -> None:
-        """If `launch.py check` started this process, writes what it found and raises Over, which ends it."""
+        """If `launch.py check` started this process, writes what it found and raises DryRunDone, which ends it."""
         if not self.dry_run:
             return
         found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
@@ -162,7 +162,7 @@ class Run:
             size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
         self.dry_run.write(found)
-        raise Over
+        raise DryRunDone
 
     def _begin(self) -> None:
         if self.world.rank == 0:

@@ -94,26 +94,6 @@ def test_a_signal_is_noted_at_once_while_the_main_thread_waits_below_python() ->
         process.communicate()
 
 
-TWICE = """
-import os, signal, subprocess, sys, time
-from recipes.core.run import signals
-with signals.stop_flag(lambda name: time.sleep(float(sys.argv[1]))):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # another thread takes them, and this one sleeps on
-    send = f"kill -INT {os.getpid()}; sleep 0.5; "
-    subprocess.Popen(["sh", "-c", send + send])
-    time.sleep(2)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    time.sleep(30)
-"""
-
-
-def test_two_interrupts_are_two_though_the_handler_is_called_once() -> None:
-    """Python calls the handler once for both where the main thread waits for its turn; also while the first is still reported."""
-    for process in [helpers.start([sys.executable, "-c", TWICE, telling_s]) for telling_s in ("0", "60")]:
-        ended = helpers.finish(process, 20)
-        assert ended.status == signals.INTERRUPTED, ended.out
-
-
 TOGETHER = """
 import os, signal, sys, time
 from recipes.core.run import signals
