@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/entry.py",
-        "    if other := source.other_code(ROOT, os.environ):\n",
-        "    if other := '':\n",
+        "        if other := source.other_code(ROOT, os.environ):\n",
+        "        if other := '':\n",
         "a rank trains with the code of another clone",
         "tests/unit/launch/test_job_sh.py::test_a_job_that_imports_other_code_is_refused",
     ),

@@ -92,25 +92,22 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         if any(word in ("-h", "--help") for word in argv):
             errors.show(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
-    except ConfigError as error:
-        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
-    if other := source.other_code(ROOT, os.environ):
-        _exit(recipe, errors.EXIT_CONFIG, f"{host}: {other}", prints=is_first)
-    source.go_home(ROOT)
-    try:
+        if other := source.other_code(ROOT, os.environ):
+            raise ConfigError(f"{host}: {other}")
+        source.go_home(ROOT)
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
-        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
+        _refuse(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
         info = ranks.detect(os.environ)
         from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     except ConfigError as error:
-        _refuse(settings, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
+        _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
     prints = info.local_rank == 0
     try:
         interface = _set_interface(info)
     except network.NetworkError as error:
-        _refuse(settings, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
+        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
     own_folder = _make_own_folder(os.environ, prints=prints)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
@@ -164,15 +161,13 @@ def _rank_unchecked() -> str:
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
-def _refuse(settings: Settings, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Records a refusal in the attempt that the parent has opened, and ends the process with one line."""
+def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
+    """Records a refusal in the attempt that the parent has opened, and ends the process with one line.
+
+    Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first.
+    """
     rank = _rank_unchecked()
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    _exit(settings.recipe, status, line, prints=prints)
-
-
-def _exit(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Ends the process with one line. Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first."""
     if not prints:
         time.sleep(1.5)
     if asked := dryrun.asked(os.environ):

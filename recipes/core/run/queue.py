@@ -96,24 +96,21 @@ class Job:
 
 
 class Queue:
-    """Finds several jobs. Asks the controller once per job, and never again after it has failed to answer."""
+    """Finds several jobs. Does not ask the controller again after it has failed to answer."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
         self._environ, self._timeout_s = environ, timeout_s
-        self._known: dict[str, Job | None] = {}
         self._failure: MachineError | None = None
 
     def find(self, job_id: str) -> Job | None:
         """The same as the function `find`. Raises MachineError."""
         if self._failure:
             raise self._failure
-        if job_id not in self._known:
-            try:
-                self._known[job_id] = next(iter(show(job_id, self._environ, self._timeout_s)), None)
-            except MachineError as error:
-                self._failure = error
-                raise
-        return self._known[job_id]
+        try:
+            return next(iter(show(job_id, self._environ, self._timeout_s)), None)
+        except MachineError as error:
+            self._failure = error
+            raise
 
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
