@@ -187,10 +187,6 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=65535"),
         info("5/8", "1/4", "1/2", "env", addr="a", port=65535),
     ),
-    "by hand, nodes' number left out": (
-        env("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=a MASTER_PORT=2"),
-        info("1/4", "1/2", "0/2", "env", addr="a", port=2),
-    ),
     "by hand from the Slurm task's own numbers": (
         step(2, 0, 1, more="RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=node1 MASTER_PORT=5000"),
         info("2/3", "0/1", "1/2", "env", **IN_6 | {"port": 5000}),
@@ -308,7 +304,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
     (HAND | {"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0"]),
     (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),
-    (HAND | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "GROUP_WORLD_SIZE=2"]),
+    (HAND | {"GROUP_RANK": "0"}, ["GROUP_WORLD_SIZE is not set", "set it to the number of nodes"]),
     (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, ["GROUP_WORLD_SIZE=1", "LOCAL_WORLD_SIZE=2"]),
     (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}, ["GROUP_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2"]),
     (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
