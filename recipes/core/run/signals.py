@@ -29,11 +29,12 @@ INTERRUPTED = 130  # exit status after a second SIGINT
 class StopFlag:
     """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept.
 
+    settling: set it to True while the final state of the run is written; a second SIGINT then does not end the process.
     last_words: called from another thread before a second SIGINT ends the process.
     """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.settling = "", False
         self.last_words: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
@@ -71,7 +72,7 @@ class _Listener:
             over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
             if signal.SIGINT in numbers and not over:
                 self._interrupted_at = min(self._interrupted_at, time.monotonic())
-                if time.monotonic() - self._interrupted_at > TOGETHER_S:
+                if time.monotonic() - self._interrupted_at > TOGETHER_S and not self.flag.settling:
                     _aside(self._last_words).join(INTERRUPT_S)
                     os._exit(INTERRUPTED)
             if signal.SIGCONT in numbers:

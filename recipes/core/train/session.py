@@ -122,6 +122,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
             results = main(start.settings.config, current)
+            stop.settling = True
             current.finish(results)
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
@@ -129,6 +130,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         except DryRunDone:
             return errors.EXIT_DONE
         except BaseException as error:
+            stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
             code = failure.fail(current, error)
