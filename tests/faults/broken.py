@@ -75,6 +75,11 @@ def gil(run: Run) -> float:
     return 1.0
 
 
+def hang(run: Run) -> float:
+    time.sleep(WAIT_S)
+    return 1.0
+
+
 def start_slowly(run: Run) -> float:
     """As if gigabytes of data were brought to the node first. It ends when the run is told to stop."""
     reach(run)

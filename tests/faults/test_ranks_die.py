@@ -92,6 +92,18 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path
     assert conftest.newest(tmp_path)
 
 
+@pytest.mark.fault(2)
+def test_waiting_ranks_name_the_missing_rank_and_its_step(start: Start, tmp_path: Path) -> None:
+    environ = {"FAULT": "hang", "FAULT_AT": "8", "FAULT_DIR": str(tmp_path)}
+    ended = finish(start(tmp_path / "run", *ENDLESS, "timeout_s=4", **environ))
+    record = helpers.failure(tmp_path / "run", 0)
+    assert record["behind"] == {"rank": 1, "host": HOST, "at": "step 8 (data)"}
+    status = helpers.read(tmp_path / "run", "status")
+    place = f"rank 1 on {HOST} got no further than step 8 (data), and the other ranks timed out waiting for it"
+    assert (status["first_failing_rank"], status["reason"]) == (1, place)
+    assert place in ended.lines[-1], ended.out
+
+
 @pytest.mark.fault(3)
 def test_the_watchdog_ends_a_single_rank_with_its_interpreter_stuck(start: Start, tmp_path: Path) -> None:
     (tmp_path / "marks").mkdir()

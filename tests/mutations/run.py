@@ -12,10 +12,10 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/queue.py",
-        '_ask(environ, "%L")',
-        '_ask(environ, "%l")',
+        "else limit_s - run_s",
+        "else limit_s",
         "the time left is read as the whole time limit, and the job ends without a checkpoint",
-        "tests/unit/run/test_signals.py::test_the_controller_is_asked_and_the_jobs_own_word_is_what_counts_without_it",
+        "tests/unit/run/test_queue.py::test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment",
     ),
     Mutation(
         "recipes/core/run/signals.py",
@@ -46,7 +46,7 @@ MUTATIONS = [
         "tests/unit/run/test_table.py",
     ),
     Mutation(
-        "recipes/core/run/queue.py",
+        "recipes/core/run/in_use.py",
         "if not found or found.ended or (",
         'if not found or found.ended or found.state != "RUNNING" or (',
         "a second job takes over the run directory of a suspended or requeued job",
@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/entry.py",
-        "    if other := source.other_code(ROOT, os.environ):\n",
-        "    if other := '':\n",
+        "        if other := source.other_code(ROOT, os.environ):\n",
+        "        if other := '':\n",
         "a rank trains with the code of another clone",
         "tests/unit/launch/test_job_sh.py::test_a_job_that_imports_other_code_is_refused",
     ),

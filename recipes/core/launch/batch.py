@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
@@ -32,7 +32,7 @@ from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, entry, judge, queue, source
+from recipes.core.run import command_line, directory, in_use, judge, queue, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 
@@ -53,7 +53,6 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         bound = container.folders_of_run(settings, typed, repository) if image else []
     except errors.ConfigError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
-        entry.note_refusal_of(recipe, words, errors.EXIT_CONFIG, str(error), environ)
         return errors.EXIT_CONFIG
     os.umask(int(settings.run.umask, 8))
     job, run_dir = directory.job_id(environ), _run_dir(settings, environ)
@@ -65,7 +64,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        if problem := _several_components(recipe, environ) or _other_user(settings, run_dir, attempt, job, environ):
+        if problem := _several_components(recipe, environ) or _other_user(settings, attempt, environ):
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             print(f"{recipe}: {problem}", file=sys.stderr)
             return errors.EXIT_CONFIG
@@ -79,8 +78,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += [
         f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
     ]
-    by_clock = job and settings.run.stop_before_s and queue.is_short(environ)
-    lines += _clock_lines(recipe, environ) if by_clock else ["unset RECIPES_BY_CLOCK"]
+    by_clock = job and settings.run.stop_before_s and queue.is_short(fields)
+    lines += _clock_lines(recipe, fields) if by_clock else ["unset RECIPES_BY_CLOCK"]
     lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, fields))]
     if image:
         step, inside = container.enter(image, settings, bound, code, environ)
@@ -101,31 +100,22 @@ def _several_components(recipe: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def _other_user(settings: Settings, run_dir: Path, attempt: Attempt, job: str, environ: Mapping[str, str]) -> str:
+def _other_user(settings: Settings, attempt: Attempt, environ: Mapping[str, str]) -> str:
     """A line on the other job that uses the run directory; "" if no other job uses it.
 
     The ranks check this again, but in a container they may have no scontrol.
     """
-    if not settings.config.starts_a_run:
-        return ""
-    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if queue.share_array(job, submitted):  # the other element has started, but its run has not begun yet
-        found = queue.used_by_element(run_dir, submitted)
-    else:
-        found = queue.check(attempt, environ, settings.run.takeover)
-    if found.note:
-        print(f"{settings.recipe}: {found.note}")
-    return found.problem
+    return in_use.check(attempt, environ, settings.run.takeover) if settings.config.starts_a_run else ""
 
 
-def _clock_lines(recipe: str, environ: Mapping[str, str]) -> list[str]:
+def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
     """Lines for the shell that make the ranks of a job of a few minutes stop by the clock.
 
     The signal of its script would stop such a job at its start.
     """
     print(f"{recipe}: this job has only a few minutes: it saves by the clock shortly before its end, not on SIGUSR2")
     lines = ["export RECIPES_BY_CLOCK=1"]
-    if left := queue.seconds_left(environ):  # the ranks cannot ask Slurm inside a container
+    if left := queue.time_left_s(fields):  # the ranks cannot ask Slurm inside a container
         lines += [f"export SLURM_JOB_END_TIME={int(time.time() + left)}"]
     return lines
 

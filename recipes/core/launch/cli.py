@@ -19,7 +19,7 @@ from recipes.core.launch import checks, controller, jobs, local, scripts, snapsh
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, directory, queue, source, table
+from recipes.core.run import command_line, directory, in_use, source, table
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -139,7 +139,7 @@ def _require_free_run_dir(settings: Settings) -> None:
         path = Path(run_dir) if number is None else Path(run_dir) / str(number)
         if settings.config.evaluate:
             path = directory.for_evaluation(path)
-        problem = queue.queued(path, settings.job.dependency, os.environ)
+        problem = in_use.queued(path, settings.job.dependency, os.environ)
         if problem:
             raise ConfigError(problem)
 

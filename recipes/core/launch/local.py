@@ -146,7 +146,7 @@ def supervise(
 
 
 class _Stop:
-    """Counts the signals to stop (`signals.heeded`) within the ``with`` block.
+    """Counts the signals to stop (`signals.handled`) within the ``with`` block.
 
     Signals at about the same time count as one.
     """
@@ -161,7 +161,7 @@ class _Stop:
             self.count, self._last = self.count + 1, time.monotonic()
 
     def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in signals.heeded()}
+        self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
         # The parent process may have blocked some of them.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self

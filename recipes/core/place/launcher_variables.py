@@ -10,9 +10,6 @@ from recipes.core.errors import ConfigError, shown
 
 Environ = Mapping[str, str]
 
-# The form that the resolver accepts. It raises for an empty label and for a longer one.
-_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-
 
 class RankError(ConfigError):
     """The variables of the launcher are contradictory, malformed or incomplete. The message names the variable, its value and the fix."""
@@ -63,18 +60,8 @@ def first_set(environ: Environ, *names: str) -> str:
 
 
 def master_addr_of(environ: Environ) -> str:
-    """MASTER_ADDR without the brackets of an IPv6 address; "" if it is not set."""
-    if "MASTER_ADDR" not in environ:
-        return ""
-    given = environ["MASTER_ADDR"]
-    address = given[1:-1] if given.startswith("[") and given.endswith("]") else given
-    is_name = address == given and len(address) <= 253 and _HOST_NAME.fullmatch(address)
-    if not is_name and not _is_ipv6(address):
-        raise RankError(
-            f"MASTER_ADDR={shown(given)}: must be a host name or an IP address: "
-            "set it so, with the port in MASTER_PORT, or unset it"
-        )
-    return address
+    """MASTER_ADDR without the brackets of an IPv6 address; "" if it is not set. Whether it resolves is found later."""
+    return environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
 
 
 def master_port_of(environ: Environ) -> int:
@@ -82,15 +69,6 @@ def master_port_of(environ: Environ) -> int:
     if "MASTER_PORT" not in environ:
         return 0
     return number(environ, "MASTER_PORT", minimum=1, below=("the number of ports", 65_536))
-
-
-def _is_ipv6(address: str) -> bool:
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    # ipaddress accepts any character in a zone such as that of fe80::1%eth0.
-    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", address) is not None
 
 
 def is_loopback(address: str) -> bool:

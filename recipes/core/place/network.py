@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import socket
@@ -17,7 +16,7 @@ from recipes.core.place.ranks import RankInfo
 _NLM_F_REQUEST, _NLM_F_DUMP = 0x1, 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _RTM_NEWADDR, _RTM_GETADDR, _RTM_NEWROUTE, _RTM_GETROUTE = 20, 22, 24, 26
-_RTN_UNICAST, _RTN_LOCAL = 1, 2
+_RTN_LOCAL = 2
 _RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _MESSAGE = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
@@ -25,6 +24,7 @@ _ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, destination's prefix bits
 _ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix bits, flags, scope, interface index
 _ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
 
+LOOPBACK = "lo"
 _SET = "or set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
 FIX_ROUTE = f"bring the interface up, or fix its route (ip route get PEER on that node), {_SET}"
 FIX_NAME = f"add the name to DNS, or to /etc/hosts on each node (getent hosts NAME on that node), {_SET}"
@@ -59,28 +59,21 @@ class Choice:
 
 
 def route_to(address: str) -> Route:
-    """The kernel's route to an IPv4 or IPv6 address, like `ip route get`. A zone such as that of fe80::1%eth0 is respected.
+    """The kernel's route to an IPv4 or IPv6 address, like `ip route get`.
 
-    Raises NetworkError if there is no route, if the text is not an address, or if the kernel cannot be asked.
+    Raises NetworkError if there is no route.
     """
     try:
         target = ipaddress.ip_address(address)
-        zone = getattr(target, "scope_id", None)
-        request = _ROUTE.pack(_family(target), target.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
-        request += _attribute(_RTA_DST, target.packed)
-        if zone:
-            request += _attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(zone)))
+        family = socket.AF_INET if target.version == 4 else socket.AF_INET6
+        request = _ROUTE.pack(family, target.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
+        request += _ATTRIBUTE.pack(_ATTRIBUTE.size + len(target.packed), _RTA_DST) + target.packed
         route, attributes = next(_ask(_RTM_GETROUTE, 0, request, _RTM_NEWROUTE, _ROUTE))
-        kind = route[7]
-        if kind not in (_RTN_UNICAST, _RTN_LOCAL) or _RTA_OIF not in attributes:
-            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
         interface = socket.if_indextoname(struct.unpack("=I", attributes[_RTA_OIF])[0])
     except OSError as error:
         raise NetworkError(f"{socket.gethostname()}: no route to {address} ({error.strerror or error})") from None
-    except ValueError:
-        raise NetworkError(f"{address!r} is not an IP address") from None
     source = attributes.get(_RTA_PREFSRC)
-    return Route(interface, str(ipaddress.ip_address(source)) if source else "", kind == _RTN_LOCAL)
+    return Route(interface, str(ipaddress.ip_address(source)) if source else "", route[7] == _RTN_LOCAL)
 
 
 def choose(info: RankInfo) -> Choice | None:
@@ -93,8 +86,7 @@ def choose(info: RankInfo) -> Choice | None:
     Raises NetworkError if the peer's name does not resolve, or if no route reaches it.
     """
     if info.num_nodes == 1:
-        loopback = _loopback()
-        return Choice(loopback, "127.0.0.1", "", "", "one node") if loopback else None
+        return Choice(LOOPBACK, "127.0.0.1", "", "", "one node")
     if info.nodes:
         return _towards(info.nodes[1 if info.node_rank == 0 else 0])
     if info.node_rank > 0:
@@ -128,10 +120,7 @@ def _towards(peer: str) -> Choice:
         return Choice(route.interface, route.source, peer, address, f"route to {peer} ({address})")
     if failures:
         raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
-    loopback = _loopback()
-    if not loopback:
-        raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {own[0]} is its own address", FIX_NAME)
-    return Choice(loopback, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
+    return Choice(LOOPBACK, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
 
 
 def _interface_of_master(master: str) -> Choice | None:
@@ -153,11 +142,6 @@ def _resolve(host: str) -> list[str]:
     return [str(sockaddr[0]) for *_, sockaddr in answers]
 
 
-def _loopback() -> str | None:
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
 def own_addresses() -> list[tuple[str, str]]:
     """All pairs (interface, address) of this machine."""
     found = []
@@ -173,16 +157,10 @@ def own_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
-    return socket.AF_INET if address.version == 4 else socket.AF_INET6
-
-
 def _ask(
     kind: int, flags: int, body: bytes, answer: int, header: struct.Struct
 ) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
     """Asks the kernel and yields its answers of one type: header fields and attributes. Raises OSError with its error."""
-    if not hasattr(socket, "AF_NETLINK"):
-        raise OSError(errno.EAFNOSUPPORT, "routes can be read on Linux only")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
         kernel.settimeout(5)
         kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)
@@ -198,11 +176,6 @@ def _ask(
                     raise OSError(code, os.strerror(code))
                 if received == answer:
                     yield header.unpack_from(payload), dict(_attributes(payload[header.size :]))
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    data = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value
-    return data.ljust(_align(len(data)), b"\0")
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -152,8 +152,6 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int, m
 
 
 def _group_world_size(environ: Environ, world_size: int, local_size: int) -> int:
-    if "GROUP_WORLD_SIZE" not in environ and world_size % local_size == 0:
-        return world_size // local_size
     num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, fix="set it to the number of nodes")
     # Every other node has at least one rank. A single node has all ranks.
     most = world_size - num_nodes + 1

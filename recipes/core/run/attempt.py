@@ -81,11 +81,11 @@ def describe_process(environ: Mapping[str, str]) -> dict[str, Any]:
         "started": start_time(os.getpid()),
         "place": namespace(),
     }
-    in_slurm = directory.job_id(environ)
+    job = directory.job_id(environ)
     return {
         "launch": directory.launch_id(environ),
-        "job": in_slurm or environ.get("TORCHELASTIC_RUN_ID"),
-        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if in_slurm else None,
+        "job": job,
+        "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,
         "process": process,
     }
 

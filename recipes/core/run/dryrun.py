@@ -10,7 +10,7 @@ from recipes.core import files
 VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Asked` as JSON
 
 
-class Over(Exception):
+class DryRunDone(Exception):
     """Ends a dry run at the point where the training would begin."""
 
 

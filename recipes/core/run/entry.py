@@ -5,7 +5,6 @@ line because torch reads some variables of the env files when it is loaded.
 """
 
 import atexit
-import contextlib
 import errno
 import os
 import re
@@ -15,12 +14,12 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.config import envfile, help, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
@@ -50,18 +49,6 @@ class Start:
     pulse: Pulse = field(default_factory=Pulse)
     own_folder: Path | None = None
     dry_run: Asked | None = None
-
-
-def note_refusal_of(recipe: str, words: Sequence[str], status: int, line: str, environ: Mapping[str, str]) -> None:
-    """Records in a new attempt that a job was refused for words that are not valid keys. Does nothing outside a Slurm job.
-
-    Only ``run_dir=`` is read from ``words``.
-    """
-    run_dir = next((word.partition("=")[2] for word in reversed(words) if word.startswith("run_dir=")), "")
-    if (job := directory.job_id(environ)) and recipe in recipe_conf.names() and not set("$\0") & set(run_dir):
-        with files.umask(0o077), contextlib.suppress(errors.MachineError):
-            new = attempts.open_next(directory.choose(run_dir, recipe, job, ROOT), recipe, environ)
-            attempts.refuse({attempts.VARIABLE: str(new.folder)}, status, line)
 
 
 _exit_status: list[int] = []  # the status of `end`, once it was called
@@ -105,34 +92,22 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         if any(word in ("-h", "--help") for word in argv):
             errors.show(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
-    except ConfigError as error:
-        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
-    if other := source.other_code(ROOT, os.environ):
-        _exit(recipe, errors.EXIT_CONFIG, f"{host}: {other}", prints=is_first)
-    source.go_home(ROOT)
-    try:
+        if other := source.other_code(ROOT, os.environ):
+            raise ConfigError(f"{host}: {other}")
+        source.go_home(ROOT)
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
-        if is_first and not attempts.given(os.environ):
-            note_refusal_of(recipe, argv, errors.EXIT_CONFIG, str(error), os.environ)
-        _exit(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
+        _refuse(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
     try:
         info = ranks.detect(os.environ)
         from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     except ConfigError as error:
-        _refuse(settings, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
+        _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
     prints = info.local_rank == 0
     try:
         interface = _set_interface(info)
     except network.NetworkError as error:
-        _refuse(settings, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
-    stage_dir = getattr(settings.config, "stage_dir", "")
-    if directory.job_id(os.environ) and "TMPDIR" in stage_dir and not os.environ.get("TMPDIR"):
-        # _make_own_folder would set TMPDIR to a folder that is removed at the end of the run.
-        line = (
-            f"{host}: stage_dir={stage_dir}: TMPDIR is not set in this job: give a folder on a local disk of the nodes"
-        )
-        _refuse(settings, errors.EXIT_CONFIG, line, prints=prints)
+        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
     own_folder = _make_own_folder(os.environ, prints=prints)
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
@@ -150,7 +125,7 @@ def _set_interface(info: RankInfo) -> network.Choice | None:
 
 
 def _make_own_folder(environ: MutableMapping[str, str], prints: bool) -> Path | None:
-    """Creates a folder on the node's own disk for this job's temporary files and compile caches, and sets their variables.
+    """Creates a folder on the node's own disk for this job's compile caches, and sets their variables.
 
     A variable that is already set takes precedence. Jobs do not share these caches because several jobs would write to
     them at the same time, and because the home folder is slow when many nodes use it. `remove_own_folder` removes the
@@ -171,8 +146,6 @@ def _make_own_folder(environ: MutableMapping[str, str], prints: bool) -> Path | 
         return None
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
     environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
-    if not environ.get("TMPDIR"):
-        environ["TMPDIR"] = str(folder)
     return folder
 
 
@@ -188,15 +161,13 @@ def _rank_unchecked() -> str:
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
-def _refuse(settings: Settings, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Records a refusal in the attempt that the parent has opened, and ends the process with one line."""
+def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
+    """Records a refusal in the attempt that the parent has opened, and ends the process with one line.
+
+    Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first.
+    """
     rank = _rank_unchecked()
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    _exit(settings.recipe, status, line, prints=prints)
-
-
-def _exit(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Ends the process with one line. Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first."""
     if not prints:
         time.sleep(1.5)
     if asked := dryrun.asked(os.environ):

@@ -1,18 +1,15 @@
-"""Asks Slurm about jobs: their state, what happens to them next, and whether a run is still in use. Standard library only.
+"""Asks Slurm about jobs: their state, their time limit, and what happens to them next. Standard library only.
 
-No other module calls ``scontrol show job`` or ``squeue``, or decides whether a run is alive. If Slurm does not know, the process of the
-run decides, else its heartbeat.
+No other module calls ``scontrol show job``.
 """
 
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from recipes.core.errors import MachineError, Next, next_of
 from recipes.core.place import durations
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
-from recipes.core.run.attempt import Attempt
 
 # States after which a job does not start again. REVOKED is not one of them: in a federation, another cluster runs that
 # job.
@@ -32,13 +28,8 @@ ENDED = frozenset(
 WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"])
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
-ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
-HEARTBEAT_S = 5.0  # time between two heartbeats of a run
-WATCH_S = 4 * HEARTBEAT_S  # an attempt without a heartbeat for this long is not alive
-OLD_S = 300.0  # if the last heartbeat is older, there is no wait for the next one; clocks differ by less than this
-ASK_S = 20.0  # how long to wait for an answer of the controller
 SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
-SQUEUE_S = 10.0  # timeout for squeue, so that waiting for an answer does not use up the remaining time
+OWN_JOB_S = 10.0  # timeout for a question about this job, so that the wait does not use up the remaining time
 HOW_TO_RESUME = "to resume, start it again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
 NOT_REQUEUED = {
@@ -98,38 +89,28 @@ class Job:
         if self.waiting or self.restarts > restarts:
             return Next.requeued
         if self.state == COMPLETING:  # Slurm hides the state that follows
-            by_slurm = self.fields.get("PreemptTime", "None") != "None" or self._reached_its_limit()
+            left_s = time_left_s(self.fields)
+            by_slurm = self.fields.get("PreemptTime", "None") != "None" or (left_s is not None and left_s <= 0)
             return Next.not_requeued if by_slurm else Next.cancelled
         return None
 
-    def _reached_its_limit(self) -> bool:
-        limit_s = durations.seconds(self.fields.get("TimeLimit", ""))
-        try:
-            start, end = (datetime.fromisoformat(self.fields[name]) for name in ("StartTime", "EndTime"))
-        except (KeyError, ValueError):
-            return False
-        return limit_s is not None and (end - start).total_seconds() >= limit_s
-
 
 class Queue:
-    """Finds several jobs. Asks the controller once per job, and never again after it has failed to answer."""
+    """Finds several jobs. Does not ask the controller again after it has failed to answer."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
         self._environ, self._timeout_s = environ, timeout_s
-        self._known: dict[str, Job | None] = {}
         self._failure: MachineError | None = None
 
     def find(self, job_id: str) -> Job | None:
         """The same as the function `find`. Raises MachineError."""
         if self._failure:
             raise self._failure
-        if job_id not in self._known:
-            try:
-                self._known[job_id] = next(iter(show(job_id, self._environ, self._timeout_s)), None)
-            except MachineError as error:
-                self._failure = error
-                raise
-        return self._known[job_id]
+        try:
+            return next(iter(show(job_id, self._environ, self._timeout_s)), None)
+        except MachineError as error:
+            self._failure = error
+            raise
 
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
@@ -215,39 +196,35 @@ def _job(block: str) -> Job:
     )
 
 
-def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm ends this job. inf means no limit, None means unknown.
-
-    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began. The function
-    raises no exception, since a controller that does not answer is no reason to end the run. It takes up to SQUEUE_S
-    seconds.
-    """
-    if not directory.job_id(environ):
-        return None
-    left, end = _ask(environ, "%L"), environ.get("SLURM_JOB_END_TIME", "")
-    return int(end) - time.time() if left is None and end.isdecimal() else left
+def time_left_s(fields: Mapping[str, str]) -> float | None:
+    """Seconds until the time limit of a job that has started, from `Job.fields`. inf means no limit, None means unknown."""
+    limit_s, run_s = (durations.seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
+    return None if limit_s is None or run_s is None else limit_s - run_s
 
 
-def is_short(environ: Mapping[str, str]) -> bool:
-    """Whether the time limit of this job is below SHORT_S.
+def is_short(fields: Mapping[str, str]) -> bool:
+    """Whether the time limit of a job is below SHORT_S.
 
     The ready scripts request their signal for jobs of hours. In such a short job, the signal would come soon after the
     start.
     """
-    limit = _ask(environ, "%l")
-    return limit is not None and limit < SHORT_S
+    limit_s = durations.seconds(fields.get("TimeLimit", ""))
+    return limit_s is not None and limit_s < SHORT_S
 
 
-def _ask(environ: Mapping[str, str], field: str) -> float | None:
-    """A time of this job in seconds. field: the format of squeue for it. None if squeue does not give it."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", str(directory.job_id(environ)), f"--format={field}"],
-            capture_output=True, text=True, timeout=SQUEUE_S,
-        )  # fmt: skip
-        if asked.returncode == 0 and (words := asked.stdout.split()):
-            return durations.seconds(words[0])
-    return None
+def seconds_left(environ: Mapping[str, str]) -> float | None:
+    """Seconds until Slurm ends this job. inf means no limit, None means unknown. It takes up to OWN_JOB_S seconds.
+
+    The source is the controller, else SLURM_JOB_END_TIME, the end time that Slurm set when the job began. A controller
+    that does not answer is no reason to end the run, so no exception is raised.
+    """
+    job, end, left_s = directory.job_id(environ), environ.get("SLURM_JOB_END_TIME", ""), None
+    if not job:
+        return None
+    with contextlib.suppress(MachineError):
+        found = find(job, environ, OWN_JOB_S)
+        left_s = time_left_s(found.fields) if found else None
+    return int(end) - time.time() if left_s is None and end.isdecimal() else left_s
 
 
 @dataclass(frozen=True)
@@ -280,8 +257,6 @@ def of_run(run_dir: Path, queue: Queue) -> Outlook:
     """
     attempt, described = attempts.facts(run_dir), files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
-    if attempt.get("cluster", "") is None:  # outside Slurm, a number is the --rdzv-id of torchrun
-        of_attempt = ""
     ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
     if not ids:
         return Outlook("", None, False, "it is not a Slurm job", None)
@@ -301,191 +276,17 @@ def of_run(run_dir: Path, queue: Queue) -> Outlook:
 def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
     found, recorded = of_run(run_dir, queue), next_of(status)
+    again = (Next.requeued, Next.held)
     saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
-    if found.job is None:  # only the status of the run is known
-        why = f" ({found.line})" if found.id else ""
-        if recorded in (Next.requeued, Next.held):
-            lost = f": {HOW_TO_RESUME}" if found.asked else ""
-            return f"{saved}; job {found.id} was requeued, and its state now is unknown{why}{lost}"
-        return f"{saved}; {NOT_REQUEUED[recorded] if recorded else HOW_TO_RESUME}{'' if recorded else why}"
-    if found.next in (Next.requeued, Next.held):
+    if found.next in again:
         return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
-    if found.next:
-        # The batch script has recorded why it did not requeue the job. While the script ends, Slurm shows the job like
-        # a cancelled one.
-        is_final = recorded not in (None, Next.requeued, Next.held) and not found.submitted_since
-        return f"{saved}; {found.line}; {NOT_REQUEUED[recorded if recorded and is_final else found.next]}"
-    if found.job.fields.get("BatchFlag") == "0":  # a job of salloc or srun, which nothing requeues
-        return f"{saved}; {HOW_TO_RESUME}"
-    return f"{saved}; {found.line}, and its batch script has not ended yet"
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Who else uses a run directory.
-
-    problem: a line on the user, with the fix; "" if nobody uses it. note: an assumption of the check, for the log.
-    """
-
-    problem: str = ""
-    note: str = ""
-
-
-def check(attempt: Attempt, environ: Mapping[str, str], takeover: bool, patience_s: float = ENDING_S) -> Usage:
-    """Finds who else uses the run directory of ``attempt``. An earlier start of this same job does not count.
-
-    takeover: whether only other elements of this job's array count. A requeued job does not take over again.
-    patience_s: how long to wait for a job that is ending and for a heartbeat.
-    """
-    takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
-    note = ""
-    for earlier in _last_attempts(attempt.run_dir, attempt.number):
-        if not takes_over or share_array(directory.job_id(environ), earlier.facts().get("job")):
-            found = _check_attempt(earlier, environ, patience_s)
-            if found.problem:
-                return found
-            note = note or found.note
-    return Usage(note=note)
-
-
-def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """For a submission: a line on the pending or running job that uses ``run_dir``. "" if no such job is known.
-
-    Jobs that ``dependency`` waits for do not count.
-    """
-    found = re.findall(r"after\w+((?::\d+[\d_*]*)+)", dependency)
-    awaited = {job for jobs_of in found for job in re.findall(r"\d+(?:_\d+)?", jobs_of)}
-
-    def is_awaited(job: object) -> bool:
-        return "singleton" in dependency or not {str(job), str(job).partition("_")[0]}.isdisjoint(awaited)
-
-    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if submitted and not is_awaited(submitted):
-        with contextlib.suppress(MachineError):
-            if problem := _check_by_slurm(str(submitted), run_dir, environ, 0.0, saved=False).problem:
-                return problem
-    for attempt in _last_attempts(run_dir):
-        job = attempt.facts().get("job")
-        is_submitted = submitted is not None and job == submitted
-        if not is_submitted and not is_awaited(job) and (problem := _check_attempt(attempt, environ, 0.0).problem):
-            return problem
-    return ""
-
-
-def _last_attempts(run_dir: Path, below: int | None = None) -> list[Attempt]:
-    """The attempts that may still run: the last one that has begun, and those that were opened later.
-
-    An attempt begins only when those before it have ended. below: only attempts with lower numbers count.
-    """
-    found = []
-    for number in attempts.numbers(run_dir):
-        if below is None or number < below:
-            found.append(attempt := Attempt(run_dir, number))
-            if attempt.has_begun:
-                break
-    return found
-
-
-def share_array(job: str | None, other: object) -> bool:
-    """Whether two jobs are different elements of one job array."""
-    mine, theirs = str(job or "").split("_"), str(other or "").split("_")
-    return len(mine) == len(theirs) == 2 and mine[0] == theirs[0] and mine[1] != theirs[1]
-
-
-def used_by_element(run_dir: Path, other: object) -> Usage:
-    """The refusal of a run directory that another element of this job array uses."""
-    return Usage(
-        f"run_dir={run_dir}: element {other} of this job array uses it, and each element needs its own: "
-        "launch.py makes such an array (sweep.KEY=A,B)"
-    )
-
-
-def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> Usage:
-    """Checks whether the job or the process of one attempt still runs."""
-    run_dir, facts = attempt.run_dir, attempt.facts()
-    own_job, job = directory.job_id(environ), facts.get("job")
-    if share_array(own_job, job):
-        return used_by_element(run_dir, job)
-    judged = files.read_json(attempt.folder / "ended.json")
-    if judged and judged.get("state") != "preempted":  # the job of a saved run may be requeued
-        return Usage()
-    status = directory.read_status(run_dir) or {}
-    state = status.get("state") if status.get("attempt") == attempt.number else None
-    if state in ("done", "failed", "incomplete"):
-        return Usage()
-    is_running = _is_running(facts)
-    if own_job is not None and own_job == job:
-        # The attempt is an earlier start of this job or another step of it. Only the process shows whether that step
-        # still runs.
-        if facts.get("launch") == directory.launch_id(environ) and is_running:
-            return _used(run_dir, f"another step of this job (process {facts['process']['pid']})", "wait for its end")
-        return Usage()
-    cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
-    if cluster is not None:
-        reason = f"it is a job of cluster {cluster}"
-        if not own_cluster or cluster in ("", own_cluster):
-            try:
-                return _check_by_slurm(str(job), run_dir, environ, patience_s, saved=state == "preempted")
-            except MachineError as error:
-                reason = str(error)
-    elif is_running is not None:
-        pid, host = facts["process"]["pid"], facts["process"]["host"]
-        return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if is_running else Usage()
-    elif job is not None and job == environ.get("TORCHELASTIC_RUN_ID"):
-        return Usage()  # torchrun has restarted its ranks
-    else:
-        reason = "it runs on another host"
-    return Usage() if state == "preempted" else _check_by_heartbeat(attempt, patience_s, reason)
-
-
-def _is_running(facts: Mapping[str, Any]) -> bool | None:
-    """Whether the process of an attempt runs. None if this cannot be seen from this machine or process namespace."""
-    process = facts.get("process") or {}
-    if not process.get("place") or process["place"] != attempts.namespace():
-        return None
-    started, pid = process["started"], int(process["pid"])
-    return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
-
-
-def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> Usage:
-    """Checks by the state of the job in Slurm. saved: whether the attempt was stopped and saved.
-
-    Nothing requeues a stopped attempt in an allocation of salloc, although the job itself continues, so the attempt
-    counts as ended. Raises MachineError if Slurm cannot be asked.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        found = find(job, environ, ASK_S)
-        if not found or found.ended or (found.state == COMPLETING and not patience_s):
-            return Usage()
-        if saved and found.fields.get("BatchFlag") == "0":
-            return Usage()
-        if found.state != COMPLETING or time.monotonic() > deadline:
-            break
-        time.sleep(1.0)
-    end = f"cancel it (scancel {job})"
-    if found.waiting:
-        state = "was requeued and is pending" if found.restarts else "is pending"
-        return _used(run_dir, f"job {job}, which {state},", end, "will use it")
-    return _used(run_dir, f"job {job} ({found.state.lower()})", end)
-
-
-def _check_by_heartbeat(attempt: Attempt, patience_s: float, reason: str) -> Usage:
-    """Checks by the heartbeat, if no other check is possible. Takes up to `WATCH_S` seconds."""
-    facts = attempt.facts()
-    job, host = facts.get("job"), (facts.get("hosts") or ["unknown"])[0]
-    who = f"job {job} on {host}" if job else f"a process on {host}"
-    first, begin = attempts.newest_heartbeat(attempt), time.monotonic()
-    while patience_s and time.time() - first < OLD_S and time.monotonic() - begin < min(WATCH_S, patience_s):
-        time.sleep(1.0)
-        if attempts.newest_heartbeat(attempt) > first:
-            return _used(attempt.run_dir, f"{who} (its heartbeat advances; {reason})", "end it")
-    return Usage(
-        note=f"{attempt.run_dir}: {who} has used it, and counts as ended, since it has no heartbeat ({reason})"
-    )
-
-
-def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> Usage:
-    return Usage(
-        f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir; takeover=true starts anyway"
-    )
+    if not found.job and recorded in again:
+        return f"{saved}; job {found.id} was requeued, and its state now is unknown: {found.line}"
+    if found.is_active and not found.next and found.job and found.job.fields.get("BatchFlag") != "0":
+        return f"{saved}; {found.line}, and its batch script has not ended yet"
+    # The batch script has recorded why it did not requeue the job. While the script ends, Slurm shows the job like a
+    # cancelled one.
+    is_final = recorded and recorded not in again and not found.submitted_since
+    decided = recorded if is_final else found.next
+    line = f"{found.line}; " if found.id else ""
+    return f"{saved}; {line}{NOT_REQUEUED[decided] if decided else HOW_TO_RESUME}"

@@ -46,7 +46,7 @@ class StopFlag:
         return first
 
 
-def heeded() -> tuple[signal.Signals, ...]:
+def handled() -> tuple[signal.Signals, ...]:
     """SIGNALS without SIGHUP if the parent process has it ignored, as nohup does; else all SIGNALS."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
@@ -116,7 +116,7 @@ def stop_flag(
     thread = threading.Thread(target=listener.listen, name="signals", daemon=True)
     old_pipe = signal.set_wakeup_fd(listener.write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
-    before = {number: signal.signal(number, listener.handle) for number in heeded()}
+    before = {number: signal.signal(number, listener.handle) for number in handled()}
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2

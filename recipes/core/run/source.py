@@ -61,53 +61,29 @@ def commit(code: Path) -> str | None:
 
 
 def difference(code: Path) -> bytes:
-    """The difference between the code and its commit, in the format of ``git apply``.
+    """The difference between the code and its commit, in the format of ``git apply``. A note if it is too large.
 
-    It includes new files that a snapshot contains and git does not ignore. A new file that would make the difference
-    larger than MAX_DIFF_BYTES is only listed at the top.
+    It includes new files of at most MAX_DIFF_BYTES that a snapshot contains and git does not ignore.
     """
     if stamp(code):
         with contextlib.suppress(OSError):
             return (code / DIFF).read_bytes()
         return b""
     diff = _git(code, "diff", "HEAD", *GIT_DIFF_OPTIONS, "--", ".")
-    if len(diff) > MAX_DIFF_BYTES:
-        return b"# the difference is too large to be kept here\n"
-    listed = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0"))
-    left_out = b""
-    for path in _new_files(code, listed):
-        name = os.fsencode(path)
-        try:
-            size = (code / path).stat().st_size
-        except OSError:  # the file was removed in the meantime, for example by an editor
-            continue
-        added = (
-            _git(code, "diff", "--no-index", *GIT_DIFF_OPTIONS, "--", os.devnull, str(path))
-            if size <= MAX_DIFF_BYTES
-            else b""
-        )
-        if added and len(diff) + len(added) <= MAX_DIFF_BYTES:
-            diff += added
-        else:
-            left_out += b"# new file %s, %d bytes: not kept here\n" % (name, size)
-    return left_out + diff
-
-
-def _new_files(code: Path, listed: set[bytes]) -> list[Path]:
-    """The files of the code that are in ``listed``, relative to ``code``. Empty if the folder cannot be read."""
-    with contextlib.suppress(OSError):
-        if listed - {b""}:
-            return [path for file in code_files(code) if os.fsencode(path := file.relative_to(code)) in listed]
-    return []
+    new = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0")) - {b""}
+    with contextlib.suppress(OSError):  # a file was removed in the meantime, for example by an editor
+        for path in code_files(code) if new else ():
+            name = path.relative_to(code)
+            if os.fsencode(name) in new and path.stat().st_size <= MAX_DIFF_BYTES:
+                diff += _git(code, "diff", "--no-index", *GIT_DIFF_OPTIONS, "--", os.devnull, str(name))
+    return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"
 
 
 def _git(root: Path, *words: str) -> bytes:
     """The stdout of a git command; empty if there is no git or no repository, or if the command fails."""
-
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S)
-        different = 1 if "--no-index" in words else 0
-        return done.stdout if done.returncode in (0, different) else b""
+        return done.stdout if done.returncode in (0, 1) else b""  # 1 if diff --no-index finds a difference
     return b""
 
 

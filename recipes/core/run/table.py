@@ -1,5 +1,6 @@
 """A table of runs from their run directories. Does not import torch."""
 
+import contextlib
 import json
 import os
 import sys
@@ -60,7 +61,7 @@ def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
-    state, note = _state_and_note(folder, status, job, now, asks)
+    state, note = _state_and_note(folder, status, now, asks)
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     return Run(
@@ -74,9 +75,7 @@ def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
     )
 
 
-def _state_and_note(
-    folder: Path, status: dict[str, Any], job: dict[str, Any], now: float, asks: Queue | None
-) -> tuple[str, str]:
+def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queue | None) -> tuple[str, str]:
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
     if state == "running":
         note = f"last update {ago(now - _number(status.get('updated'), now))} ago"
@@ -92,10 +91,6 @@ def _state_and_note(
             note = f"{note}; a later launch was refused: {line}"
         else:
             state, note = "refused", f"{line} (before that: {state}{note and f', {note}'})"
-    if not status and not note and isinstance(job.get("log"), str):
-        # The batch script may have ended before it started Python.
-        lines = [line for line in _last_lines(Path(job["log"])) if line.strip()]
-        note = lines[-1].decode(errors="replace") if lines else ""
     if asks and not status and not note and (found := queue.of_run(folder, asks)).asked:
         note = found.line
     return state, note
@@ -109,18 +104,13 @@ def _keys(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _last_lines(path: Path) -> list[bytes]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            return file.read().splitlines()
-    except OSError:
-        return []
-
-
 def _last_row(path: Path) -> dict[str, Any]:
     """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
-    for line in reversed(_last_lines(path)):
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
         try:
             row = json.loads(line)
         except ValueError:  # the line is being written, or a kill has cut it

@@ -5,7 +5,6 @@ memory that it shares with a small process, `python -m recipes.core.run.watchdog
 Standard library only.
 """
 
-import collections
 import contextlib
 import json
 import math
@@ -25,18 +24,10 @@ from recipes.core.place import processes
 
 PULSE = struct.Struct("<QQQ")  # number of beats, step, phase
 NOTE_AT, BYTES = 64, 1 << 16  # after the pulse: JSON, padded with zero bytes
-# In the order in which a step goes through them. Of two ranks at the same step, the rank in the lower phase is behind.
-PHASES = (
-    "nothing that is watched", "start", "collective", "loss over all ranks", "start of an evaluation", "evaluation",
-    "sum of the evaluation", "row of metrics", "saving", "saved", "data", "forward", "forward, in the model", "backward", "update",
-    "end", "last barrier",
-)  # fmt: skip
-(
-    UNWATCHED, START, MEETING, SUM, TO_EVALUATE, EVALUATION, COUNT, ROW, SAVING, SAVED, DATA, FORWARD, MODEL, BACKWARD, UPDATE,
-    END, LEAVING,
-) = range(len(PHASES))  # fmt: skip
-NOT_WATCHED = (UNWATCHED, END)
-WAITING = (MEETING, SUM, COUNT, SAVED, LEAVING)  # phases in which a rank only waits for the others
+# Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA lasts until the model is called, since
+# DDP's forward pass can wait for the other ranks. BACKWARD includes the optimiser.
+PHASES = ("outside the steps", "start", "evaluation", "saving", "data", "forward", "backward", "waiting")
+UNWATCHED, START, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING = range(len(PHASES))
 POLL_S = 0.5
 STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
@@ -50,17 +41,13 @@ class RunningClock:
 
     scontrol suspend, gang scheduling and SIGSTOP stop a process. A gap of more than `STOP_S` between two readings does
     not count. The clock must therefore be read more often: in a loop, or by the thread of `start`. An overloaded
-    machine can cause such a gap too. A gap is reported as a suspension only if SIGCONT arrived at its end
-    (`continued`).
+    machine can cause such a gap too. A gap counts as a suspension only if SIGCONT arrived at its end (`continued`).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read_at = time.monotonic()
-        self._continued_at = -math.inf
-        self._gaps = collections.deque[tuple[float, float]](
-            maxlen=16
-        )  # begin and end of each gap; a busy machine adds some after the process has been continued
+        self._gap = self._suspension = (-math.inf, 0.0)  # end and length of the last one
         self.stopped_s = 0.0  # total length of all gaps
 
     def now(self) -> float:
@@ -69,20 +56,20 @@ class RunningClock:
             moment = time.monotonic()
             before, self._read_at = self._read_at, moment
             if moment - before > STOP_S:
-                self._gaps.append((before + POLL_S, moment))
-                self.stopped_s += moment - before - POLL_S
+                self._gap = (moment, moment - before - POLL_S)
+                self.stopped_s += self._gap[1]
             return moment - self.stopped_s
 
     def continued(self) -> None:
         """Called when this process received SIGCONT."""
-        self._continued_at = time.monotonic()
+        self.now()
+        if time.monotonic() - self._gap[0] < STOP_S:
+            self._suspension = self._gap
 
     def suspension_s(self) -> float:
         """Length of the suspension that ended within the last `RECENT_S`; 0 if there was none."""
-        moment = self.now() + self.stopped_s
-        with self._lock:
-            recent = [(begin, end) for begin, end in self._gaps if moment - end < RECENT_S]
-        return next((end - begin for begin, end in recent if begin <= self._continued_at <= end + STOP_S), 0.0)
+        end, length_s = self._suspension
+        return length_s if time.monotonic() - end < RECENT_S else 0.0
 
     def start(self) -> None:
         """Starts a thread that reads this clock until the process ends. The time before counts as running."""
@@ -141,7 +128,7 @@ class Pulse:
 
 def place(step: int, phase: int) -> str:
     """The position of a pulse, as text for a message. step: completed optimiser steps."""
-    return f"step {step + (DATA <= phase < END)} ({PHASES[phase]})"
+    return f"step {step + (DATA <= phase <= BACKWARD)} ({PHASES[phase]})"
 
 
 def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
@@ -151,7 +138,7 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
         now, moment = PULSE.unpack_from(memory), clock.now()
-        if now != last or now[2] in NOT_WATCHED:
+        if now != last or now[2] == UNWATCHED:
             last, since = now, moment
         elif moment - since > timeout_s:
             _end(parent, memory, timeout_s)

@@ -54,12 +54,12 @@ class Agreement:
 
         All three are the same on all ranks.
         """
-        self._world.pulse.beat(watchdog.SUM)
+        self._world.pulse.beat(watchdog.WAITING)
         if self._arrived:
             self._arrived.synchronize()
         elif self._work:
             self._work.wait()
         value, stop, save = self._sums.tolist()
         reason = self._world.store.get(STOP).decode() if stop else ""
-        self._world.pulse.beat(watchdog.ROW)
+        self._world.pulse.beat(watchdog.SAVING)
         return value, reason, save > 0

@@ -19,13 +19,13 @@ import torch.distributed
 from recipes.core import errors, files
 from recipes.core.errors import InputError, Kind, MachineError, RunError, SharedError, Stopped
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, judge, queue, watchdog
+from recipes.core.run import directory, entry, in_use, judge, watchdog
 from recipes.core.run.entry import Start
 from recipes.core.train import checkpoint, torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
 
-FENCE_S = queue.HEARTBEAT_S  # between two checks of the run directory's owner
+FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
 LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
 # A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the cause before its record is written.
 LINGER_S = 2.0
@@ -79,11 +79,11 @@ def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
             reported_s = suspended_s
             if world.ranks.local_rank == 0:
                 run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
-        if now != last or now[2] in (*watchdog.NOT_WATCHED, watchdog.START):
+        if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
             behind = world.behind()
-            waits = behind or now[2] in watchdog.WAITING  # if no rank is behind, the network is the cause
+            waits = behind or now[2] == watchdog.WAITING  # if no rank is behind, the network is the cause
             if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
                 words = f"Timed out waiting for the other ranks for {timeout_s:g} s (timeout_s)"
                 code = errors.EXIT_CRASH

@@ -58,7 +58,7 @@ def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Ten
                 break
             run.world.pulse.beat(watchdog.EVALUATION)
             counts[:3] += metrics.right(logits, labels)
-    run.world.pulse.beat(watchdog.COUNT)
+    run.world.pulse.beat(watchdog.WAITING)
     *right, cut_short = run.world.sum(counts).tolist()
     if cut_short:
         raise Stopped(run.agree_to_stop())
@@ -74,8 +74,9 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
     """
     ema, net = run.state.ema, run.state.model
     chosen = ema.module if isinstance(ema, swa_utils.AveragedModel) else net
-    run.world.pulse.beat(watchdog.EVALUATION)
+    run.world.pulse.beat(watchdog.WAITING)
     run.world.broadcast_buffers(chosen)
+    run.world.pulse.beat(watchdog.EVALUATION)
     training = chosen.training
     chosen.eval()
     try:
@@ -121,13 +122,13 @@ class Step(Generic[S]):
     def shards(self) -> Iterator[S]:
         """The rank's shard, or its ``accumulate`` pieces. The last backward pass averages gradients over the ranks."""
         pulse, model = self._run.world.pulse, self._model
+        parallel = isinstance(model, DistributedDataParallel)
         for piece in self._pieces:
-            waits = piece is not self._pieces[-1] and isinstance(model, DistributedDataParallel)
+            waits = piece is not self._pieces[-1] and parallel
             with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
-                pulse.beat(watchdog.FORWARD)
+                pulse.beat(watchdog.DATA if parallel else watchdog.FORWARD)
                 self._begun, self._calls["forward"] = self._begun + 1, 0
                 yield piece
-        pulse.beat(watchdog.UPDATE)
 
     def backward(self, losses: Tensor) -> None:
         """Computes the gradients of a shard. Call it once for each shard of `shards`.
@@ -256,7 +257,7 @@ class _StepEnds:
             state.ema.update_parameters(state.model)
         state.step += 1
         self.meter.add(step.shard.global_size)
-        run.world.pulse.beat(watchdog.SUM, state.step)
+        run.world.pulse.beat(watchdog.WAITING, state.step)
         # The ranks decide by the sums of the step before, so that no step waits for them. A row of metrics does wait.
         before, self.sums = self.sums, Agreement(run.world, run.stop, step.loss, run.save_is_due())
         total_loss, stop, save = before.read() if before else (0.0, "", False)
@@ -272,7 +273,7 @@ class _StepEnds:
             run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
         if stop or last:
             run.stopping = run.stopping if last else stop
-            run.world.pulse.beat(watchdog.TO_EVALUATE)  # a stop may have postponed an evaluation
+            run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
@@ -298,7 +299,7 @@ class _StepEnds:
     def _evaluate(self) -> bool:
         """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short."""
         run = self.run
-        run.world.pulse.beat(watchdog.TO_EVALUATE, run.step)
+        run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.results = {}
         try:
             run.results = self.evaluate()
@@ -327,7 +328,7 @@ def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None
 
     loss and speed (samples per second) are values over all ranks. A result does not replace another value of the row.
     """
-    run.world.pulse.beat(watchdog.ROW, run.step)
+    run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return
     row: dict[str, Any] = {"attempt": run.attempt.number, "step": run.step, "epoch": epoch, "loss": loss, "lr": lr}

@@ -7,7 +7,7 @@ from pathlib import Path
 from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, queue
+from recipes.core.run import directory, in_use
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.train.run import Run
@@ -41,11 +41,8 @@ def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
             attempts.describe(attempt, recipe, os.environ, world.hosts)
         else:
             attempt = attempts.open_next(path, recipe, os.environ, world.hosts)
-        found = queue.check(attempt, os.environ, keys.takeover, min(queue.ENDING_S, keys.timeout_s / 2))
-        if found.note:
-            print(f"{recipe}: {found.note}", flush=True)
-        if found.problem:
-            raise InputError(found.problem)
+        if problem := in_use.check(attempt, os.environ, keys.takeover, min(in_use.ENDING_S, keys.timeout_s / 2)):
+            raise InputError(problem)
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(parents=True, exist_ok=True)
         status = directory.read_status(path)

@@ -22,7 +22,7 @@ from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
-from recipes.core.run.dryrun import Asked, Found, Over
+from recipes.core.run.dryrun import Asked, DryRunDone, Found
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -151,7 +151,7 @@ class Run:
         self._begin()
 
     def end_dry_run(self) -> None:
-        """If `launch.py check` started this process, writes what it found and raises Over, which ends it."""
+        """If `launch.py check` started this process, writes what it found and raises DryRunDone, which ends it."""
         if not self.dry_run:
             return
         found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
@@ -162,7 +162,7 @@ class Run:
             size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
         self.dry_run.write(found)
-        raise Over
+        raise DryRunDone
 
     def _begin(self) -> None:
         if self.world.rank == 0:
@@ -234,15 +234,16 @@ class Run:
         best: point ``checkpoints/best`` to it. Raises MachineError on rank 0 if this checkpoint or the previous one cannot be written.
         """
         self._saved_at = self.world.clock.now()
-        self.world.pulse.beat(watchdog.SAVING)
+        self.world.pulse.beat(watchdog.WAITING)
         rng: list[Any] = [None] * self.world.size
         torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        self.world.pulse.beat(watchdog.SAVING)
         if self.saver:
             self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
             if wait:
                 self.saver.wait()
         if wait:
-            self.world.pulse.beat(watchdog.SAVED)
+            self.world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
 
     def _saved(self, path: Path, step: int) -> None:
@@ -268,7 +269,7 @@ class Run:
             raise RunError(
                 "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
             )
-        self.world.pulse.beat(watchdog.END)
+        self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
         self.check_mine()

@@ -71,12 +71,12 @@ class World:
     def meeting(self) -> Iterator[None]:
         """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never expires."""
         _, _, phase = self.pulse.read()
-        if phase in watchdog.NOT_WATCHED:
-            self.pulse.beat(watchdog.MEETING)
+        if phase == watchdog.UNWATCHED:
+            self.pulse.beat(watchdog.WAITING)
         try:
             yield
         finally:
-            if phase in watchdog.NOT_WATCHED:
+            if phase == watchdog.UNWATCHED:
                 self.pulse.beat(phase)
 
     def read(self, names: list[str]) -> list[str]:
@@ -284,7 +284,7 @@ class World:
         # A forward pass begins with a broadcast of rank 0's buffers, if any. Ranks that wait for it count as ahead of ranks that have not
         # arrived.
         parallel.register_forward_pre_hook(
-            lambda *inputs: self.pulse.beat(watchdog.MODEL) if parallel.training else None
+            lambda *inputs: self.pulse.beat(watchdog.FORWARD) if parallel.training else None
         )
         return parallel
 

@@ -164,13 +164,13 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
          " same run_dir="),
         (job("COMPLETING", "NonZeroExitCode"), Next.max_requeues,
          "job 1 is completing; not requeued, since max_requeues= is reached: to resume, start it again with the same run_dir="),
-        (job("RUNNING", BatchFlag="0"), None, "to resume, start it again with the same run_dir="),
+        (job("RUNNING", BatchFlag="0"), None, "job 1 is running; to resume, start it again with the same run_dir="),
         (job("RUNNING", BatchFlag="1"), None, "job 1 is running, and its batch script has not ended yet"),
         (None, Next.no_progress,
-         "not requeued, since its last start completed no step: to resume, start it again with the same run_dir="),
+         "Slurm no longer knows job 1; not requeued, since its last start completed no step: to resume, start it again with the same run_dir="),
         (None, Next.requeued,
-         "job 1 was requeued, and its state now is unknown (Slurm no longer knows job 1): to resume, start it again with the same run_dir="),
-        (None, None, "to resume, start it again with the same run_dir= (Slurm no longer knows job 1)"),
+         "job 1 was requeued, and its state now is unknown: Slurm no longer knows job 1"),
+        (None, None, "Slurm no longer knows job 1; to resume, start it again with the same run_dir="),
     ],
 )  # fmt: skip
 def test_a_stopped_run_says_what_comes_next(tmp_path: Path, found: Job | None, noted: Next | None, words: str) -> None:
@@ -187,7 +187,7 @@ def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
     expected = "stopped by SIGTERM, saved at step 7; submitted again: job 2 is pending (Resources)"
     assert of_run(run, answers) == [expected]
     assert of_run(run, NO_SLURM) == [
-        "stopped by SIGTERM, saved at step 7; to resume, start it again with the same run_dir= (scontrol is not on the PATH)"
+        "stopped by SIGTERM, saved at step 7; scontrol is not on the PATH; to resume, start it again with the same run_dir="
     ]
 
 
@@ -210,13 +210,6 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
     attempts.heartbeat(attempts.Attempt(run, 0))
     for answers in (NO_SLURM, of_salloc):
         assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers)[0]
-
-
-def test_a_torchrun_id_is_not_a_job_id(tmp_path: Path) -> None:
-    run = run_directory(tmp_path, "running", launch="")
-    opened = run / "attempts/0000/opened.json"
-    files.write_json(opened, {**json.loads(opened.read_text()), "job": "1", "cluster": None})
-    assert of_run(run, Answers({"1": None})) == ["it is running, at step 7, last wrote 0 s ago"]
 
 
 def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], expected: bool
 ) -> None:
     """The signal of its script, 120 s before the time limit, would stop the job at its start."""
-    stubs.add("squeue", f"echo {limit}")
+    stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
     assert ("export RECIPES_BY_CLOCK=1" in lines) == expected
     assert any(line.startswith("export SLURM_JOB_END_TIME=") for line in lines) == expected
@@ -106,9 +106,9 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsy
         ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
          "requeued, but job 7 is held (JobHeldUser): scontrol release 7 starts it", "held"),
         ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
-        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:29",
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:01:00",
          "not requeued by Slurm: to resume", "not-requeued"),
-        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00\nStartTime=2026-11-23T13:49:29 EndTime=2026-11-23T13:50:09",
+        ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:00:40",
          "the job was cancelled: to resume", "cancelled"),
         ("JobState=PREEMPTED Restarts=0", "not requeued by Slurm: to resume", "not-requeued"),
     ],

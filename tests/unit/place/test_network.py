@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core.place import network
-from recipes.core.place.network import Choice, NetworkError, Route, choose, route_to, settings
-from recipes.core.place.ranks import RankInfo
+from recipes.core.place.network import Choice, settings
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -165,11 +163,9 @@ def test_a_network_with_ipv6_only(pair6: tuple[Node, Node]) -> None:
         choice("eth0", "fd77::2", "six1", "fd77::1", "route to six1 (fd77::1)"),
     ]
     assert pair6[0].ask("choose", info(0, master="six1"))[0]["interface"] == "eth0"
-    local, away, linked, unlinked = pair6[0].ask("route_to", "fd77::1", "2001:db8::1", "fe80::1%eth0", "fe80::1%eth7")
+    local, away = pair6[0].ask("route_to", "fd77::1", "2001:db8::1")
     assert local["local"] is True
     assert "no route to 2001:db8::1" in away["error"]
-    assert linked["interface"] == "eth0"
-    assert "no route to fe80::1%eth7" in unlinked["error"]
 
 
 def test_a_missing_route_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
@@ -230,34 +226,6 @@ def test_the_route_is_that_of_ip_route_get(pair: tuple[Node, Node]) -> None:
         said = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)[0]
         local = said.get("type") == "local"
         assert found == {"interface": said["dev"], "source": said["prefsrc"], "local": local}
-
-
-def test_the_route_to_loopback_needs_no_root() -> None:
-    assert route_to("127.0.0.1") == Route("lo", "127.0.0.1", True)
-
-
-def test_a_broadcast_address_has_no_route(pair: tuple[Node, Node]) -> None:
-    addresses = ("10.77.0.255", "224.0.0.1")
-    for address, found in zip(addresses, pair[0].ask("route_to", *addresses), strict=True):
-        assert f"node1: no route to {address} (" in found["error"]
-
-
-@pytest.mark.parametrize("text", ["", "node1", "10.0.0", "10.0.0.1/8"])
-def test_a_text_that_is_not_an_address_is_refused(text: str) -> None:
-    with pytest.raises(NetworkError, match="is not an IP address"):
-        route_to(text)
-
-
-def test_only_one_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def resolve(host: str) -> list[str]:
-        asked.append(host)
-        return ["127.0.0.1"]
-
-    monkeypatch.setattr(network, "_resolve", resolve)
-    choose(RankInfo(**info(0, ("a", "b", "c"), 3)))
-    assert asked == ["b"]
 
 
 def test_variables_that_are_set_are_not_changed() -> None:

@@ -93,9 +93,3 @@ def test_the_exit_status_follows_from_the_status_file(
     status: dict[str, Any] | None, fallback: int, expected: int
 ) -> None:
     assert directory.exit_code(status, fallback) == expected
-
-
-def test_an_unknown_state_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        directory.write_status(tmp_path, "finished", attempt=0, step=0)
-    assert not os.listdir(tmp_path)

@@ -149,13 +149,3 @@ def test_a_running_run_stays_running_if_a_second_launch_is_refused(tmp_path: Pat
     assert found.state == "running"
     assert found.note.startswith("last update ")
     assert found.note.endswith(" ago; a later launch was refused: job 7 (running) uses it")
-
-
-@pytest.mark.parametrize("module", ["recipes.mnist", "recipes.core.launch.batch"])
-def test_the_table_shows_why_a_job_was_refused_before_its_run_began(tmp_path: Path, module: str) -> None:
-    argv = ["begin", "mnist"] if module == "recipes.core.launch.batch" else []
-    command = [sys.executable, "-m", module, *argv, f"run_dir={tmp_path}/run", "epohcs=1"]
-    ended = helpers.run(command, environ=helpers.clean_environment(SLURM_JOB_ID="7"))
-    assert ended.status == 2, ended.out
-    [row] = lines(str(tmp_path))[1:]
-    assert " ".join(row[1:]).startswith("not begun 0 epohcs=1: recipe mnist has no key 'epohcs'"), row

@@ -1,0 +1,157 @@
+"""Who uses a run directory: by its job, a process on this machine, or a heartbeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.core import files
+from recipes.core.run import attempt as attempts
+from recipes.core.run import directory, in_use
+from tests import helpers
+
+
+@pytest.fixture
+def other() -> Iterator[dict[str, Any]]:
+    """What a live process records of itself."""
+    code = "import json, os, sys; from recipes.core.run import attempt; print(json.dumps(attempt.describe_process({})), flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=files.ROOT,
+    )  # fmt: skip
+    assert process.stdout
+    about: dict[str, Any] = json.loads(process.stdout.readline())
+    yield about
+    process.kill()
+    process.communicate()
+
+
+def an_attempt(folder: Path, state: str = "running", job: str | None = None, launch: str = "", **about: Any) -> Path:
+    number = helpers.attempt(folder, launch=launch, **{"job": job, **about}).number
+    directory.write_status(folder, state, attempt=number, step=3)
+    return folder
+
+
+def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ: str) -> str:
+    """Who else uses ``folder``, for an attempt that is opened next."""
+    return in_use.check(attempts.Attempt(folder, 99), environ, takeover, patience_s)
+
+
+def test_a_running_process_on_this_machine_uses_the_run_directory(
+    tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_use, "WATCH_S", 1.0)  # for a heartbeat of the launch that was refused
+    an_attempt(tmp_path, **other)
+    pid = other["process"]["pid"]
+    assert f"process {pid} on " in look(tmp_path)
+    assert f"end it (kill {pid})" in look(tmp_path)
+    assert f"process {pid} on " in in_use.queued(tmp_path, "", {})
+    assert look(tmp_path, takeover=True) == ""
+    helpers.attempt(tmp_path, step=None)  # a later launch that was refused does not hide it
+    assert f"process {pid} on " in look(tmp_path)
+    directory.write_status(tmp_path, "done", attempt=0, step=3)
+    assert not look(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("pid", 2**22), ("started", "1")])
+def test_an_ended_process_or_another_one_with_its_id_does_not_count(
+    tmp_path: Path, other: dict[str, Any], name: str, value: object
+) -> None:
+    an_attempt(tmp_path, **{**other, "process": {**other["process"], name: value}})
+    assert look(tmp_path) == ""
+
+
+def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: Path, other: dict[str, Any]) -> None:
+    an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
+    assert "another step of this job" in look(tmp_path, SLURM_JOB_ID="7")
+    assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_elements_of_an_array_may_not_share_a_run_directory(tmp_path: Path, takeover: bool, state: str) -> None:
+    an_attempt(tmp_path, state, job="7_0", launch="7_0.0", cluster="")
+    second = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    assert look(tmp_path, takeover, **second) == (
+        f"run_dir={tmp_path}: element 7_0 of this job array uses it, and each element needs its own: "
+        "launch.py makes such an array (sweep.KEY=A,B)"
+    )
+    first = {**second, "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    assert look(tmp_path, takeover, **first) == ""
+
+
+def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_use, "WATCH_S", 3.0)
+    process = {"host": "x", "pid": 1, "started": "1", "place": "x"}
+    an_attempt(tmp_path, job="7", launch="7.0", cluster="here", process=process)
+    here = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here", "PATH": ""}
+    assert look(tmp_path, **here) == ""
+    over = threading.Event()
+
+    def beats() -> None:
+        while not over.wait(0.2):
+            attempts.heartbeat(attempts.Attempt(tmp_path, 0))
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    try:
+        for cluster in ("here", "other"):
+            found = look(tmp_path, **{**here, "SLURM_CLUSTER_NAME": cluster})
+            assert "job 7 on a (its heartbeat advances) uses it: end it" in found
+        assert look(tmp_path, patience_s=0, **here) == ""  # at the submission
+    finally:
+        over.set()
+        thread.join()
+    os.utime(tmp_path / "attempts/0000/opened.json", (1, 1))
+    monkeypatch.setattr(in_use, "WATCH_S", 1e6)
+    assert look(tmp_path, patience_s=1e6, **here) == ""  # an old heartbeat is not waited for
+
+
+def answering(folder: Path, *fields: str) -> dict[str, str]:
+    """The environment of a job, with a scontrol that says this of job 7 and notes each question."""
+    folder.mkdir()
+    lines = "\\n".join(["JobId=7 JobName=x", *fields])
+    (folder / "scontrol").write_text(f"#!/bin/sh\necho asked >>{folder}/asked\nprintf '{lines}\\n'\n")
+    (folder / "scontrol").chmod(0o755)
+    return {"SLURM_JOB_ID": "8", "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "fields", "used"),
+    [
+        ("running", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("running", "0", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("preempted", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
+        ("preempted", "0", ("JobState=RUNNING",), ""),  # salloc
+        ("preempted", "1", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7, which was requeued and is pending, will use it"),
+        ("running", "1", ("JobState=FAILED",), ""),
+    ],
+)  # fmt: skip
+def test_slurm_is_asked_once_for_the_state_of_the_job(
+    tmp_path: Path, state: str, batch: str, fields: tuple[str, ...], used: str
+) -> None:
+    environ = answering(tmp_path / "bin", *fields, f"BatchFlag={batch}")
+    an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
+    problem = look(tmp_path, **environ)
+    assert used in problem if used else not problem
+    assert (tmp_path / "bin/asked").read_text() == "asked\n"
+    assert bool(in_use.queued(tmp_path, "", environ)) == bool(used)
+    assert (tmp_path / "bin/asked").read_text() == "asked\n" * 2
+    assert in_use.queued(tmp_path, "afterany:7", environ) == ""
+
+
+def test_a_requeued_job_counts_as_a_future_user(tmp_path: Path) -> None:
+    environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
+    an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
+    assert in_use.queued(tmp_path, "", environ) == ""
+    files.write_json(tmp_path / "job.yaml", {"job_id": "7"})
+    assert "job 7, which was requeued and is pending, will use it" in in_use.queued(tmp_path, "", environ)
+    assert (tmp_path / "bin/asked").read_text() == "asked\n"
