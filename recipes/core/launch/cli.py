@@ -45,6 +45,8 @@ def main(argv: list[str], python: str) -> int:
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
             print(f"from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
+        if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
+            os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:

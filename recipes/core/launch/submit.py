@@ -79,7 +79,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             executor = _executor(job, python)
             accepted = executor.map_array(os.execvp, ["/bin/bash"] * count, [["bash", str(path)]] * count)
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
-            raise MachineError(controller.refusal(str(error), "sbatch", job)) from None
+            raise MachineError(controller.refusal(str(error), job)) from None
         except OSError as error:
             raise MachineError(f"{folder}: cannot be written ({error.strerror}): {directory.FIX_JOB_FILES}") from None
     if not job.elements:
