@@ -447,26 +447,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert helpers.read(tmp_path / "evaluation", "status")["state"] == "failed"
 
 
-def test_the_end_of_an_already_reaped_rank_is_noticed() -> None:
-    """multiprocessing reaps ended processes when it starts the next one."""
-
-    class Reaped:
-        def __init__(self, process: subprocess.Popen[bytes]) -> None:
-            self.pid, self.returncode, self._process = process.pid, None, process
-            process.wait()
-
-        def poll(self) -> int:
-            self.returncode = self._process.returncode
-            return self._process.returncode
-
-        wait = poll
-
-    def start(variables: dict[str, str], listener: socket.socket | None) -> Any:
-        return Reaped(subprocess.Popen(["sh", "-c", "exit 5"], env=variables))
-
-    assert local.supervise(start, local.Layout((2,)), None, "mnist", os.environ) == 5
-
-
 def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This was seen once in some thousand kills on busy cores."""
     command = "sleep 60 & echo $!; exec sleep 60"
@@ -526,37 +506,12 @@ os.kill(os.getpid(), signal.SIGABRT)
     assert helpers.read(tmp_path, "status")["state"] == state
 
 
-def test_a_rank_without_its_own_session_is_killed() -> None:
-    """A spawned rank creates its session only after it has imported torch."""
-    ranks: list[Any] = []
-
-    def start(variables: dict[str, str], listener: socket.socket | None) -> Any:
-        if ranks:
-            raise BlockingIOError("Resource temporarily unavailable")
-        ranks.append(subprocess.Popen(["sleep", "60"], env=variables))
-        return ranks[0]
-
-    with pytest.raises(BlockingIOError):
-        local.supervise(start, local.Layout((2,)), None, "mnist", os.environ)
-    assert ranks[0].returncode == -signal.SIGKILL
-
-
 def test_the_launcher_writes_complete_lines() -> None:
     """The ranks write to the same file, and could otherwise split a line."""
-    code = """
-import os, subprocess
-from recipes.core.launch import local
-def start(variables, listener):
-    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    print("started", flush=True)
-    return rank
-local.supervise(start, local.Layout((1,)), None, "mnist", os.environ)
-"""
     # What was written together comes together there.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", code]
+    command = launch(STUBBORN.replace("SIG_IGN", "SIG_DFL") + SLEEP, 1)
     with subprocess.Popen(command, cwd=helpers.ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True) as launcher:
-        assert launcher.stdout
-        assert launcher.stdout.readline() == "started\n"
+        ups(launcher, 1)
         launcher.terminate()
         assert ours.recv(4096) == b"stopping: the ranks save and end; a second signal ends them immediately\n"
