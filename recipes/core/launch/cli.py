@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.config import help, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys, Launcher
 from recipes.core.config.parser import Settings
@@ -26,7 +26,6 @@ LOCAL_KEYS = (
     "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
     "container", "container_runtime", "container_mounts",
 )  # fmt: skip
-JOB_FILES_BYTES = 1 << 20  # free space that `check` requires for the files of a submission
 
 
 def main(argv: list[str], python: str) -> int:
@@ -83,7 +82,7 @@ def check(settings: Settings, python: str) -> int:
     """
     base = _working_folder()
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
-    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
+    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     modules = code = 0
     profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
@@ -104,11 +103,8 @@ def check(settings: Settings, python: str) -> int:
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        if job:
-            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python))
-        else:
-            last, _ = checks.part("here", lambda: _describe_layout(local_layout(settings)))
-        return modules or code or recipe or disk or last
+        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python)) if job else (0, None)
+        return modules or code or recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
 
@@ -123,13 +119,7 @@ def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
             return controller.expected_start(job, scripts.sbatch_script(job))
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    expected = controller.expected_start(job, submit.submission_text(job, python))
-    for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
-        folder = ROOT / "runs" / name
-        if folder.exists():
-            files.private_folder(ROOT, name)
-        checks.require_writable(folder, f"runs/{name}", directory.FIX_JOB_FILES, JOB_FILES_BYTES)
-    return expected
+    return controller.expected_start(job, submit.submission_text(job, python))
 
 
 def _require_free_run_dir(settings: Settings) -> None:
@@ -144,20 +134,6 @@ def _require_free_run_dir(settings: Settings) -> None:
         problem = queue.queued(path, settings.job.dependency, os.environ)
         if problem:
             raise ConfigError(problem)
-
-
-def _describe_layout(layout: Layout) -> str:
-    """A phrase on the ranks of launcher=local."""
-    mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
-    return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
-
-
-def _local_ranks(settings: Settings) -> int:
-    """The number of ranks of launcher=local; 1 if this machine cannot run them, which `check` reports elsewhere."""
-    try:
-        return sum(local_layout(settings).ranks)
-    except MachineError:
-        return 1
 
 
 def print_script(settings: Settings) -> int:

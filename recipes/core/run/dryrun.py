@@ -1,8 +1,8 @@
 """A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its findings to a file."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.core import files
@@ -18,17 +18,15 @@ class Over(Exception):
 class Asked:
     """The input of a dry run.
 
-    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs. warnings: of the
-    recipe so far.
+    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
     """
 
     file: str
     ranks: int
     gpus: bool
-    warnings: list[str] = field(default_factory=list)
 
     def write(self, found: "Found") -> None:
-        files.write_json(Path(self.file), {**asdict(found), "warnings": self.warnings})
+        files.write_json(Path(self.file), asdict(found))
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Found:
     evaluates: bool = False
     error: str = ""
     exit_status: int = 0
-    warnings: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.parameters is None:

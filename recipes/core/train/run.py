@@ -106,8 +106,6 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
-        if self.dry_run:
-            self.dry_run.warnings.append(text)
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:

@@ -82,7 +82,7 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     ended = check(*words, repo=repo, TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1")
     assert ended.status == 0, ended.out
     said = parts(ended)
-    assert list(said) == ["keys", "recipe", "disk", "here"]
+    assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
     assert re.fullmatch(r"ok: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
     assert re.fullmatch(rf"ok: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
@@ -118,7 +118,7 @@ def test_a_recipe_without_checkpoints(recipe: str, tmp_path: Path) -> None:
     said = parts(ended := check(f"recipe={recipe}", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
     assert ended.status == 0, ended.out
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
-    assert said["disk"].endswith(f"free in {tmp_path}, for no checkpoints")
+    assert said["disk"].endswith(f"free in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,8 +180,6 @@ def test_missing_or_damaged_data_is_reported(damaged: bool, tmp_path: Path) -> N
     assert said["recipe"].startswith("failed: mnist: ")
     assert str(data) in said["recipe"]
     assert "python -m recipes.prepare mnist" in said["recipe"]
-    assert said["disk"].endswith("; the size of a checkpoint is not known")
-    assert said["here"] == "ok: all ranks on this machine"
     assert everything(data) == before
     assert not (tmp_path / "run").exists()
 
@@ -218,7 +216,7 @@ def test_an_evaluation_requires_a_checkpoint(trained: Path, tmp_path: Path) -> N
     said = parts(ended := check(*DIGITS, f"run_dir={trained}", "evaluate=true"))
     assert ended.status == 0, ended.out
     assert said["recipe"].endswith(" parameters, evaluates step 3")
-    assert said["disk"].endswith(", for no checkpoints")
+    assert " checkpoints " not in said["disk"]
 
 
 @pytest.mark.long
@@ -275,7 +273,6 @@ def test_a_full_disk_is_reported(disk: Path) -> None:
         rf"failed: run_dir={run_dir}: 5 checkpoints of 2\.9 MB take 14\.\d MB, 8\.4 MB free in {disk}: make room there, .*",
         parts(ended)["disk"],
     )
-    assert parts(ended)["here"].startswith("ok: ")
     assert list(disk.iterdir()) == []
 
 
@@ -338,8 +335,3 @@ def test_a_start_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pyte
         checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(
-        MachineError, match=r"no temporary folder can be made .*: set TMPDIR to one that can be written"
-    ):
-        checks.start(settings, tmp_path / "run", 1, repo, tmp_path)
