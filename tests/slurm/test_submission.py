@@ -17,7 +17,7 @@ import pytest
 
 from recipes.core.run import judge
 from tests import helpers
-from tests.helpers import ROOT, rows, wait_until
+from tests.helpers import ROOT, rows
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
@@ -27,7 +27,6 @@ from tests.slurm.jobs import (
     TWO_BY_TWO,
     ended,
     launch,
-    launched,
     log_lines,
     queue,
     ranks,
@@ -189,18 +188,6 @@ def test_two_steps_side_by_side_in_an_allocation(slurm: Cluster, repo: Path) -> 
         assert len(list((run_dir / "logs").iterdir())) == 2
 
 
-@pytest.mark.long
-def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    options = ["--array=0-1", f"--output={tmp_path}/%A_%a.out", "--cpus-per-task=1"]
-    job = slurm.submit(*options, "sbatch/mnist_1x1.sh", *MINI, "max_steps=2", cwd=repo, env=PYTHON)
-    assert slurm.wait_job(job, 60) == "COMPLETED"
-    for task in (0, 1):
-        assert read(repo / f"runs/mnist/{job}_{task}/status.json")["state"] == "done"
-        log = (tmp_path / f"{job}_{task}.out").read_text()
-        # the ready script's GPU, that device=cpu cannot give back
-        assert "warning: device=cpu, and 1 GPUs of each node are unused: give sbatch --gpus-per-node=0" in log
-
-
 # --- runs that fail --------------------------------------------------------------------------------------------------
 
 
@@ -272,22 +259,6 @@ def test_each_job_of_a_chain_resumes_the_run(slurm: Cluster, repo: Path, tmp_pat
     assert ended(slurm, second, log) == ("COMPLETED", "0:0"), jobs.tail(log)
     assert read(run_dir / "summary.json")["resumed_from_step"] == step
     assert [row["step"] for row in rows(run_dir)] == list(range(1, 151))
-
-
-@pytest.mark.long
-def test_wait_reports_a_cancelled_job(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, run_dir = tmp_path / "said", tmp_path / "run"
-    with launched(slurm, repo, log, *ENDLESS, f"run_dir={run_dir}") as (process, job):
-        wait_for_training(slurm, job, run_dir)
-        slurm.run("scancel", job)
-        status = process.wait(30)
-    assert status not in (0, None)
-    assert re.match(rf"job {job}: cancelled", log_lines(log)[-1]), log.read_text()
-    wait_until(lambda: slurm.jobs(job)[0]["JobState"] == "CANCELLED", 10, "the job's end")
-    assert not slurm.processes(job_id=job)
-    saved = read(run_dir / "status.json")
-    assert (saved["state"], saved["reason"]) == ("preempted", "SIGTERM")
-    assert (run_dir / f"checkpoints/step-{saved['step']:08d}.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -374,14 +345,6 @@ def test_every_ready_script_trains(
     summary = read(tmp_path / "run" / "summary.json")
     assert (summary["recipe"], summary["world_size"], summary["num_nodes"], summary["steps"]) == (recipe, 2, 2, 2)
     assert summary["val_samples"] == (359 if recipe == "mnist" else 13)
-
-
-def test_a_ready_script_submitted_from_another_folder_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    job = slurm.submit(f"--output={log}", "--nodes=1", repo / "sbatch/mnist_2x8.sh", cwd=tmp_path, env=PYTHON)
-    assert ended(slurm, job, log, 10) == ("FAILED", "2:0"), log.read_text()
-    expected = "is not the repository: cd to its top folder and run sbatch there"
-    assert log_lines(log) == [f"mnist_2x8.sh: {tmp_path} {expected}"]
 
 
 # --- runs that are stopped -------------------------------------------------------------------------------------------

@@ -103,11 +103,6 @@ def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: p
     assert (bench.folder / "cluster").read_text() == "here\n"
 
 
-def test_recipes_cluster_names_the_profile(bench: Bench) -> None:
-    bench.run("sbatch/mnist_2x8.sh", "run_dir=/nosuch", RECIPES_CLUSTER="example", **MODULE)
-    assert (bench.folder / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
-
-
 def chosen_python(bench: Bench, *words: str, **environ: str) -> str:
     """The Python that job.sh chooses, which is a stub."""
     (bench.folder / "chosen").unlink(missing_ok=True)
