@@ -27,7 +27,7 @@ from pathlib import Path
 from recipes.core import errors, files
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RunKeys
+from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
@@ -83,8 +83,9 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     lines += _clock_lines(recipe, environ) if by_clock else ["unset RECIPES_BY_CLOCK"]
     lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, fields))]
     if image:
-        step, inside = container.enter(image, settings, bound, code, environ)
-        lines += container.exports(image, profiles.env_variables(settings.run.network, settings.job.cluster))
+        variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+        step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
+        lines += container.exports(image, variables)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
