@@ -201,17 +201,12 @@ def run_here(settings: Settings) -> int:
         print(f"launch.py: launcher=local does not use Slurm: {', '.join(unused)} has no effect", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
-    run_dir = None
-    if layout.node_rank == 0:
-        run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT)
-        words["run_dir"] = str(run_dir)
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    is_first = layout.node_rank == 0
+    run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    of_training = not settings.config.evaluate
-    folder = run_dir if run_dir is None or of_training else directory.for_evaluation(run_dir)
-    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
+    return local.run_recipe(settings, words, layout, run_dir, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

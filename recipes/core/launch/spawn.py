@@ -33,14 +33,12 @@ def processes(start: Start) -> NoReturn:
         sys.exit(errors.EXIT_CONFIG)
     run_dir = directory.choose(settings.run.run_dir, recipe, info.run_id, ROOT)
     words = parser.absolute(settings.typed, (RunKeys, type(config)), Path.cwd())
-    words |= {"spawn": "0", "run_dir": str(run_dir)}
-    command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *(f"{name}={value}" for name, value in words.items())]
+    words["spawn"] = "0"
     # Each rank sets these variables itself and logs them.
     set_here = start.from_files | (network.settings(start.interface, {}) if start.interface else {})
     environ = {name: value for name, value in os.environ.items() if set_here.get(name) != value}
-    folder = directory.for_evaluation(run_dir) if config.evaluate else run_dir
     try:
-        code = local.run(command, local.Layout((config.spawn,)), folder, recipe, environ)
+        code = local.run_recipe(settings, words, local.Layout((config.spawn,)), run_dir, environ)
     except MachineError as error:
         print(f"{recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE

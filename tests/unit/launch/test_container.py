@@ -51,7 +51,7 @@ def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path, monkeypat
     found = container.folders_of_run(settings, words, tmp_path / "repository")
     assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
     with pytest.raises(ConfigError, match="cannot use a folder with : or , in its name"):
-        container.folders_of_run(settings, {"data_dir": f"{tmp_path}/a:b"}, tmp_path)
+        container.folders_of_run(settings, {"data_dir": f"{tmp_path}/a:b"}, tmp_path / "other")
 
 
 def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
