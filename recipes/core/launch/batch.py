@@ -81,7 +81,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     ]
     by_clock = job and settings.run.stop_before_s and queue.is_short(environ)
     lines += _clock_lines(recipe, environ) if by_clock else ["unset RECIPES_BY_CLOCK"]
-    lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, fields))]
+    lines += [f"unset {name}" for name in left_over]
     if image:
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
         step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
@@ -233,17 +233,12 @@ def main(argv: list[str]) -> int:
     source.go_home(ROOT)
     if argv[:1] != ["begin"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
-    if len(argv) >= 2 and argv[0] == "begin":
-        return begin(argv[1], argv[2:], os.environ)
-    if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
-        return examination.examine(argv[1], int(argv[2]), argv[3:], os.environ)
-    if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        return finish(argv[1], int(argv[2]), argv[3:], os.environ)
-    print(
-        "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
-        file=sys.stderr,
-    )
-    return errors.EXIT_CONFIG
+    step, recipe, *words = argv
+    if step == "begin":
+        return begin(recipe, words, os.environ)
+    if step == "examine":
+        return examination.examine(recipe, int(words[0]), words[1:], os.environ)
+    return finish(recipe, int(words[0]), words[1:], os.environ)
 
 
 if __name__ == "__main__":

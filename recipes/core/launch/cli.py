@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.core import errors
 from recipes.core.config import help, parser, profiles, recipe_conf
-from recipes.core.config.job_keys import JobKeys, Launcher
+from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -23,17 +23,18 @@ from recipes.core.run import command_line, directory, queue, source, table
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
-    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
-    "container", "container_runtime", "container_mounts",
+    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master", *IN_IMAGE,
 )  # fmt: skip
 
 
 def main(argv: list[str], python: str) -> int:
     """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
-    if not argv or {"-h", "--help", "help"} & set(argv):
-        return _help(argv)
     checked = argv[:1] == ["check"]
     try:
+        if not argv or {"-h", "--help", "help"} & set(argv):
+            recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
+            errors.show(help.help_text(recipe, of_launch=True))
+            return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
         spawn, home = getattr(settings.config, "spawn", 0), source.home(ROOT)
         if spawn:
@@ -62,17 +63,6 @@ def main(argv: list[str], python: str) -> int:
     finally:
         if checked:
             print("nothing was submitted", flush=True)
-
-
-def _help(argv: list[str]) -> int:
-    """Prints the keys, including those of a recipe if ``argv`` contains a valid recipe=. Returns the exit status."""
-    recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
-    try:
-        errors.show(help.help_text(recipe, of_launch=True))
-    except ConfigError as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_CONFIG
-    return 0 if argv else errors.EXIT_CONFIG
 
 
 def check(settings: Settings, python: str) -> int:
@@ -191,14 +181,11 @@ def run_here(settings: Settings) -> int:
     Returns the exit status.
     """
     layout = local_layout(settings)
-    if settings.job.container:
-        print(
-            f"launch.py: container={settings.job.container}: launcher=local uses this Python, not the image",
-            file=sys.stderr,
-        )
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
+    if settings.job.container:  # perhaps from the site's profile
+        unused = [*unused, f"container={settings.job.container}"]
     if unused:
-        print(f"launch.py: launcher=local does not use Slurm: {', '.join(unused)} has no effect", file=sys.stderr)
+        print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
     is_first = layout.node_rank == 0

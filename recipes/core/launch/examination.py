@@ -39,19 +39,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are healthy; else 3, after
     requeueing the job without the bad nodes if it may.
     """
-    try:
-        settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:  # begin has accepted the keys: an env file was removed since then
-        print(f"{recipe}: {error}", file=sys.stderr)
-        return errors.EXIT_CONFIG
+    settings = command_line.parse(words, recipe=recipe, to_start=False)
     run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
-    try:
-        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
-    except OSError as error:
-        print(
-            f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
-        )
-        return errors.EXIT_MACHINE
+    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
     shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
     _run_doctor(settings, run_dir / "doctor", environ)
     subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
@@ -91,9 +81,8 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
         *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
         *(f"{name}={value}" for name, value in keys.items() if value),
     ]
-    variables = {name: value for name, value in environ.items() if name not in allocation.GPU_VARIABLES}
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, env=variables, timeout=DOCTOR_S, cwd=ROOT)
+        subprocess.run(command, env=environ, timeout=DOCTOR_S, cwd=ROOT)
 
 
 def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:

@@ -127,7 +127,7 @@ def test_local_reports_keys_without_effect(
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
     assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
-    line = "launch.py: launcher=local does not use Slurm: partition=, doctor= has no effect\n"
+    line = "launch.py: not used with launcher=local: partition=, doctor=\n"
     assert capsys.readouterr().err == line
 
 
