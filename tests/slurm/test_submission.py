@@ -5,11 +5,8 @@ Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +26,6 @@ from tests.slurm.jobs import (
     launch,
     log_lines,
     queue,
-    ranks,
     read,
     sbatch,
     wait_for_training,
@@ -120,51 +116,6 @@ def test_real_mnist_is_learnt_over_two_nodes(slurm: Cluster, repo: Path, tmp_pat
     summary = read(tmp_path / "run/summary.json")
     assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (2, 2, 10_000)
     assert summary["val_top1"] >= 0.992
-
-
-@pytest.mark.long
-def test_launch_submits_and_waits_inside_another_allocation(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    words = ["nodes=2", "gpus_per_node=2", "cpus_per_rank=3", *MINI, "epochs=1", "wait=true"]
-    argv = ["salloc", "-N1", "-n1", "--no-shell", "-J", "outer"]
-    outer = re.search(r"job allocation (\d+)", slurm.run(*argv).stderr)
-    assert outer
-    inherited = HOSTILE | {
-        "SLURM_JOB_ID": outer[1], "SLURM_JOBID": outer[1], "SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1",
-        "SLURM_JOB_NODELIST": "node1", "SLURM_NODELIST": "node1", "SLURM_MEM_PER_NODE": "999999999",
-        "SLURM_EXPORT_ENV": "NONE", "SLURM_DISTRIBUTION": "arbitrary", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0",
-        "SBATCH_GRES": "gpu:99", "SBATCH_TIMELIMIT": "1000-0",
-    }  # fmt: skip
-    command = [sys.executable, "launch.py", "recipe=mnist", *words]
-    process = subprocess.Popen(
-        command, cwd=repo, env=os.environ | PYTHON | slurm.env | inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    cpus: set[str] = set()
-    try:
-        while process.poll() is None and not cpus:
-            jobs = queue(slurm) - {outer[1]}
-            newest = max(jobs, key=lambda each: int(each.partition("_")[0]), default="")
-            cpus = {environ["SLURM_CPUS_PER_TASK"] for _, environ in ranks(slurm, newest).values()} if newest else set()
-            time.sleep(0.05)
-        stdout, stderr = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        slurm.run("scancel", outer[1])
-    assert process.returncode == 0, stdout + stderr
-    assert cpus == {"3"}
-
-    found = re.search(r"^job (\d+): .*\nrun directory: (.*)\nlog: tail -F (.*)$", stdout, re.MULTILINE)
-    assert found, stdout
-    job, run_dir, log = found[1], Path(found[2]), Path(found[3])
-    assert run_dir == repo / "runs/mnist" / job
-    assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in stdout
-    assert log.read_text() in stdout
-    assert stdout.splitlines()[-1] == f"job {job}: completed; run directory {run_dir}"
-    summary = read(run_dir / "summary.json")
-    assert (summary["world_size"], summary["num_nodes"], summary["val_samples"]) == (4, 2, 359)
-    assert "#SBATCH --nodes=2\n" in (run_dir / "job.sh").read_text()
-    assert read(run_dir / "job.yaml")["arguments"] == ["device=cpu", "dataset=digits", "epochs=1"]
-    assert (repo / "runs/submitit").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.long

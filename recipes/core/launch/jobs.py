@@ -160,22 +160,18 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
 
 
 def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
-    """Further options of sbatch: those of the profile, then of the job keys, then of extra=."""
-    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    given = {name: getattr(job, name) for name in options if getattr(job, name)}
-    if job.mail:
-        given |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    """Further options of sbatch: those of the profile for nodes, then of the job keys, then of extra=."""
     extra = job_keys.extra_options(job.extra)
-    return {**site_options(profile, extra), **given, **extra}
-
-
-def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The options of sbatch for nodes from a site's profile, without those that ``extra`` replaces."""
     options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
     if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses these options together with --mem
         options.pop("mem", None)
-    exclusive = profile.get("exclusive", "false")
-    return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
+    if (exclusive := profile.get("exclusive", "false")) != "false":
+        options["exclusive"] = exclusive.replace("true", "")
+    names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
+    if job.mail:
+        options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    return options | extra
 
 
 def require_printable(*folders: Path) -> None:
