@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import launch
 from recipes.core.data import datasets
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
@@ -125,20 +124,6 @@ def test_a_checkpoint_has_the_predicted_size(
 
 
 # --- errors
-
-
-def test_an_invalid_key_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, line in (
-        (["recipe=mnist", "epoch=3"], "launch.py: epoch=3: recipe mnist has no key 'epoch'; did you mean 'epochs'?\n"),
-        (
-            ["recipe=mnist", "gpus=2,4"],
-            "launch.py: gpus=2,4: is for launcher=local; Slurm finds the nodes by itself: give gpus=6\n",
-        ),
-    ):
-        assert launch.main(["check", *words]) == 2
-        assert capsys.readouterr() == ("nothing was submitted\n", line)
-    assert launch.main(["--help"]) == 0
-    assert "python launch.py check recipe=NAME " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
