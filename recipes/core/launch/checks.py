@@ -27,7 +27,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.launch import allocation
 from recipes.core.place import processes
 from recipes.core.run import dryrun
-from recipes.core.run.dryrun import Asked, Found
+from recipes.core.run.dryrun import Found, Request
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         folder = Path(os.path.realpath(name))
         place, found_file, stderr = folder / "run", folder / "found.json", folder / "stderr"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
-        request = Asked(str(found_file), ranks, settings.run.device is not Device.cpu)
+        request = Request(str(found_file), ranks, settings.run.device is not Device.cpu)
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
@@ -185,7 +185,7 @@ def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     return words
 
 
-def environment(settings: Settings, request: Asked) -> dict[str, str]:
+def environment(settings: Settings, request: Request) -> dict[str, str]:
     """This process's environment without the variables of a rank or a job, without GPUs, and with loopback.
 
     The network interface of the nodes may not exist on this machine.

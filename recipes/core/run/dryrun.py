@@ -7,15 +7,15 @@ from pathlib import Path
 
 from recipes.core import files
 
-VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Asked` as JSON
+VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Request` as JSON
 
 
-class Over(Exception):
+class DryRunEnd(Exception):
     """Ends a dry run at the point where the training would begin."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The input of a dry run.
 
     file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
@@ -57,6 +57,6 @@ class Found:
         return f"{samples}{self.parameters:,} parameters, {begin}"
 
 
-def asked(environ: Mapping[str, str]) -> Asked | None:
+def asked(environ: Mapping[str, str]) -> Request | None:
     """The input of the dry run in this process. None if the process is not a dry run."""
-    return Asked(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None
+    return Request(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None

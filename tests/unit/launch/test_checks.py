@@ -7,7 +7,7 @@ import pytest
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
 from recipes.core.run import command_line, dryrun
-from recipes.core.run.dryrun import Asked
+from recipes.core.run.dryrun import Request
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import MODULE, Bench
 
@@ -37,13 +37,13 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         "sweep.lr=0.5,0.1",
     ]
     settings = command_line.parse(words, environ={})
-    environ = checks.environment(settings, Asked("/f", 16, True))
+    environ = checks.environment(settings, Request("/f", 16, True))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
     asked = dryrun.asked(environ)
     assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
         "/d",
         "example",
-        Asked("/f", 16, True),
+        Request("/f", 16, True),
     )
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
         "",
