@@ -1,7 +1,7 @@
 """A tutorial of data-parallel training in one file: an MLP on generated data. Read this file first.
 
     python -m recipes.toy                                             # one process
-    python -m recipes.toy spawn=2 device=cpu                          # two, started by torch.multiprocessing
+    python -m recipes.toy spawn=2 device=cpu                          # two, started by this file itself
     torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, started by torchrun; the same line again resumes
     python launch.py recipe=toy nodes=2                               # two nodes of a cluster
 
@@ -77,5 +77,5 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
 if START:
     if START.settings.config.spawn:
-        spawn.processes("recipes.toy", START)
+        spawn.processes(START)
     session.run(main, START)

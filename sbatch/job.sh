@@ -28,6 +28,10 @@ trap signalled=1 TERM
 trap 'signalled=1; [ -z "$ranks" ] || kill -s USR1 "$ranks" 2>/dev/null' USR1 USR2
 
 unset CDPATH "${!SLURM_CPU_BIND@}" "${!SRUN_@}" # set if the job was submitted inside another allocation
+# Without these requests, a step has all GPUs of its job. Some may be left over from another allocation, and srun fails if
+# two of them differ. Others would give each rank only its own GPU, so that NCCL could not copy directly between GPUs.
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
+unset SLURM_GPU_BIND SLURM_TRES_BIND
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
 export RECIPES_BATCH=1                          # all steps of the job share one run directory

@@ -167,12 +167,13 @@ def become(
         os.chdir(cwd)
         random.seed()
         what, *words = (word for word in argv[1:] if word != "-u")
+        from recipes.core.launch import local
+
+        local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
         if what.endswith("launch.py"):
             import launch
-            from recipes.core.launch import local
 
             sys.argv = [what, *words]
-            local.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[assignment]
             code = launch.main(words)
         else:
             sys.argv = ["-c" if what == "-c" else "", *words[1:]]

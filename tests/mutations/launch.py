@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "        return modules or code or recipe or disk or last\n",
+        "        return modules or code or recipe or disk or slurm\n",
         "        return recipe\n",
         "check returns 0 for a job that Slurm refuses",
         "tests/unit/launch/test_cli.py::test_check_returns_the_status_of_the_failed_part",
@@ -145,8 +145,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/local.py",
-        "deadline = now() + PEERS_GRACE_S\n        if first is not None:",
-        'deadline = float("inf")\n        if first is not None:',
+        "deadline = now() + PEERS_GRACE_S\n        if stop.count > stops:",
+        'deadline = float("inf")\n        if stop.count > stops:',
         "after the death of one rank, the others run without end",
         "tests/distributed/launch/test_local.py::test_a_failed_rank_ends_the_others_and_is_reported",
     ),

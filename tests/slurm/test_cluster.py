@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -165,18 +164,3 @@ def test_a_daemon_that_does_not_come_up_is_named_with_its_log() -> None:
     mentioned = re.findall(r"/tmp/slurm-test-\w+", str(caught.value))
     assert mentioned
     assert not Path(mentioned[0]).exists()
-
-
-def test_options_are_checked() -> None:
-    up = subprocess.run([sys.executable, SCRIPT, "up", "--gpus=8;2"], capture_output=True, text=True)
-    assert "--gpus: '8;2' is no list of counts such as 8,2" in up.stderr
-    with pytest.raises(ValueError, match=r"gpus=\(8, 2\): give one count, or one for each of the 3 nodes"):
-        ClusterOptions(nodes=3, gpus=(8, 2))
-
-
-def test_missing_names_packages_and_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda program, path: None if program == "slurmd" else program)
-    assert cluster_module.missing() == "slurmd not found: apt-get install " + cluster_module.PACKAGES
-    monkeypatch.setattr(shutil, "which", lambda program, path: program)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in str(cluster_module.missing())

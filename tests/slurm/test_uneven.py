@@ -23,8 +23,7 @@ UNEVEN = {"node1": 2, "node2": 1}
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[Cluster]:
     helpers.need(missing())
-    conf = "PartitionName=pairs Nodes=node[1-2] MinNodes=2\nPartitionName=two Nodes=node[1-2] MinNodes=2 MaxNodes=2"
-    with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()), extra_conf=conf)) as cluster:
+    with running_cluster(ClusterOptions(gpus=tuple(UNEVEN.values()))) as cluster:
         yield cluster
 
 
@@ -56,19 +55,6 @@ def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path:
     said = run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
     assert placed(tmp_path / "run") == UNEVEN
     assert "warning: device=cpu, and 2 GPUs of each node are unused" in said
-
-
-def test_a_job_larger_than_the_site_is_refused_with_the_sites_limits(uneven: Cluster, repo: Path) -> None:
-    for words, known in (
-        (("nodes=2", "gpus_per_node=2"), "GPUs: 2, CPUs: 2), partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
-        (("gpus=4",), "gpus=4, partition main has 1 node of 64 CPUs and gpu:2, 1 node of 64 CPUs and gpu:1"),
-        (("partition=pairs",), "invalid; nodes=1, a job in partition pairs must have at least 2"),
-        (("partition=two",), "invalid; nodes=1, a job in partition two must have at least 2"),
-    ):  # fmt: skip
-        argv = (sys.executable, "launch.py", "recipe=toy", "cpus_per_rank=1", *words)
-        done = uneven.run(*argv, cwd=repo, env=jobs.PYTHON)
-        assert (done.returncode, len(done.stderr.splitlines())) == (3, 1), done.stderr
-        assert known in done.stderr
 
 
 @pytest.mark.long

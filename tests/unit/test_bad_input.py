@@ -195,13 +195,6 @@ def test_a_job_key_in_a_config_file_of_a_recipe_is_refused(here: Path, capsys: p
     assert "--nodes=4" in refused(lambda: batch.main(["begin", "mnist", "config=job.yaml"]), here, capsys)
 
 
-@pytest.mark.parametrize("words", [[], ["check"], ["finish", "mnist"], ["finish", "mnist", "x"], ["x", "mnist", "1"]])
-def test_invalid_commands_of_the_batch_script_print_the_usage(
-    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "usage:" in refused(lambda: batch.main(words), here, capsys)
-
-
 # --- the environment
 
 

@@ -7,14 +7,6 @@ from collections.abc import Container, Mapping
 from recipes.core.errors import MachineError
 from recipes.core.run import queue
 
-# Variables with which srun requests GPUs. The value is the field of scontrol that shows whether the job itself
-# requested GPUs this way. "" marks a variable that no step needs: it would give each task only one GPU. srun fails if
-# two of these variables differ.
-GPU_VARIABLES = {
-    "SLURM_GPUS": "TresPerJob", "SLURM_GPUS_PER_NODE": "TresPerNode", "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
-    "SLURM_GPUS_PER_TASK": "", "SLURM_TRES_PER_TASK": "", "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
-    "SLURM_GPU_BIND": "TresBind", "SLURM_TRES_BIND": "TresBind",
-}  # fmt: skip
 # Variables that users and sites set for sbatch, with the option of sbatch that each stands for ("" for none). Such a
 # variable takes precedence over a directive in a script.
 SET_FOR_SBATCH = {
@@ -27,7 +19,8 @@ SET_FOR_SBATCH = {
         f"SBATCH_{name.upper()}": name
         for name in ("account", "clusters", "constraint", "partition", "qos", "reservation")
     },
-}  # Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
+}
+# Variables of an allocation or a launcher, which must not reach a job that is submitted in it.
 OF_LAUNCHERS = re.compile(
     r"(SLURM|SRUN|SBATCH|PMI|PMIX(?!_MCA)|OMPI_COMM|TORCHELASTIC)_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|NODE_RANK|MASTER_ADDR"
     r"|RECIPES_(ATTEMPT|BATCH|BY_CLOCK|CODE|LAUNCH|LISTEN_FD|PYTHON|SCRIPT|SOURCE)"
@@ -49,24 +42,6 @@ def left_over(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ.get("SLURM_JOB_ID"):
         found += [name for name in environ if re.fullmatch(r"SLURM_HET_SIZE|SLURM_\w+_HET_GROUP_\d+", name)]
     return found
-
-
-def foreign_gpu_requests(environ: Mapping[str, str], fields: Mapping[str, str]) -> list[str]:
-    """The variables to unset before srun because they request other GPUs than the job has.
-
-    Without them, a step has all GPUs of the job. Some are left over from an outer allocation. Others give each rank
-    only its own GPU (``--gpus-per-task``), so that NCCL could not copy directly between GPUs. A ``--gpu-bind`` of the
-    job itself is kept. fields: the fields of this job, by scontrol's names; {} if they are not known.
-    """
-
-    def is_own(name: str) -> bool:
-        own = fields.get(GPU_VARIABLES[name], "")
-        if GPU_VARIABLES[name] == "TresBind":
-            bind = queue.gpus(own)
-            return bool(bind) and bind in (environ[name], queue.gpus(environ[name])) and not bind.startswith("per_task")
-        return environ[name] in (own, queue.gpus(own))
-
-    return [name for name in GPU_VARIABLES if name in environ and not is_own(name)]
 
 
 def all_gpus(fields: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from recipes.core import errors
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RunKeys
+from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
@@ -80,10 +80,11 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     ]
     by_clock = job and settings.run.stop_before_s and queue.is_short(fields)
     lines += _clock_lines(recipe, fields) if by_clock else ["unset RECIPES_BY_CLOCK"]
-    lines += [f"unset {name}" for name in (*left_over, *allocation.foreign_gpu_requests(environ, fields))]
+    lines += [f"unset {name}" for name in left_over]
     if image:
-        step, inside = container.enter(image, settings, bound, code, environ)
-        lines += container.exports(image, profiles.env_variables(settings.run.network, settings.job.cluster))
+        variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+        step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
+        lines += container.exports(image, variables)
         lines += [f"step=({shlex.join(step)})", f"inside=({shlex.join(inside)})"]
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
@@ -222,17 +223,12 @@ def main(argv: list[str]) -> int:
     source.go_home(ROOT)
     if argv[:1] != ["begin"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed
-    if len(argv) >= 2 and argv[0] == "begin":
-        return begin(argv[1], argv[2:], os.environ)
-    if len(argv) >= 3 and argv[0] == "examine" and argv[2].isdecimal():
-        return examination.examine(argv[1], int(argv[2]), argv[3:], os.environ)
-    if len(argv) >= 3 and argv[0] == "finish" and argv[2].isdecimal():
-        return finish(argv[1], int(argv[2]), argv[3:], os.environ)
-    print(
-        "usage: python -m recipes.core.launch.batch begin RECIPE WORDS | examine RECIPE RESUBMITS WORDS | finish RECIPE STATUS WORDS",
-        file=sys.stderr,
-    )
-    return errors.EXIT_CONFIG
+    step, recipe, *words = argv
+    if step == "begin":
+        return begin(recipe, words, os.environ)
+    if step == "examine":
+        return examination.examine(recipe, int(words[0]), words[1:], os.environ)
+    return finish(recipe, int(words[0]), words[1:], os.environ)
 
 
 if __name__ == "__main__":

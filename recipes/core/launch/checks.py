@@ -8,7 +8,6 @@ training would begin, it writes its findings (`Found`) and exits.
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,23 +21,19 @@ from typing import TypeVar
 from recipes.core import errors, files
 from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS, Backend, Device, RunKeys
+from recipes.core.config.run_keys import RESUME_WORDS, Device, RunKeys
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
+from recipes.core.launch import allocation
 from recipes.core.place import processes
 from recipes.core.run import dryrun
-from recipes.core.run.dryrun import Asked, Found
+from recipes.core.run.dryrun import Found, Request
 
 T = TypeVar("T")
 
 START_S = 300.0  # timeout for the recipe to reach its first step
+MODULES_S = 120.0  # timeout for the profile's modules
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
-OTHER_RUN_DIR = "give another run_dir"
-# Variables that give a process its rank or its job. The recipes' own variables for the data and the site are kept.
-PLACE = re.compile(
-    r"(SLURMD?|SRUN|SBATCH|SALLOC|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+|MPI_LOCAL\w+|MASTER_(ADDR|PORT)"
-    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|RECIPES_(?!(DATA|CLUSTER)$)\w+"
-)
 
 
 def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
@@ -48,10 +43,11 @@ def part(name: str, work: Callable[[], T]) -> tuple[int, T | None]:
     """
     try:
         found = work()
-    except (ConfigError, InputError, MachineError, RunError) as error:
+    except (ConfigError, InputError, MachineError, RunError, OSError, subprocess.TimeoutExpired) as error:
         print(f"{name + ':':<8}failed: {error}", file=sys.stderr, flush=True)
-        known = errors.EXIT_CRASH if isinstance(error, RunError) else errors.EXIT_CONFIG
-        return errors.EXIT_MACHINE if isinstance(error, MachineError) else known, None
+        if isinstance(error, RunError):
+            return errors.EXIT_CRASH, None
+        return errors.EXIT_CONFIG if isinstance(error, (ConfigError, InputError)) else errors.EXIT_MACHINE, None
     print(f"{name + ':':<8}ok: {found}", flush=True)
     return errors.EXIT_DONE, found
 
@@ -66,66 +62,48 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
     if not settings.config.starts_a_run:
         return Found()
     recipe = settings.recipe
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix="recipes-check-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise MachineError(
-            f"no temporary folder can be made ({error.strerror}): set TMPDIR to one that can be written"
-        ) from None
-    with temporary as name:
+    with tempfile.TemporaryDirectory(prefix="recipes-check-", ignore_cleanup_errors=True) as name:
         folder = Path(os.path.realpath(name))
         place, found_file, stderr = folder / "run", folder / "found.json", folder / "stderr"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
-        request = Asked(str(found_file), ranks, settings.run.device is not Device.cpu)
+        request = Request(str(found_file), ranks, settings.run.device is not Device.cpu)
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         code = _run(command, root, environ, stderr, timeout_s)
         written = files.read_json(found_file)
-        lines = stderr.read_text(errors="replace").splitlines()
+        lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
     if code is None:
         raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine")
-    if code < 0:
-        name = signal.Signals(-code).name
-        raise RunError(f"{recipe}: was killed by {name} before its first step: does this machine have enough memory?")
     if not written:
-        ended = f"{recipe}: ended before it called loop.steps() or run.begin()"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended"
+        ended = f"{recipe}: {how} before it called loop.steps() or run.begin()"
         raise RunError(f"{ended}: {lines[-1]}" if code and lines else ended)
     found = Found(**written)
-    for warning in found.warnings:
-        print(f"warning: {warning}".replace(str(place), str(run_dir)), file=sys.stderr, flush=True)
-    line = f"{recipe}: {found.error}"
-    if found.exit_status == errors.EXIT_MACHINE:  # its run_dir= is the temporary folder itself
-        raise MachineError(line)
-    if found.exit_status:
-        failed = InputError if found.exit_status == errors.EXIT_CONFIG else RunError
-        raise failed(line.replace(str(place), str(run_dir)))
-    return found
+    for line in lines:
+        if line.startswith("warning: "):
+            print(line, file=sys.stderr, flush=True)
+    if not found.exit_status:
+        return found
+    failed = {errors.EXIT_MACHINE: MachineError, errors.EXIT_CONFIG: InputError}.get(found.exit_status, RunError)
+    raise failed(f"{recipe}: {found.error}".replace(str(place), str(run_dir)))
 
 
-def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str], timeout_s: float = 120.0) -> str:
+def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> str:
     """Loads the profile's modules on this machine as the batch script does.
 
     Returns their names, or why they were not tried. root: the repository. Raises MachineError if a module does not
     load.
     """
-    find_module = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1"
-
-    def bash(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-c", *words], env=dict(environ), capture_output=True, text=True, errors="replace", timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    try:
-        if bash(find_module).returncode:
-            return f"not tried, this machine has no command module: {', '.join(modules)}"
-        done = bash('. "$0"; load "$@"', str(root / "sbatch/job.sh"), *modules)
-    except subprocess.TimeoutExpired:
-        raise MachineError(f"module load {' '.join(modules)}: not loaded within {timeout_s:g} s") from None
+    find_module = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1 || exit 99"
+    done = subprocess.run(
+        ["bash", "-c", f'{find_module}; . "$0"; load "$@"', str(root / "sbatch/job.sh"), *modules],
+        env=environ, capture_output=True, text=True, errors="replace", timeout=MODULES_S, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode == 99:
+        return f"not tried, this machine has no command module: {', '.join(modules)}"
     if done.returncode:
-        lines = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
-        raise MachineError("; ".join([*lines[-1:], *lines[:-1]])[:300] or f"module load {' '.join(modules)} failed")
+        raise MachineError(" ".join(done.stderr.split())[-300:])
     return ", ".join(modules)
 
 
@@ -156,49 +134,27 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
     """A phrase on the free space on the disk of the run directory and on the size of the checkpoints. Writes nothing.
 
     keep: the value of keep_checkpoints=. found: the findings of the recipe; None if the size of a checkpoint is not
-    known. Raises MachineError if there is too little space or a folder cannot be written.
+    known. Raises MachineError if there is too little space or the folder cannot be written.
     """
-    require_writable(run_dir, f"run_dir={run_dir}", OTHER_RUN_DIR)
-    folder = require_writable(run_dir / "checkpoints", f"run_dir={run_dir}", OTHER_RUN_DIR)
-    try:
-        free = files.free_bytes(folder)
-    except OSError as error:
-        raise MachineError(f"run_dir={run_dir}: {folder} cannot be read ({error.strerror})") from None
-    free_text = f"free space in {folder} is not known" if free is None else f"{files.size_text(free)} free in {folder}"
-    if found is None:
-        return f"{free_text}; the size of a checkpoint is not known"
-    size = found.checkpoint_bytes
+    fix = "give another run_dir"
+    folder = Path(os.path.realpath(run_dir / "checkpoints"))  # or its nearest parent that exists
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = "cannot be written" if folder.is_dir() else "is not a folder"
+        raise MachineError(f"run_dir={run_dir}: {folder} {problem}: {fix}")
+    free = files.free_bytes(folder)
+    free_text = f"{'unknown space' if free is None else files.size_text(free)} free in {folder}"
+    size = found.checkpoint_bytes if found else None
     if size is None:
-        return f"{free_text}, for no checkpoints"
+        return free_text
     existing = sum(1 for _ in (run_dir / "checkpoints").glob("step-*.pt"))
     count = max(BESIDE_KEPT, keep + BESIDE_KEPT - existing) if keep else BESIDE_KEPT
     each = files.size_text(size)
     if free is not None and free < count * size:
-        fix = f"make room there, or {OTHER_RUN_DIR}" + (" or a smaller keep_checkpoints" if keep > 1 else "")
-        raise MachineError(
-            f"run_dir={run_dir}: {count} checkpoints of {each} take {files.size_text(count * size)}, {free_text}: {fix}"
-        )
+        needed = f"{count} checkpoints of {each} take {files.size_text(count * size)}"
+        raise MachineError(f"run_dir={run_dir}: {needed}, {free_text}: make room there, or {fix}")
     return f"{count} checkpoints of {each}, {free_text}" if keep else f"keeps all checkpoints of {each}, {free_text}"
-
-
-def require_writable(folder: Path, what: str, fix: str, size: int = 0) -> Path:
-    """Returns ``folder``, or its nearest parent that exists. Writes nothing.
-
-    Raises MachineError if this user cannot create files in it, or if fewer than ``size`` bytes are free. what, fix: the
-    beginning and the end of the error line; ``fix`` is the fix.
-    """
-    existing = Path(os.path.realpath(folder))  # Path.resolve() raises for symbolic links in a circle
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    if not existing.is_dir():
-        raise MachineError(f"{what}: {existing} is not a folder: {fix}")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise MachineError(f"{what}: {existing} cannot be written: {fix}")
-    try:
-        files.check_free(existing, size)
-    except OSError as error:
-        raise MachineError(f"{what}: {existing} cannot be written ({error.strerror}): {fix}") from None
-    return existing
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:
@@ -223,20 +179,18 @@ def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
     if settings.run.resume not in RESUME_WORDS:
         typed["resume"] = settings.run.resume  # with references resolved, since run_dir changes below
     words = parser.absolute(typed, (RunKeys, recipe_class), base)
-    words |= {"device": "cpu", "run_dir": str(place)}
-    if settings.run.backend is not Backend.mpi:  # mpi is kept, since this torch may be built without it
-        words["backend"] = "auto"
+    words |= {"device": "cpu", "run_dir": str(place), "backend": "auto"}
     if hasattr(settings.config, "stage_dir"):
         words["stage_dir"] = ""
     return words
 
 
-def environment(settings: Settings, request: Asked) -> dict[str, str]:
+def environment(settings: Settings, request: Request) -> dict[str, str]:
     """This process's environment without the variables of a rank or a job, without GPUs, and with loopback.
 
     The network interface of the nodes may not exist on this machine.
     """
-    kept = {name: value for name, value in os.environ.items() if not PLACE.fullmatch(name)}
+    kept = allocation.clean_environment(os.environ)
     kept.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, the repository
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
     without_gpus = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.config import help, parser, profiles, recipe_conf
-from recipes.core.config.job_keys import JobKeys, Launcher
+from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -23,18 +23,18 @@ from recipes.core.run import command_line, directory, in_use, source, table
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
-    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master",
-    "container", "container_runtime", "container_mounts",
+    "recipe", "launcher", "cluster", "nodes", "gpus_per_node", "ranks_per_node", "gpus", "node_rank", "master", *IN_IMAGE,
 )  # fmt: skip
-JOB_FILES_BYTES = 1 << 20  # free space that `check` requires for the files of a submission
 
 
 def main(argv: list[str], python: str) -> int:
     """Runs one command line of launch.py and returns its exit status. python: the Python of the job."""
-    if not argv or {"-h", "--help", "help"} & set(argv):
-        return _help(argv)
     checked = argv[:1] == ["check"]
     try:
+        if not argv or {"-h", "--help", "help"} & set(argv):
+            recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
+            errors.show(help.help_text(recipe, of_launch=True))
+            return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
         spawn, home = getattr(settings.config, "spawn", 0), source.home(ROOT)
         if spawn:
@@ -45,6 +45,8 @@ def main(argv: list[str], python: str) -> int:
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
             print(f"from the run {settings.resumes}: {words}", file=sys.stderr, flush=True)
+        if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
+            os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:
@@ -63,17 +65,6 @@ def main(argv: list[str], python: str) -> int:
             print("nothing was submitted", flush=True)
 
 
-def _help(argv: list[str]) -> int:
-    """Prints the keys, including those of a recipe if ``argv`` contains a valid recipe=. Returns the exit status."""
-    recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
-    try:
-        errors.show(help.help_text(recipe, of_launch=True))
-    except ConfigError as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        return errors.EXIT_CONFIG
-    return 0 if argv else errors.EXIT_CONFIG
-
-
 def check(settings: Settings, python: str) -> int:
     """launch.py check: validates the job without submitting it, and prints one line per part.
 
@@ -81,7 +72,7 @@ def check(settings: Settings, python: str) -> int:
     """
     base = _working_folder()
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
-    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else _local_ranks(settings)
+    ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     modules = code = 0
     profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
@@ -102,11 +93,8 @@ def check(settings: Settings, python: str) -> int:
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        if job:
-            last, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python))
-        else:
-            last, _ = checks.part("here", lambda: _describe_layout(local_layout(settings)))
-        return modules or code or recipe or disk or last
+        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python)) if job else (0, None)
+        return modules or code or recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
 
@@ -121,13 +109,7 @@ def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
             return controller.expected_start(job, scripts.sbatch_script(job))
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    expected = controller.expected_start(job, submit.submission_text(job, python))
-    for name in ("submitit", "code") if settings.job.snapshot else ("submitit",):
-        folder = ROOT / "runs" / name
-        if folder.exists():
-            files.private_folder(ROOT, name)
-        checks.require_writable(folder, f"runs/{name}", directory.FIX_JOB_FILES, JOB_FILES_BYTES)
-    return expected
+    return controller.expected_start(job, submit.submission_text(job, python))
 
 
 def _require_free_run_dir(settings: Settings) -> None:
@@ -142,20 +124,6 @@ def _require_free_run_dir(settings: Settings) -> None:
         problem = in_use.queued(path, settings.job.dependency, os.environ)
         if problem:
             raise ConfigError(problem)
-
-
-def _describe_layout(layout: Layout) -> str:
-    """A phrase on the ranks of launcher=local."""
-    mine, every = layout.ranks[layout.node_rank], sum(layout.ranks)
-    return f"{mine} of {every} ranks on this machine" if mine < every else "all ranks on this machine"
-
-
-def _local_ranks(settings: Settings) -> int:
-    """The number of ranks of launcher=local; 1 if this machine cannot run them, which `check` reports elsewhere."""
-    try:
-        return sum(local_layout(settings).ranks)
-    except MachineError:
-        return 1
 
 
 def print_script(settings: Settings) -> int:
@@ -213,27 +181,19 @@ def run_here(settings: Settings) -> int:
     Returns the exit status.
     """
     layout = local_layout(settings)
-    if settings.job.container:
-        print(
-            f"launch.py: container={settings.job.container}: launcher=local uses this Python, not the image",
-            file=sys.stderr,
-        )
     unused = [f"{name}=" for name in settings.of_job if name not in LOCAL_KEYS]
+    if settings.job.container:  # perhaps from the site's profile
+        unused = [*unused, f"container={settings.job.container}"]
     if unused:
-        print(f"launch.py: launcher=local does not use Slurm: {', '.join(unused)} has no effect", file=sys.stderr)
+        print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
     words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
-    run_dir = None
-    if layout.node_rank == 0:
-        run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT)
-        words["run_dir"] = str(run_dir)
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    is_first = layout.node_rank == 0
+    run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    of_training = not settings.config.evaluate
-    folder = run_dir if run_dir is None or of_training else directory.for_evaluation(run_dir)
-    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
+    return local.run_recipe(settings, words, layout, run_dir, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

@@ -7,7 +7,7 @@ is passed by name. The variables that configure the network are passed by name.
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from recipes.core import errors
 from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.run import source
@@ -43,34 +43,10 @@ class Container:
     mounts: tuple[str, ...] = ()
 
 
-def from_keys(image: str, runtime: str, mounts: str) -> Container | None:
-    """The container of the keys ``container``, ``container_runtime`` and ``container_mounts``; None without one."""
-    if not image:
-        return None
-    if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
-        runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
-    return Container(image, runtime, tuple(os.path.expanduser(mount) for mount in mounts.split(",") if mount))
-
-
 def absolute_image(image: str, base: Path) -> str:
     """The absolute path of an image that is a file. An address remains unchanged."""
     path = base / Path(image).expanduser()
     return os.path.realpath(path) if image and path.exists() else image
-
-
-def folders_to_bind(words: Mapping[str, str], paths: Iterable[str], always: Sequence[Path]) -> list[str]:
-    """The folders that the container needs: ``always``, and the absolute paths in ``words`` of the keys ``paths``.
-
-    A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
-    paths. A folder inside another folder of the result is omitted.
-    """
-    named = [Path(value) for name in paths if (value := words.get(name, "")).startswith("/")]
-    there = [next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in [*always, *named]]
-    found: list[Path] = []
-    for path in sorted(set(there), key=lambda path: (len(path.parts), path)):
-        if path != path.parent and not any(path.is_relative_to(other) for other in found):
-            found.append(path)
-    return [str(path) for path in found]
 
 
 def step(
@@ -138,34 +114,36 @@ def of_job(settings: Settings, environ: Mapping[str, str]) -> Container | None:
     profile = profiles.cluster_profile(cluster) if cluster else {}
     values = {name: profile[name] for name in job_keys.IN_IMAGE if name in profile} | profiles.in_image(environ)
     keys = parser.parse_keys(JobKeys, [f"{name}={value}" for name, value in values.items()])
-    image = absolute_image(keys.container, source.home(ROOT))
-    return from_keys(image, keys.container_runtime.name, keys.container_mounts)
-
-
-def enter(
-    image: Container, settings: Settings, bound: list[str], code: Path, environ: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """The options of srun for the container, and the command before a rank's Python arguments.
-
-    The rank starts in ``code``. Raises ConfigError.
-    """
-    variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-    return step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
+    if not keys.container:
+        return None
+    image, runtime = absolute_image(keys.container, source.home(ROOT)), keys.container_runtime.name
+    if runtime == "auto":  # the images of enroot end with .sqsh, and enroot writes # in the address of a registry
+        runtime = "pyxis" if image.endswith(".sqsh") or "#" in image else "apptainer"
+    mounts = tuple(os.path.expanduser(mount) for mount in keys.container_mounts.split(",") if mount)
+    return Container(image, runtime, mounts)
 
 
 def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> list[str]:
-    """The folders that the container of a run needs. words: the given keys, with absolute paths.
+    """The folders that the container of a run needs: the repository and the absolute paths that the run names.
 
-    Raises ConfigError for a folder whose name the container's runtime cannot accept.
+    A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
+    paths. A folder inside another folder of the result is omitted. words: the given keys, with absolute paths. Raises
+    ConfigError for a folder whose name the container's runtime cannot accept.
     """
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    paths = [*declare.declared(RunKeys, "path"), *declare.declared(recipe_class, "path"), "network", "resume"]
-    links = [Path(os.path.realpath(root / name)) for name in ("runs", "data")]  # these may be links to other disks
+    links = [os.path.realpath(root / name) for name in ("runs", "data")]  # these may be links to other disks
     around = {name: os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")}
     around["data_dir"] = getattr(settings.config, "data_dir", "")  # it may come from the site profile
-    found = folders_to_bind({**around, **settings.from_run, **words}, [*paths, *around], [root, *links])
-    for folder in found:
-        if set(folder) & set(":,"):
+    values = {**around, **settings.from_run, **words}
+    keys = [*declare.declared(RunKeys, "path"), *declare.declared(recipe_class, "path"), "network", "resume", *around]
+    paths = [Path(path) for path in (str(root), *links, *(values.get(key, "") for key in keys)) if path.startswith("/")]
+    folders = {next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths}
+    found: list[str] = []
+    for folder in sorted(folders - {Path("/")}, key=lambda path: (len(path.parts), path)):
+        if any(folder.is_relative_to(other) for other in found):
+            continue
+        found.append(str(folder))
+        if set(str(folder)) & set(":,"):
             raise ConfigError(
                 f"{errors.shown(folder)}: a container cannot use a folder with : or , in its name: rename it"
             )

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipes.core import errors, files
+from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
+from recipes.core.config.run_keys import Device
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container
 from recipes.core.run import attempt as attempts
@@ -37,19 +39,9 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
     resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are healthy; else 3, after
     requeueing the job without the bad nodes if it may.
     """
-    try:
-        settings = command_line.parse(words, recipe=recipe, to_start=False)
-    except errors.ConfigError as error:  # begin has accepted the keys: an env file was removed since then
-        print(f"{recipe}: {error}", file=sys.stderr)
-        return errors.EXIT_CONFIG
+    settings = command_line.parse(words, recipe=recipe, to_start=False)
     run_dir = directory.choose(settings.run.run_dir, recipe, directory.job_id(environ), ROOT)
-    try:
-        (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
-    except OSError as error:
-        print(
-            f"{recipe}: run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir", file=sys.stderr
-        )
-        return errors.EXIT_MACHINE
+    (run_dir / "doctor" / "doctor.json").unlink(missing_ok=True)  # an older verdict is not valid for these nodes
     shutil.rmtree(run_dir / "doctor" / "reports", ignore_errors=True)
     _run_doctor(settings, run_dir / "doctor", environ)
     subprocess.run([*JUDGE, f"run_dir={run_dir / 'doctor'}"], cwd=ROOT, env=dict(environ))
@@ -76,7 +68,9 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
     inside = [sys.executable]
     if image := container.of_job(settings, environ):
         bound = container.folders_of_run(settings, settings.typed, source.home(ROOT))
-        options, inside = container.enter(image, settings, bound, ROOT, environ)
+        variables = profiles.env_variables(settings.run.network, settings.job.cluster)
+        on_gpus = settings.run.device is not Device.cpu
+        options, inside = container.step(image, ROOT, bound, variables, environ, on_gpus)
     if gpus := allocation.all_gpus(allocation.fields_of_job(environ)):  # each task tests all GPUs of its node
         options = [*options, f"--gpus={gpus}"]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
@@ -87,9 +81,8 @@ def _run_doctor(settings: Settings, run_dir: Path, environ: Mapping[str, str]) -
         *(*inside, "-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"),
         *(f"{name}={value}" for name, value in keys.items() if value),
     ]
-    variables = {name: value for name, value in environ.items() if name not in allocation.GPU_VARIABLES}
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, env=variables, timeout=DOCTOR_S, cwd=ROOT)
+        subprocess.run(command, env=environ, timeout=DOCTOR_S, cwd=ROOT)
 
 
 def requeues(run_dir: Path, environ: Mapping[str, str]) -> int:

@@ -143,10 +143,9 @@ def _variables(job: JobKeys, base: Path) -> dict[str, str]:
 def _check_keys(settings: Settings, gpus_by: str) -> None:
     """Raises ConfigError for job keys that contradict each other or that belong to launcher=local."""
     job = settings.job
-    if job.master:
-        raise ConfigError(
-            f"master={job.master}: is for launcher=local; with launcher=slurm the node of rank 0 is known"
-        )
+    for name in ("master", "node_rank"):
+        if value := getattr(job, name):
+            raise ConfigError(f"{name}={value}: is for launcher=local; with launcher=slurm srun numbers the nodes")
     if "," in job.gpus:
         total = sum(map(int, job.gpus.split(",")))
         raise ConfigError(f"gpus={job.gpus}: is for launcher=local; Slurm finds the nodes by itself: give gpus={total}")
@@ -154,10 +153,6 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
         raise ConfigError(f"gpus={job.gpus}: must be at least nodes={max(1, job.nodes or 0)}, one GPU per node")
     if job.parallel and not settings.sweep:
         raise ConfigError(f"parallel={job.parallel}: requires a sweep of several runs: sweep.KEY=A,B,C")
-    if job.node_rank:
-        raise ConfigError(
-            f"node_rank={job.node_rank}: is for launcher=local; with launcher=slurm srun numbers the nodes"
-        )
     if job.gpus and gpus_by not in ("", "--gpus-per-task") and settings.run.device is not Device.cpu:
         raise ConfigError(
             f"gpus={job.gpus}: requires --gpus-per-task, but cluster={job.cluster} requests GPUs with {gpus_by}: give nodes= and gpus_per_node="
@@ -165,22 +160,18 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
 
 
 def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
-    """Further options of sbatch: those of the profile, then of the job keys, then of extra=."""
-    options = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    given = {name: getattr(job, name) for name in options if getattr(job, name)}
-    if job.mail:
-        given |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    """Further options of sbatch: those of the profile for nodes, then of the job keys, then of extra=."""
     extra = job_keys.extra_options(job.extra)
-    return {**site_options(profile, extra), **given, **extra}
-
-
-def site_options(profile: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The options of sbatch for nodes from a site's profile, without those that ``extra`` replaces."""
     options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
     if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses these options together with --mem
         options.pop("mem", None)
-    exclusive = profile.get("exclusive", "false")
-    return options | ({} if exclusive == "false" else {"exclusive": exclusive.replace("true", "")})
+    if (exclusive := profile.get("exclusive", "false")) != "false":
+        options["exclusive"] = exclusive.replace("true", "")
+    names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
+    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
+    if job.mail:
+        options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
+    return options | extra
 
 
 def require_printable(*folders: Path) -> None:

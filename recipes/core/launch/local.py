@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TypeAlias
 
 from recipes.core import errors
+from recipes.core.config.parser import Settings
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import processes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import judge, signals
+from recipes.core.run import directory, judge, signals
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
@@ -28,6 +29,9 @@ PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the f
 STOP_GRACE_S = 60.0  # time for the ranks to end after a requested stop; both are longer while a checkpoint is written
 TERM_GRACE_S = 5.0  # time for the ranks to end after SIGTERM
 SAVING_S = 20.0  # a checkpoint is no longer being written if its file has not grown for this long
+
+
+Rank: TypeAlias = "subprocess.Popen[bytes]"
 
 
 @dataclass(frozen=True)
@@ -78,51 +82,22 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
     }
 
 
-class Rank(Protocol):
-    """A process with the interface of subprocess.Popen."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> Any: ...  # int, or None while it runs
-    def poll(self) -> int | None: ...
-    def wait(self) -> object: ...
+def run_recipe(
+    settings: Settings, words: Mapping[str, str], layout: Layout, run_dir: Path | None, environ: Mapping[str, str]
+) -> int:
+    """Runs the recipe of ``settings`` with the keys ``words`` as `run` does. run_dir: as for `run`; it replaces that key."""
+    words = {**words, "run_dir": str(run_dir)} if run_dir else words
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    folder = directory.for_evaluation(run_dir) if run_dir and settings.config.evaluate else run_dir
+    return run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: str, environ: Mapping[str, str]) -> int:
-    """Runs ``command`` once per rank of this machine, in the repository, with `supervise`.
+    """Runs ``command`` once per rank of this machine, in the repository, and returns the exit status of the run.
 
-    Returns the exit status of the run.
+    Each rank has its own session and ends with this process. run_dir: the run directory of ``recipe``; None on a machine
+    that is not the first, since rank 0 is on another machine. Raises MachineError if the run directory cannot be written.
     """
-
-    def start(variables: dict[str, str], listener: socket.socket | None) -> Rank:
-        handed = (listener.fileno(),) if listener else ()
-        if listener:
-            variables["RECIPES_LISTEN_FD"] = str(listener.fileno())
-        prepare = processes.die_with(os.getpid())
-        return subprocess.Popen(
-            command, env=variables, cwd=ROOT, pass_fds=handed, start_new_session=True, preexec_fn=prepare
-        )
-
-    return supervise(start, layout, run_dir, recipe, environ)
-
-
-def supervise(
-    start: Callable[[dict[str, str], socket.socket | None], Rank],
-    layout: Layout,
-    run_dir: Path | None,
-    recipe: str,
-    environ: Mapping[str, str],
-) -> int:
-    """Starts the ranks of this machine, waits for them, and returns the exit status of the run.
-
-    start: starts a rank as a process that has its own session and ends with this process. Its arguments are the
-    environment of the rank and, for rank 0, the socket on which it accepts its peers. run_dir: the run directory of ``recipe``;
-    None on a machine that is not the first, since rank 0 is on another machine. Raises MachineError if the run directory cannot be written.
-    """
-    # Write complete lines, as the ranks do: otherwise Python writes the end of a line separately, and a line of a rank
-    # can come between.
-    sys.stderr.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     environ = {**environ, "RECIPES_LAUNCH": f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"}
     listener = listen(layout) if layout.node_rank == 0 else None
     port = listener.getsockname()[1] if listener else layout.master_port
@@ -137,7 +112,14 @@ def supervise(
         stack.callback(_kill, ranks)
         for local_rank in range(layout.ranks[layout.node_rank]):
             variables = rank_environment(layout, local_rank, port, environ)
-            ranks.append(start(variables, listener if local_rank == 0 else None))
+            handed = (listener.fileno(),) if listener and local_rank == 0 else ()
+            if handed:
+                variables["RECIPES_LISTEN_FD"] = str(handed[0])
+            rank = subprocess.Popen(
+                command, env=variables, cwd=ROOT, pass_fds=handed, start_new_session=True,
+                preexec_fn=processes.die_with(os.getpid()),
+            )  # fmt: skip
+            ranks.append(rank)
         if listener:
             listener.close()
         first, early = _watch(ranks, stop, run_dir)
@@ -190,8 +172,6 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
                 early = next((i for i, rank in enumerate(ranks) if rank.returncode == 0), None)
             else:
                 deadline = now() + PEERS_GRACE_S
-        if first is not None:
-            _signal([rank for rank in ranks if _is_stopped(rank)], signal.SIGKILL)  # it never ends by itself
         if stop.count > stops:
             stops = stop.count
             _signal(ranks, signal.SIGTERM if stops == 1 else signal.SIGKILL)
@@ -219,7 +199,7 @@ def _report(line: str) -> None:
     Ctrl-C also ends a ``tee`` that reads stderr, and the ranks must still be able to save.
     """
     try:
-        print(line, file=sys.stderr)
+        sys.stderr.write(f"{line}\n")  # print would write the end of the line separately, after a line of a rank
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
@@ -230,8 +210,7 @@ def _report(line: str) -> None:
 def has_ended(rank: Rank) -> bool:
     """Whether a rank has ended. Kills the remaining processes of a rank that failed, for example a loader process."""
     if rank.returncode is None:
-        # multiprocessing has already waited for a process that ended before the last one was started.
-        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             found = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if not found:  # do not poll here: poll would reap a rank that has just ended, before its session is killed
                 return False
@@ -263,24 +242,12 @@ class _Saving:
         return bool(sizes) and time.monotonic() - self._grown_at < SAVING_S
 
 
-def _is_stopped(rank: Rank) -> bool:
-    """Whether a rank was stopped (SIGSTOP)."""
-    if rank.returncode is not None:
-        return False
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
-
-
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:
     """Sends a signal to every rank that runs. SIGKILL goes to the rank's whole session, including loader processes."""
     for rank in ranks:
         if not has_ended(rank):
-            if number == signal.SIGKILL:
-                with contextlib.suppress(ProcessLookupError):  # a spawned rank creates its session later
-                    os.killpg(rank.pid, number)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
+                (os.killpg if number == signal.SIGKILL else os.kill)(rank.pid, number)
 
 
 def _kill(ranks: Sequence[Rank]) -> None:

@@ -27,22 +27,18 @@ def directives(job: Job) -> dict[str, str]:
     elif job.gpus_per_node:
         of_node = f"{kind}{job.gpus_per_node}"
         size |= {"gres": f"gpu:{of_node}"} if job.gpus_by == "--gres" else {"gpus-per-node": of_node}
+    runs = len(job.elements)
     return {
         "job-name": job.name,
         **size,
         "cpus-per-task": str(job.cpus_per_rank),
         "time": str(job.minutes),
         **dict(job.directives),
-        **({"array": f"0-{len(job.elements) - 1}%{at_once(job)}"} if job.elements else {}),
+        **({"array": f"0-{runs - 1}%{min(job.parallel or runs, runs)}"} if runs else {}),
         "requeue": "",
         "open-mode": "append",
         "signal": f"USR2@{int(min(SIGNAL_S, SIGNAL_SHARE * 60 * job.minutes))}",
     }
-
-
-def at_once(job: Job) -> int:
-    """How many elements of the job array run at the same time."""
-    return min(job.parallel or len(job.elements), len(job.elements))
 
 
 def _element(job: Job) -> list[str]:
@@ -56,14 +52,6 @@ def _element(job: Job) -> list[str]:
     )
     apart = f'for word in "$@"; do [ "${{word#run_dir=}}" = "$word" ] || {together}; done'
     return [apart, "case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
-
-
-def srun_options(job: Job) -> tuple[str, ...]:
-    """The options of srun, except the number of CPUs.
-
-    --gpu-bind=none: if each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
-    """
-    return (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
 
 
 def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
@@ -95,12 +83,12 @@ def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
             "${inside[@]}" -u -m recipes.mnist "${words[@]}"
         finish mnist $?
     """
-    options = {**directives(job), "chdir": str(job.root)}
+    of_sbatch = {**directives(job), "chdir": str(job.root)}
     # The log is in the folder in which the job starts. A job whose log folder is missing fails without a message
     # (sbatch, 0:53).
-    options["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
+    of_sbatch["output"] = "%x-%A_%a.out" if job.elements else "%x-%j.out"
     lines = ["#!/bin/bash", *(f"# {line}" for line in header)]
-    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    lines += [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in of_sbatch.items()]
     lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())]
     lines += [f". {shlex.quote(job.variables.get('RECIPES_CODE', str(job.root)) + '/sbatch/job.sh')} || exit"]
     if job.arguments:
@@ -108,8 +96,10 @@ def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:
     lines += [*_element(job), f'begin {job.recipe} "$@"']
     if job.resubmits is not None:
         lines += [f"examine {job.recipe} {job.resubmits}"]
+    # If each task saw only its own GPU, NCCL could not copy directly between the GPUs of a node.
+    of_srun = (*SRUN_OPTIONS, "--gpu-bind=none") if job.gpu_for_each_task else SRUN_OPTIONS
     lines += [
-        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(srun_options(job))} "${{step[@]}}" \\',
+        f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {" ".join(of_srun)} "${{step[@]}}" \\',
         f'    "${{inside[@]}}" -u -m recipes.{job.recipe} "${{words[@]}}"',
         f"finish {job.recipe} $?",
     ]

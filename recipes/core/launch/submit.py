@@ -79,9 +79,11 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             executor = _executor(job, python)
             accepted = executor.map_array(os.execvp, ["/bin/bash"] * count, [["bash", str(path)]] * count)
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
-            raise MachineError(controller.refusal(str(error), "sbatch", job)) from None
+            raise MachineError(controller.refusal(str(error), job)) from None
         except OSError as error:
-            raise MachineError(f"{folder}: cannot be written ({error.strerror}): {directory.FIX_JOB_FILES}") from None
+            raise MachineError(
+                f"{folder}: cannot be written ({error.strerror}): free space there for the job files"
+            ) from None
     if not job.elements:
         return _describe(job, job.arguments, accepted[0], run_dir, script)
     elements = []

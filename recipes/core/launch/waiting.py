@@ -1,6 +1,5 @@
 """Waits for a submitted job to end, with or without accounting."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 from recipes.core import errors
 from recipes.core.errors import MachineError
-from recipes.core.launch import controller
 from recipes.core.launch.submit import Submitted
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, queue
@@ -41,7 +39,7 @@ def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> 
         return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
     if status and status["state"] == "preempted":
-        asks = queue.Queue(controller.of_jobs_cluster(os.environ))
+        asks = queue.Queue()
         reason = f": {queue.after_stop(submitted.run_dir, status, asks)}"
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
     return directory.exit_code(status, code) or errors.EXIT_CRASH
@@ -53,7 +51,7 @@ def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> queue.
     while True:
         job, is_over = None, False
         try:
-            job = queue.find(submitted.job_id, controller.of_jobs_cluster(os.environ))
+            job = queue.find(submitted.job_id)
             is_over, silent_since = job is None or job.ended, 0.0
         except MachineError as error:
             if not silent_since:

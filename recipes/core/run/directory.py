@@ -18,7 +18,6 @@ from recipes.core.run import source
 
 STATES = ("running", "done", "preempted", "failed", "incomplete")
 EVALUATION, DOCTOR = "evaluation", "doctor"  # folders in a run directory
-FIX_JOB_FILES = "the files of submitted jobs go there: free space on its disk, or make it writable"
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:

@@ -1,34 +1,32 @@
 """A dry run: `launch.py check` starts a recipe, which stops before its first step and writes its findings to a file."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.core import files
 
-VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Asked` as JSON
+VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Request` as JSON
 
 
-class DryRunDone(Exception):
+class DryRunEnd(Exception):
     """Ends a dry run at the point where the training would begin."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The input of a dry run.
 
-    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs. warnings: of the
-    recipe so far.
+    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
     """
 
     file: str
     ranks: int
     gpus: bool
-    warnings: list[str] = field(default_factory=list)
 
     def write(self, found: "Found") -> None:
-        files.write_json(Path(self.file), {**asdict(found), "warnings": self.warnings})
+        files.write_json(Path(self.file), asdict(found))
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Found:
     evaluates: bool = False
     error: str = ""
     exit_status: int = 0
-    warnings: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.parameters is None:
@@ -60,6 +57,6 @@ class Found:
         return f"{samples}{self.parameters:,} parameters, {begin}"
 
 
-def asked(environ: Mapping[str, str]) -> Asked | None:
+def asked(environ: Mapping[str, str]) -> Request | None:
     """The input of the dry run in this process. None if the process is not a dry run."""
-    return Asked(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None
+    return Request(**json.loads(environ[VARIABLE])) if VARIABLE in environ else None

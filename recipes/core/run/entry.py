@@ -28,7 +28,7 @@ from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, dryrun, source
-from recipes.core.run.dryrun import Asked, Found
+from recipes.core.run.dryrun import Found, Request
 from recipes.core.run.watchdog import Pulse
 
 
@@ -48,7 +48,7 @@ class Start:
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
     own_folder: Path | None = None
-    dry_run: Asked | None = None
+    dry_run: Request | None = None
 
 
 _exit_status: list[int] = []  # the status of `end`, once it was called

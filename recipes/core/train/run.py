@@ -22,7 +22,7 @@ from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, signals, source, watchdog
 from recipes.core.run.attempt import Attempt
-from recipes.core.run.dryrun import Asked, DryRunDone, Found
+from recipes.core.run.dryrun import DryRunEnd, Found, Request
 from recipes.core.train import agreement, checkpoint, metrics, resume
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -47,7 +47,7 @@ class Run:
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
     was_done: bool = False
-    dry_run: Asked | None = None  # set if `launch.py check` started this process
+    dry_run: Request | None = None  # set if `launch.py check` started this process
     checkpoints: Path = field(init=False)  # folder that resume= uses; for an evaluation of a run, that of the run
     saver: checkpoint.Saver | None = field(init=False, default=None)  # on rank 0 only
     begun: bool = False
@@ -106,8 +106,6 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Prints a warning from any rank, with its host name."""
-        if self.dry_run:
-            self.dry_run.warnings.append(text)
         print(f"warning: rank {self.world.rank} on {self.world.host}: {text}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
@@ -151,7 +149,7 @@ class Run:
         self._begin()
 
     def end_dry_run(self) -> None:
-        """If `launch.py check` started this process, writes what it found and raises DryRunDone, which ends it."""
+        """If `launch.py check` started this process, writes what it found and raises DryRunEnd, which ends it."""
         if not self.dry_run:
             return
         found, evaluates = Found(resumed_from_step=self.resumed_from_step), self.settings.config.evaluate
@@ -162,7 +160,7 @@ class Run:
             size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
         self.dry_run.write(found)
-        raise DryRunDone
+        raise DryRunEnd
 
     def _begin(self) -> None:
         if self.world.rank == 0:

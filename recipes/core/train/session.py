@@ -21,7 +21,7 @@ from recipes.core.errors import InputError, MachineError, NodeError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, logs, queue, signals, watchdog
-from recipes.core.run.dryrun import DryRunDone, Found
+from recipes.core.run.dryrun import DryRunEnd, Found
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, opening, torch_errors
 from recipes.core.train.device import resolve_device
@@ -127,7 +127,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
             return errors.EXIT_REQUEUE if current.stopping else errors.EXIT_DONE
-        except DryRunDone:
+        except DryRunEnd:
             return errors.EXIT_DONE
         except BaseException as error:
             stop.settling = True

@@ -32,42 +32,6 @@ def test_variables_of_the_outer_job_are_unset(fields: str, environ: str, unset: 
     assert sorted(found) == sorted(unset.split())
 
 
-# Recorded in batch scripts: the fields of a job, its variables, and the variables that must not reach srun.
-GPU_REQUESTS = {
-    "22.05 --gpus-per-task": ("TresPerTask=gres:gpu:1", "SLURM_GPUS_PER_TASK=1", "SLURM_GPUS_PER_TASK"),
-    "22.05 --gpu-bind": ("TresBind=gpu:single:1 TresPerNode=gres:gpu:2", "SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_NODE=2", ""),
-    "22.05 --gpus": ("TresPerJob=gres:gpu:4", "SLURM_GPUS=4", ""),
-    "22.05 --ntasks-per-gpu": ("NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1", ""),
-    "24.11 --gpus-per-node": ("TresPerNode=gres/gpu:2 TresPerTask=cpu=2", "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
-    "24.11 --gpus-per-node=a100:2": ("TresPerNode=gres/gpu:a100:2", "SLURM_GPUS_PER_NODE=a100:2", ""),
-    "24.11 --gpus-per-task": (
-        "TresBind=gres/gpu:per_task:1 TresPerTask=cpu=2,gres/gpu=1", "SLURM_TRES_BIND=gres/gpu:per_task:1 SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1",
-        "SLURM_TRES_BIND SLURM_TRES_PER_TASK",
-    ),
-    "24.11 --gpu-bind": (
-        "TresBind=gres/gpu:single:1 TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
-        "SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK",
-    ),
-    "24.11 --ntasks-per-gpu": ("TresPerTask=cpu=2 NtasksPerTRES=1", "SLURM_NTASKS_PER_GPU=1 SLURM_TRES_PER_TASK=cpu=2", "SLURM_TRES_PER_TASK"),
-    "24.11 left over, each by itself": (
-        "TresPerNode=gres/gpu:2 TresPerTask=cpu=2",
-        "SLURM_GPUS_PER_NODE=2 SLURM_TRES_PER_TASK=cpu=2 SLURM_TRES_BIND=gres/gpu:single:1 SLURM_GPU_BIND=single:1 SLURM_GPUS_PER_TASK=9 "
-        "SLURM_NTASKS_PER_GPU=1 SLURM_GPUS=9 SLURM_GPUS_PER_SOCKET=9",
-        "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_GPUS SLURM_GPUS_PER_SOCKET",
-    ),
-    "24.11 another bind is left over": ("TresBind=gres/gpu:closest", "SLURM_TRES_BIND=gres/gpu:closest SLURM_GPU_BIND=single:1", "SLURM_GPU_BIND"),
-    "24.11 --gres=gpu:4, and another count is left over": ("TresPerNode=gres/gpu:4", "SLURM_GPUS_PER_NODE=2", "SLURM_GPUS_PER_NODE"),
-    "not known": ("", "SLURM_GPUS_PER_NODE=2 SLURM_GPU_BIND=none", "SLURM_GPUS_PER_NODE SLURM_GPU_BIND"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", GPU_REQUESTS)
-def test_gpu_requests_that_differ_from_the_jobs_are_unset(case: str) -> None:
-    fields, environ, unset = GPU_REQUESTS[case]
-    found = allocation.foreign_gpu_requests(assignments(environ), assignments(fields))
-    assert set(found) == set(unset.split())
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -7,7 +7,7 @@ import pytest
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
 from recipes.core.run import command_line, dryrun
-from recipes.core.run.dryrun import Asked
+from recipes.core.run.dryrun import Request
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import MODULE, Bench
 
@@ -16,7 +16,7 @@ def test_check_loads_the_profiles_modules(bench: Bench, monkeypatch: pytest.Monk
     environ = {"PATH": "/usr/bin:/bin", "NOTES": str(bench.folder), "RECIPES_CLUSTER": "here", **MODULE}
     assert checks.load_modules(ROOT, ("gcc/12", "x"), environ) == "gcc/12, x"
     assert (bench.folder / "modules").read_text() == "load gcc/12\nload x\n"
-    with pytest.raises(MachineError, match=r"^cluster=here: module load gcc/12 failed on "):
+    with pytest.raises(MachineError, match=r"cluster=here: module load gcc/12 failed on "):
         checks.load_modules(ROOT, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
     del environ["BASH_FUNC_module%%"]
     expected = "not tried, this machine has no command module: gcc/12"
@@ -37,13 +37,13 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         "sweep.lr=0.5,0.1",
     ]
     settings = command_line.parse(words, environ={})
-    environ = checks.environment(settings, Asked("/f", 16, True))
+    environ = checks.environment(settings, Request("/f", 16, True))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
     asked = dryrun.asked(environ)
     assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
         "/d",
         "example",
-        Asked("/f", 16, True),
+        Request("/f", 16, True),
     )
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
         "",

@@ -26,8 +26,9 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     monkeypatch.chdir(tmp_path / "here")
     asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
     stubs.add("sbatch", f"{asked}\ncp $1 $NOTES/submitted; echo Submitted batch job 7")
-    stubs.add("scontrol", "echo JobId=7 JobState=FAILED ExitCode=3:0")
+    stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
+    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
     assert launch.main(words) == 0
     assert "SLURM_NTASKS" not in (tmp_path / "env").read_text()
@@ -126,7 +127,7 @@ def test_local_reports_keys_without_effect(
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
     assert launch.main([*words, "partition=gpu", "epochs=1", "doctor=true"]) == 0
-    line = "launch.py: launcher=local does not use Slurm: partition=, doctor= has no effect\n"
+    line = "launch.py: not used with launcher=local: partition=, doctor=\n"
     assert capsys.readouterr().err == line
 
 

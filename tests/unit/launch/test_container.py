@@ -19,14 +19,16 @@ from tests.helpers import ROOT
 @pytest.mark.parametrize(
     ("image", "runtime", "expected"),
     [
-        ("/a/torch.sif", "auto", "apptainer"), ("docker://x/y:1", "auto", "apptainer"), ("/a/torch.sqsh", "auto", "pyxis"),
-        ("registry#x/y:1", "auto", "pyxis"), ("docker://x", "pyxis", "pyxis"), ("/a/torch.sqsh", "singularity", "singularity"),
+        ("docker://x/y:1", "auto", "apptainer"), ("registry#x/y:1", "auto", "pyxis"), ("docker://x", "pyxis", "pyxis"),
+        ("registry#x/y:1", "singularity", "singularity"), ("docker://x.sqsh", "", "pyxis"),
     ],
 )  # fmt: skip
 def test_the_image_determines_the_runtime(image: str, runtime: str, expected: str) -> None:
-    found = container.from_keys(image, runtime, "/a,/b:/c")
-    assert found
-    assert (found.runtime, found.mounts) == (expected, ("/a", "/b:/c"))
+    variables = {"": image, "_RUNTIME": runtime, "_MOUNTS": "/a,/b:/c"}
+    environ = {f"RECIPES_CONTAINER{name}": value for name, value in variables.items()}
+    settings = command_line.parse([], recipe="toy", environ=environ)
+    assert container.of_job(settings, environ) == container.Container(image, expected, ("/a", "/b:/c"))
+    assert container.of_job(settings, {**environ, "RECIPES_CONTAINER": ""}) is None
 
 
 def test_an_image_file_becomes_an_absolute_path(tmp_path: Path) -> None:
@@ -35,21 +37,21 @@ def test_an_image_file_becomes_an_absolute_path(tmp_path: Path) -> None:
     assert container.absolute_image("docker://x", tmp_path) == "docker://x"
 
 
-def test_no_image_is_no_container() -> None:
-    assert container.from_keys("", "pyxis", "/a") is None
-
-
-def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path) -> None:
-    for name in ("repository/runs", "data", "other"):
+def test_only_existing_folders_are_bound_and_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RECIPES_DATA", "TORCH_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("repository/runs", "data", "other", "a:b"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "other/file.env").write_text("")
     words = {
         "data_dir": f"{tmp_path}/data", "run_dir": f"{tmp_path}/repository/runs/new/1", "network": f"{tmp_path}/other/file.env",
-        "stage_dir": "$TMPDIR", "config": "/", "lr": "/data",
+        "stage_dir": "$TMPDIR", "resume": "auto", "lr": f"{tmp_path}/lr",
     }  # fmt: skip
-    keys = ("data_dir", "run_dir", "network", "stage_dir", "config")
-    found = container.folders_to_bind(words, keys, [tmp_path / "repository"])
+    settings = command_line.parse([], recipe="imagenet", environ={})
+    found = container.folders_of_run(settings, words, tmp_path / "repository")
     assert found == [str(tmp_path / name) for name in ("data", "other", "repository")]
+    with pytest.raises(ConfigError, match="cannot use a folder with : or , in its name"):
+        container.folders_of_run(settings, {"data_dir": f"{tmp_path}/a:b"}, tmp_path / "other")
 
 
 def test_begin_starts_ranks_in_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,12 @@ def test_python_uses_utf8_in_every_locale() -> None:
 
 def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     bench.stub("srun", 'env > "$NOTES/env"')
-    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", SRUN_CPU_BIND="x", SLURM_CPU_BIND_TYPE="x", SLURM_CPU_BIND="x")
+    gpus = {"SLURM_GPUS": "9", "SLURM_GPU_BIND": "x", "SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "x"}
+    cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
+    bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch", **cpus, **gpus)
     names = {line.split("=")[0] for line in (bench.folder / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "RECIPES_BATCH"} <= names
-    assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND"))}
+    assert not {name for name in names if name.startswith(("SRUN_", "SLURM_CPU_BIND", "SLURM_GPU", "SLURM_TRES"))}
 
 
 # tests/faults/test_fuzz.py has more profiles.
@@ -101,11 +103,6 @@ def test_the_profiles_modules_are_loaded(bench: Bench, text: str, monkeypatch: p
     assert bench.srun
     assert bench.srun[-2:] == ["epochs=2", "run_dir=/nosuch"]  # the script uses cluster= itself
     assert (bench.folder / "cluster").read_text() == "here\n"
-
-
-def test_recipes_cluster_names_the_profile(bench: Bench) -> None:
-    bench.run("sbatch/mnist_2x8.sh", "run_dir=/nosuch", RECIPES_CLUSTER="example", **MODULE)
-    assert (bench.folder / "modules").read_text() == "load gcc/12\nload cuda/12.4\n"
 
 
 def chosen_python(bench: Bench, *words: str, **environ: str) -> str:

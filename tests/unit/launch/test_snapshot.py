@@ -137,9 +137,20 @@ def test_every_folder_that_python_imports_is_copied(root: Path) -> None:
         (root / name).write_text("")
     (root / "mine/linked").symlink_to(root / "elsewhere/x")
     (root / "mine/around").symlink_to(root / "mine")
-    added = {"src/mine/__init__.py", "src/mine/deep/net.py", "data/__init__.py", "data/x.py", "mine/linked/y.py"}
+    (root / "recipes/linked.py").symlink_to(root / "toy-12.out")
+    (root / "recipes/gone.py").symlink_to(root / "nothing")
+    os.mkfifo(root / "recipes" / "pipe")
+    added = {
+        "recipes/linked.py",
+        "src/mine/__init__.py",
+        "src/mine/deep/net.py",
+        "data/__init__.py",
+        "data/x.py",
+        "mine/linked/y.py",
+    }
     copy = snapshot.take(root)
     assert contents(copy) == CODE | added | {"snapshot.json", "code.diff"}
+    assert not (copy / "recipes/linked.py").is_symlink()
     assert snapshot.take(root) == copy
 
 
@@ -161,16 +172,6 @@ def test_an_incomplete_snapshot_is_removed(root: Path, monkeypatch: pytest.Monke
     with pytest.raises(MachineError, match=r"cannot be made \(No space left on device\)"):
         snapshot.take(root)
     assert list((root / "runs/code").iterdir()) == []
-
-
-def test_symbolic_links_are_copied_as_files(root: Path) -> None:
-    """Broken links and pipes are omitted."""
-    (root / "recipes/linked.py").symlink_to(root / "toy-12.out")
-    (root / "recipes/gone.py").symlink_to(root / "nothing")
-    os.mkfifo(root / "recipes" / "pipe")
-    copy = snapshot.take(root)
-    assert contents(copy) == CODE | {"snapshot.json", "code.diff", "recipes/linked.py"}
-    assert not (copy / "recipes/linked.py").is_symlink()
 
 
 def test_a_requeued_job_finds_its_snapshot(root: Path) -> None:

@@ -14,28 +14,21 @@ from recipes.core.launch import submit
 from tests.unit.launch.stand_ins import Stubs, describe
 
 
-def test_a_broken_link_for_runs_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+def test_a_private_folder_is_private(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.symlink_to(tmp_path / "gone")
     with pytest.raises(MachineError, match=f"runs: is a link to {tmp_path}/gone, which does not exist"):
         files.private_folder(tmp_path, "code")
-
-
-def test_a_private_folder_is_private(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    before = os.umask(0)
-    try:
-        folder = files.private_folder(tmp_path, "submitit")
-    finally:
-        os.umask(before)
-    assert folder == tmp_path / "runs" / "submitit"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert files.private_folder(tmp_path, "submitit") == folder
-
-
-def test_a_private_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
+    runs.unlink()
+    runs.write_text("a file")
     with pytest.raises(MachineError, match="runs/submitit: cannot be created"):
         files.private_folder(tmp_path, "submitit")
+    runs.unlink()
+    with files.umask(0):
+        folder = files.private_folder(tmp_path, "submitit")
+    assert folder == runs / "submitit"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert files.private_folder(tmp_path, "submitit") == folder
 
 
 def test_a_run_directory_that_cannot_be_made_is_reported_before_submission(tmp_path: Path, stubs: Stubs) -> None:

@@ -1,7 +1,6 @@
 """wait=true: waiting for a job, and the exit status that it returns."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,6 @@ from recipes.core.errors import MachineError
 from recipes.core.launch import submit, waiting
 from recipes.core.run import directory, queue
 from tests import helpers
-from tests.unit.launch.stand_ins import Stubs
-
-
-def test_the_controller_of_the_jobs_cluster_is_asked(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stubs.add(
-        "scontrol",
-        'echo "JobId=7 JobState=COMPLETED ExitCode=0:0 $SLURM_CLUSTERS" > "$NOTES/asked"; cat "$NOTES/asked"',
-    )
-    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
-    waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log"))
-    assert (tmp_path / "asked").read_text().split()[-1] == "far"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +24,7 @@ def test_waiting_returns_the_jobs_exit_status(
 ) -> None:  # fmt: skip
     states = iter([("PENDING", 0), None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
 
-    def ask(job: str, environ: Mapping[str, str]) -> queue.Job | None:
+    def ask(job: str) -> queue.Job | None:
         if (answer := next(states)) is None:
             raise MachineError("a controller that is started again does not answer")
         return queue.Job(job, answer[0], "", answer[1], 0) if answer[0] else None
@@ -60,7 +46,7 @@ def test_waiting_reports_a_held_job_and_the_saved_run(
     held = queue.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
     cancelled = queue.Job("7", "CANCELLED", "", 75, 1)
     answers = iter([queue.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
-    monkeypatch.setattr(queue, "find", lambda job, environ: next(answers))
+    monkeypatch.setattr(queue, "find", lambda job: next(answers))
     monkeypatch.setattr(queue, "show", lambda *asked: [cancelled])
     monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
     directory.write_status(
