@@ -85,7 +85,7 @@ MUTATIONS = [
         "is_correct = torch.equal((a.to(device) @ b.to(device)).cpu(), a @ b)",
         "is_correct = (a.to(device) @ b.to(device)).cpu().shape == a.shape",
         "a GPU that computes wrong results is not found",
-        "tests/distributed/train/test_messages.py::test_a_gpus_speed_and_answer",
+        "tests/distributed/train/test_collectives.py::test_a_gpus_speed_and_result",
     ),
     Mutation(
         "recipes/core/doctor/explain.py",
