@@ -89,9 +89,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/explain.py",
-        "    events.sort(key=lambda event: (event.pattern.level,",
-        "    events.sort(key=lambda event: (-event.pattern.level,",
+        "for log in read for event in log.events), key=lambda event: event.pattern.level)",
+        "for log in read for event in log.events), key=lambda event: -event.pattern.level)",
         "the diagnosis names a consequence, not its cause",
-        "tests/unit/doctor/test_explain.py",
+        "tests/unit/doctor/test_logs.py",
     ),
 ]
