@@ -210,7 +210,6 @@ TABLE: dict[str, How] = {
         slurm(PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}),
     "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*data_dir='nowhere' has "),
     "python -m recipes.doctor env env/infiniband.env": tool(),
-    "python -m recipes.doctor network": tool(says="^# "),
     "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),
     "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce "
     "sizes=1M..1G": slurm("device=cpu", BENCH),

@@ -1,6 +1,5 @@
 """What the checks of a node get (`Surroundings`) and what they return (`Finding`, `Report`)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The input of the checks. root: the folder that has ``proc`` and ``sys``. end: when checks are abandoned, by time.monotonic()."""
+    """The input of the checks. root: the folder that has ``proc`` and ``sys``."""
 
     environ: Mapping[str, str]
     info: RankInfo
@@ -43,7 +42,6 @@ class Surroundings:
     data_dir: str = ""
     on_cpu: bool = False
     root: Path = Path("/")
-    end: float = math.inf
 
     @property
     def has_others(self) -> bool:

@@ -3,18 +3,14 @@
 Whatever can hang (a file system, a driver, a resolver) runs in a separate process.
 """
 
-import dataclasses
 import json
-import os
 import platform
 import re
 import resource
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 
 from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
@@ -33,7 +29,7 @@ Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
 def run_all(here: Surroundings, deadline_s: float) -> Report:
     """Runs all checks at once, each for at most ``deadline_s`` seconds. A check that does not end is a finding."""
-    here, report = dataclasses.replace(here, end=time.monotonic() + deadline_s), Report(socket.gethostname())
+    report = Report(socket.gethostname())
     pool = ThreadPoolExecutor(len(CHECKS))  # not as a context manager, which waits for threads that hang
     answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
@@ -53,8 +49,8 @@ def run_all(here: Surroundings, deadline_s: float) -> Report:
 
 
 def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Versions of the kernel, Python, the driver, and this project's commit."""
-    facts: Facts = {"kernel": platform.release(), "python": platform.python_version(), "time": time.time()}
+    """Versions of Python, the driver, and this project's commit."""
+    facts: Facts = {"python": platform.python_version()}
     module = here.root / "proc/driver/nvidia/version"
     if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", small_text(module)):
         facts["driver"] = found[1]
@@ -64,36 +60,17 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
         commit, _ = commands.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
         )
-    facts["project"] = commit.strip()
+    facts["project"] = commit.strip() or None
     return facts, []
 
 
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
-    begin = time.monotonic()
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
-    facts = json.loads(out.splitlines()[-1])
-    facts["import_s"] = round(time.monotonic() - begin, 1)
-    if facts["import_s"] < 30:
-        return facts, []
-    fix = "put the environment on a faster file system, or into a container"
-    return facts, [Finding(f"import torch takes {facts['import_s']:.0f} s", fix, bad=False)]
-
-
-def cpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Whether a rank may use the CPUs that it was granted."""
-    allowed, granted = len(os.sched_getaffinity(0)), here.environ.get("SLURM_CPUS_PER_TASK", "")
-    facts: Facts = {"cpus": os.cpu_count(), "allowed": allowed}
-    if granted.isdecimal() and allowed < int(granted):
-        what = f"a rank may use {allowed} of the {granted} CPUs that it was granted"
-        fix = "give srun --cpus-per-task too (Slurm 22.05 does not pass sbatch's on to it), or --cpu-bind=none"
-        return facts, [Finding(what, fix, bad=False)]
-    if not granted and here.info.in_slurm and allowed == 1:
-        return facts, [Finding("a rank may use one CPU", "request more: --cpus-per-task=8", bad=False)]
-    return facts, []
+    return json.loads(out.splitlines()[-1]), []
 
 
 def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -108,7 +85,7 @@ def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
         what = f"locked memory is limited to {locked // 1024} KB, and RDMA locks what it sends"
         fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
         findings.append(Finding(what, fix, bad=here.has_others))
-    return {"open_files": open_files, "locked_memory": locked}, findings
+    return {}, findings
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -122,7 +99,6 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     if here.data_dir:
         name = f"data_dir={here.data_dir}"
         folders["data"] = (here.data_dir, name, "check the name, and that it is mounted on that node")
-    facts: Facts = {}
     findings = []
     for use, (folder, name, fix) in folders.items():
         command = [sys.executable, "-S", "-c", DISK_PROBE, folder, "read" if use == "data" else "write"]
@@ -131,14 +107,14 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             leave_out = here.has_others or use == "shm"
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
-        facts[use] = free = json.loads(out)
+        free = json.loads(out)
         least = {"shm": SHM_BYTES, "data": 0}.get(use, DISK_BYTES)
         if free is not None and free < least:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
             fix = fix if use == "shm" else "free space there"
             bad = use == "shm" and free < 64 << 20
             findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=bad))
-    return facts, findings
+    return {}, findings
 
 
 DISK_PROBE = """
@@ -162,23 +138,12 @@ def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
     return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
 
 
-def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Whether the granted GPUs are visible, and each computes correctly."""
-    return probe_gpus.examine(here.environ, here.info, here.on_cpu, partial(_run_until, here.end))
-
-
-def _run_until(end: float, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """As `commands.run`, with the answer before ``end``. Killing a command can take `REAPED_S` more."""
-    return commands.run(command, min(timeout_s, max(0.5, end - time.monotonic() - commands.REAPED_S - 1)))
-
-
 CHECKS: Mapping[str, Check] = {
     "system": system,
     "torch": torch_import,
-    "cpus": cpus,
     "limits": limits,
     "disks": disks,
     "interfaces": probe_network.interfaces,
     "variables": environment_variables,
-    "gpus": gpus,
+    "gpus": probe_gpus.examine,
 }

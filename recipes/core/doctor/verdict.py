@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from recipes.core.errors import shown
+
+LONGEST = 2000  # characters of a line
 MANY = 8  # hosts that are named in a line
 FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
 
@@ -55,7 +58,7 @@ def lines(verdict: Verdict) -> list[str]:
         found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
     if verdict.figures:
         found.append("; ".join(f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))
-    return [*found, _summary(verdict)]
+    return [shown(line, LONGEST) for line in (*found, _summary(verdict))]
 
 
 def _summary(verdict: Verdict) -> str:

@@ -1,4 +1,4 @@
-"""The doctor's commands on one machine: the examination, env files, proposed lines, and invalid arguments."""
+"""The doctor's commands on one machine: the examination, env files, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_nodes_are_examined_after_a_killed_examination(tmp_path: Path, numbe
     assert said[0].splitlines()[-1] == "healthy: 2 nodes", said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     asked = tmp_path / "nvidia-smi"
     asked.write_text(
@@ -95,12 +95,12 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 
 def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, other = tmp_path / "my.env", tmp_path / "other.env"
-    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0\n")
+    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\n")
     other.write_text("NCCL_ALGO=Rings\n")
     assert check_env_files([str(file)]) == 0  # nothing that cannot work
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_IB_HCA"], [str(file), "NCCL_SOCKET_IFNAM"]]
-    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[1]
+    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_SOCKET_IFNAM"]]
+    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[0]
     assert check_env_files([str(other), str(file)]) == 2
     assert f"{other}: NCCL_ALGO: Rings must be one of" in capsys.readouterr().out
     ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
@@ -156,7 +156,7 @@ def test_a_reader_that_has_exited_is_no_error(command: str) -> None:
         (("look",), "doctor: 'look' is not key=value"),
         (("second=3",), "did you mean 'seconds'?"),
         (("seconds=1",), "seconds=1.0: must be at least 20"),
-        (("network", "nodes=3"), "nodes=3: is a job key"),
+        (("nodes=3",), "nodes=3: is a job key"),
         (("run_dir=/proc/none",), "give another run_dir="),
     ],
 )  # fmt: skip
