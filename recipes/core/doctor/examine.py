@@ -67,9 +67,9 @@ def run(plan: Plan, info: RankInfo) -> int:
     mine, port_findings = _listen(info)
     reports.write(mine, Stage.listening)
     here = Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu)
-    report = probes.run_all(here, CHECKS * plan.seconds)
-    report.findings += port_findings
-    mine |= asdict(report)
+    facts, findings = probes.run_all(here, CHECKS * plan.seconds)
+    found = [asdict(finding) for finding in (*findings, *port_findings)]
+    mine |= {"host": socket.gethostname(), "facts": facts, "findings": found}
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * plan.seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:

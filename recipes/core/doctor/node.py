@@ -1,7 +1,7 @@
-"""What the checks of a node get (`Surroundings`) and what they return (`Finding`, `Report`)."""
+"""What the checks of a node get (`Surroundings`) and what they return (`Facts`, `Finding`)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,6 @@ class Finding:
     fix: str
     bad: bool = True
     leave_out: bool = True
-
-
-@dataclass
-class Report:
-    """What the checks of a node found."""
-
-    host: str
-    facts: Facts = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

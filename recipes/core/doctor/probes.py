@@ -7,7 +7,6 @@ import json
 import platform
 import re
 import resource
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,37 +14,39 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
 from recipes.core.doctor import variables as environment
-from recipes.core.doctor.node import Facts, Finding, Report, Surroundings, small_text
+from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.files import ROOT
-from recipes.core.run import source
 
-MANY_FILES = 4096  # open files that a rank with many loader processes and peers may need
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 DISK_BYTES = 5 << 30
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
 
-def run_all(here: Surroundings, deadline_s: float) -> Report:
-    """Runs all checks at once, each for at most ``deadline_s`` seconds. A check that does not end is a finding."""
-    report = Report(socket.gethostname())
+def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], list[Finding]]:
+    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts of each, and the findings of all.
+
+    A check that does not end is a finding.
+    """
+    facts: dict[str, Facts] = {}
+    findings: list[Finding] = []
     pool = ThreadPoolExecutor(len(CHECKS))  # not as a context manager, which waits for threads that hang
     answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:
             fix = "log in there and find what hangs; if it is only slow, raise seconds="
-            report.findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
+            findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
             continue
         try:
-            report.facts[name], findings = answer.result()
-            report.findings += findings
+            facts[name], found = answer.result()
+            findings += found
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of its {name} failed ({one_line(error, 150)})"
-            report.findings.append(Finding(what, "log in there and look", bad=False))
+            findings.append(Finding(what, "log in there and look", bad=False))
     pool.shutdown(wait=False, cancel_futures=True)
-    return report
+    return facts, findings
 
 
 def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -54,12 +55,10 @@ def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
     module = here.root / "proc/driver/nvidia/version"
     if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", small_text(module)):
         facts["driver"] = found[1]
-    if there := source.stamp(ROOT):
-        commit = str(there.get("commit") or "")
-    else:
-        commit, _ = commands.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
-        )
+    # None in a snapshot, which all nodes share.
+    commit, _ = commands.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
+    )
     facts["project"] = commit.strip() or None
     return facts, []
 
@@ -73,19 +72,15 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     return json.loads(out.splitlines()[-1]), []
 
 
-def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Limits on open files and, where there is InfiniBand, on locked memory."""
-    open_files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    findings = []
-    if open_files != resource.RLIM_INFINITY and open_files < MANY_FILES:
-        fix = f"ulimit -n {MANY_FILES} in the batch script, or ask the site"
-        findings.append(Finding(f"open files (ulimit -n) are limited to {open_files}", fix, bad=False))
+def locked_memory(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Where there is InfiniBand: whether a process may lock the memory that it sends."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = (here.root / "sys/class/infiniband").is_dir() and here.environ.get("NCCL_IB_DISABLE") != "1"
-    if locked != resource.RLIM_INFINITY and locked < 1 << 30 and has_rdma and not here.on_cpu:
-        what = f"locked memory is limited to {locked // 1024} KB, and RDMA locks what it sends"
-        fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
-        findings.append(Finding(what, fix, bad=here.has_others))
-    return {}, findings
+    if limit == resource.RLIM_INFINITY or limit >= 1 << 30 or not has_rdma or here.on_cpu:
+        return {}, []
+    what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
+    fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
+    return {}, [Finding(what, fix, bad=here.has_others)]
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -141,7 +136,7 @@ def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
 CHECKS: Mapping[str, Check] = {
     "system": system,
     "torch": torch_import,
-    "limits": limits,
+    "locked memory": locked_memory,
     "disks": disks,
     "interfaces": probe_network.interfaces,
     "variables": environment_variables,

@@ -66,9 +66,6 @@ def _summary(verdict: Verdict) -> str:
     options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
-    if bad == count > 1:
-        other = f"; {options} selects other nodes, if the cluster has enough" if options else ""
-        return f"all {count} nodes are bad: fix them as the lines above say{other}"
     what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
     return f"{what}: {options} leaves them out" if options else what
 

@@ -103,26 +103,13 @@ def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean NCCL_SOCKET_IFNAME?" in lines[0]
     assert check_env_files([str(other), str(file)]) == 2
     assert f"{other}: NCCL_ALGO: Rings must be one of" in capsys.readouterr().out
-    ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
-    assert ended.status == 0, ended.out
-    assert len(ended.lines) == 8
-    assert all(line.endswith("no problems") for line in ended.lines)
-
-
-def test_all_given_env_files_are_checked(tmp_path: Path) -> None:
-    (tmp_path / "bad.env").write_text("A=$(x\n")
+    file.write_text("A=$(x\n")
     good = str(helpers.ROOT / "env/infiniband.env")
-    ended = doctor("env", str(tmp_path / "bad.env"), good)
+    ended = doctor("env", str(file), good)
     assert ended.status == 2
-    assert len(ended.lines) == 2
-    assert f"{tmp_path}/bad.env:1: A has '$' outside quotes" in ended.out
+    assert len(ended.lines) == 2, ended.out
+    assert f"{file}:1: A has '$' outside quotes" in ended.out
     assert f"{good}: no problems" in ended.lines
-
-
-def test_a_closed_pipe_prints_no_traceback() -> None:
-    command = f"{sys.executable} -m recipes.doctor env {'env/infiniband.env ' * 2000} | head -1"
-    ended = helpers.run(["sh", "-c", command], environ=helpers.clean_environment())
-    assert ended.lines == ["env/infiniband.env: no problems"]
 
 
 @pytest.mark.parametrize(
@@ -165,10 +152,3 @@ def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...],
     assert ended.status in (2, 3)
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out
-
-
-def test_contradicting_rank_variables_are_reported_in_one_line() -> None:
-    ended = doctor(RANK="5", WORLD_SIZE="2", LOCAL_RANK="0")
-    assert ended.status == 2
-    assert len(ended.lines) == 1
-    assert ended.out.startswith("doctor: RANK=5")

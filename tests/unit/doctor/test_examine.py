@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -185,8 +184,10 @@ def test_two_nodes_measure_and_are_judged(
     checks = {name: probes.CHECKS[name] for name in ("system", "torch", "disks")}
     monkeypatch.setattr(probes, "CHECKS", {**checks, "gpus": gpus})
     monkeypatch.setattr(commands, "run", quick)
-    monkeypatch.setattr(probes, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    lo = SimpleNamespace(address="127.0.0.1", interface="lo")
+    fake = SimpleNamespace(gethostname=lambda: threading.current_thread().name)
+    monkeypatch.setattr("recipes.core.doctor.examine.socket", fake)
+    monkeypatch.setattr("recipes.core.doctor.examine._interface", lambda info: lo)
     plan = Plan(tmp_path, 60, on_cpu=True, judge_later=judge_later)
     codes: dict[int, int] = {}
     port = helpers.free_port()

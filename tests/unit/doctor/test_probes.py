@@ -43,12 +43,10 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
     monkeypatch.setattr(commands, "run", quick)
-    report = probes.run_all(here(tmp_path), 60)
-    assert set(report.facts) == {
-        "system", "torch", "limits", "disks", "interfaces", "variables", "gpus",
-    }  # fmt: skip
-    assert report.facts["torch"]["torch"]
-    assert report.facts["interfaces"]["interface"] == "lo"
+    facts, _ = probes.run_all(here(tmp_path), 60)
+    assert set(facts) == set(probes.CHECKS)
+    assert facts["torch"]["torch"]
+    assert facts["interfaces"]["interface"] == "lo"
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
@@ -67,31 +65,28 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "system": probes.system}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
-    report = probes.run_all(here(tmp_path), 0.5)
+    facts, findings = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
-    assert [(found.what, found.bad) for found in report.findings] == [
+    assert [(found.what, found.bad) for found in findings] == [
         ("the check of its hangs did not end in 0.5 s", True),
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
         ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
-    assert report.facts["system"]["python"] == platform.python_version()
+    assert facts["system"]["python"] == platform.python_version()
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    assert probes.limits(here(tmp_path))[1] == []
-    limits[resource.RLIMIT_NOFILE] = (1024, 4096)
-    assert only(probes.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
-    limits[resource.RLIMIT_NOFILE] = (65536, 65536)
-    limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
-    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
+def test_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [resource.RLIM_INFINITY, 64 << 10]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
     (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # gloo takes none
-    alone, two = (replace(here(tmp_path, one, root=str(tmp_path)), on_cpu=False) for one in (ALONE, ranks.detect(TASK)))
-    assert only(probes.limits(two)).what == "locked memory is limited to 64 KB, and RDMA locks what it sends"
-    assert (only(probes.limits(two)).bad, only(probes.limits(alone)).bad) == (True, False)
-    assert probes.limits(replace(two, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
+    assert probes.locked_memory(on_gpus)[1] == []
+    limits.pop(0)
+    found = only(probes.locked_memory(on_gpus))
+    assert (found.what, found.bad) == ("locked memory is limited to 64 KB, and RDMA locks what it sends", True)
+    assert not only(probes.locked_memory(replace(on_gpus, info=ALONE))).bad
+    no_rdma = {"on_cpu": True}, {"environ": {"NCCL_IB_DISABLE": "1"}}, {"root": tmp_path / "none"}
+    assert [probes.locked_memory(replace(on_gpus, **changed))[1] for changed in no_rdma] == [[], [], []]  # type: ignore[arg-type]
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

@@ -172,15 +172,6 @@ def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
     assert found.figures == {"all_reduce_busbw_gb_per_s": 40.0, "pairs_median_gb_per_s": 45.0}
 
 
-def test_where_all_nodes_are_bad_leaving_them_out_is_not_the_fix() -> None:
-    reports = healthy(2)
-    for number, report in enumerate(reports):
-        report["findings"] = [finding(f"/dev/shm has {30 + number} MB free", "clear it")]
-    assert verdict.lines(judged(reports, 2))[-1] == (
-        "all 2 nodes are bad: fix them as the lines above say; sbatch --exclude=node0,node1 selects other nodes, if the cluster has enough"
-    )
-
-
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
     reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
