@@ -184,7 +184,7 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
-        for node, report in collected.items()
+        for node, report in sorted(collected.items())
         if stage_of(report) >= Stage.examined
     }
     if not seen:  # the step did not start: leaving out all nodes would not fix it

@@ -28,7 +28,7 @@ ALIKE = (
 
 
 def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-    """The verdict on the reports, by node_rank, of the nodes that have examined themselves (`examine.run`).
+    """The verdict on the reports, sorted by node_rank, of the nodes that have examined themselves (`examine.run`).
 
     hosts: of each node that was started, by node_rank, "" where unknown.
     """
@@ -73,7 +73,7 @@ def _ended_early(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> 
 def _own_findings(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
     found: dict[tuple[str, str, bool, bool], list[int]] = {}
-    for node, report in sorted(reports.items()):
+    for node, report in reports.items():
         for one in report["findings"]:
             found.setdefault((one["what"], one["fix"], one["bad"], one["leave_out"]), []).append(node)
     for (what, fix, bad, leave_out), nodes in found.items():
