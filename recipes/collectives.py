@@ -2,7 +2,6 @@
 
     python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # explains and checks each operation
     srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
-    srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true     # finds slow pairs of nodes
 
 Expected: correct results on every rank. How to measure gloo on one machine: docs/doctor.md#bandwidth. On GPUs: not measured.
 """
@@ -24,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ReduceOp
 
-from recipes.conf.collectives import Config, Mode, bytes_of, sizes_of
-from recipes.core import bandwidth, drawing
+from recipes.conf.collectives import Config, Mode, sizes_of
+from recipes.core import bandwidth
 from recipes.core.train import session
-from recipes.core.bandwidth import Figure
-from recipes.core.errors import InputError, RunError, Stopped
+from recipes.core.errors import RunError, Stopped
 from recipes.core.train.run import Run
 
 T = TypeVar("T")
@@ -205,29 +203,9 @@ def lessons() -> Iterator[tuple[str, str, Lesson]]:
         yield lesson.__name__, str(lesson.__doc__), lesson
 
 
-def attempt(run: Run, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
-    """Returns the result of ``call``, and why the backend does not support it ("" if it does). Raises any other error.
-
-    Called by all ranks, which get the same reason. name: unique in a run.
-    """
-    result, why = None, ""
-    try:
-        with run.world.meeting():
-            result = call()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        why = " ".join(str(error).split())[:120]
-        missing = any(sign in why.lower() for sign in ("support", "not implemented", "cannot use"))
-        # torch has no exception class for this. "operation not supported" can also be an error of the device.
-        if not missing or "CUDA error" in why or "NCCL error" in why:
-            raise
-    run.world.store.set(f"{name}/{run.world.rank}", why)
-    answers = run.world.read([f"{name}/{rank}" for rank in range(run.world.size)])
-    return result, next((answer for answer in answers if answer), "")
-
-
-def learn(run: Run) -> dict[str, Any]:
+def learn(run: Run) -> None:
     """Runs each lesson on every rank. Raises RunError, on all ranks, if a result is wrong."""
-    world, missing = run.world, []
+    world = run.world
     this = ThisRank(world.rank, world.size, world.device, world.store)
     run.say(f"{'operation':<20}{'result':<16}what it does")
     previous_text = ""
@@ -235,77 +213,49 @@ def learn(run: Run) -> dict[str, Any]:
         if world.size == 1 and name in ("send_and_recv", "isend_and_irecv", "batch_isend_irecv"):
             run.say(f"{name:<20}{'-':<16}requires at least 2 ranks")
             continue
-        answer, why = attempt(run, f"learn/{name}", partial(lesson, this))
-        if why:
-            missing.append(name)
-            run.say(f"{name:<20}{'-':<16}{world.backend} does not support it: {why}")
-            continue
-        result, expected = answer
+        with world.meeting():
+            result, expected = lesson(this)
         if wrong := bandwidth.wrong_ranks(torch.allclose(result.double(), expected.double()), world):
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
             raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
         run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{text if text != previous_text else 'as above'}")
         previous_text = text
-    return {"missing": missing}
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:
-    """Measures each operation at each size. Rank 0 writes one row of JSON per measurement."""
-    world, missing = run.world, []
-    sizes = bandwidth.that_fit(sizes_of(cfg.sizes), world, run.say)
-    found: list[Figure] = []
+    """Measures each operation at each size. Rank 0 writes one row of JSON per measurement.
+
+    Raises RunError, on all ranks, if a result is wrong.
+    """
+    world = run.world
+    best: dict[str, float] = {}  # the highest busbw of each operation, in GB/s
     with open(run.dir / "bandwidth.jsonl" if world.rank == 0 else os.devnull, "w", encoding="utf-8") as file:
         run.say(bandwidth.HEADING)
         for operation in cfg.chosen_operations():
             if operation == "send_recv" and world.size == 1:
                 run.say(f"{operation:<15}requires at least 2 ranks")
                 continue
-            for size in dict.fromkeys(bandwidth.used_bytes(operation, size, world.size) for size in sizes):
-                measure = partial(bandwidth.measure, operation, size, world, cfg.seconds)
-                figure, why = attempt(run, f"{operation}/{size}", measure)
-                if why:
-                    missing.append(operation)
-                    run.say(f"{operation:<15}{world.backend} does not support it: {why}")
-                    break
+            sizes = dict.fromkeys(bandwidth.used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes))
+            for size in sizes:
+                with world.meeting():
+                    figure = bandwidth.measure(operation, size, world, cfg.seconds)
                 run.say(figure.line())
                 file.write(json.dumps(figure.row()) + "\n")
-                found.append(figure)
+                if figure.wrong:
+                    count = f"{figure.wrong} of {world.size} ranks"
+                    raise RunError(f"{operation} of {size} bytes: the result is wrong on {count}")
+                best[operation] = max(round(figure.busbw, 4), best.get(operation, 0.0))
                 if reason := run.agree_to_stop():
                     raise Stopped(reason)
-    if world.rank == 0 and any(figure.busbw for figure in found):
-        drawing.bandwidths(found, run.dir / "bandwidth.png", run.say)
-    if wrong := [f for f in found if f.wrong]:
-        size_text = bandwidth.shown_size(wrong[0].size)
-        raise RunError(
-            f"{wrong[0].operation} of {size_text}: the result is wrong on {wrong[0].wrong} of {world.size} ranks"
-        )
-    return {"missing": missing, "busbw": bandwidth.best(found)}
-
-
-def pairs(run: Run, cfg: Config) -> dict[str, Any]:
-    """Measures every pair of nodes by their first ranks; on a single node, every pair of ranks. Disjoint pairs run at the same time."""
-    world = run.world
-    members = bandwidth.first_ranks(world)
-    if len(members) < 2:
-        raise InputError("pairs=true: requires at least 2 ranks")
-    found = bandwidth.every_pair(world, members, bytes_of(cfg.pair_size), cfg.seconds) / 1e9
-    one_node = world.ranks.num_nodes == 1
-    names = [f"rank {rank}" if one_node else world.hosts[rank] for rank in members]
-    for line in bandwidth.pair_lines(found, names):
-        run.say(line)
-    if world.rank == 0:
-        drawing.matrix(found.tolist(), names, run.dir / "pairs.png", run.say)
-    return {
-        "pairs": names,
-        "pairs_gb_per_s": [[None if one != one else round(one, 4) for one in row] for row in found.tolist()],
-    }
+    return {"busbw": best}
 
 
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     run.begin()
-    if cfg.pairs:
-        return pairs(run, cfg)
-    return learn(run) if cfg.mode is Mode.learn else bench(run, cfg)
+    if cfg.mode is Mode.bench:
+        return bench(run, cfg)
+    learn(run)
+    return {}
 
 
 if START:

@@ -5,7 +5,6 @@
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
     python -m recipes.doctor env my.env                                      # check an env file
-    python -m recipes.doctor network                                         # lines for an env file of this site
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
 One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
@@ -27,8 +26,7 @@ from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain, probe_network, variables
-from recipes.core.doctor.node import Surroundings
+from recipes.core.doctor import commands, examine, explain, variables
 from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
@@ -47,8 +45,6 @@ def main(argv: list[str]) -> int:
         return errors.EXIT_DONE
     if command == ["env"] and words:
         return check_env_files(words)
-    if command == ["network"]:
-        return propose_env_file(words)
     if command in (["explain"], ["env"]):
         usage = f"python -m recipes.doctor {command[0]} {'FOLDER' if command == ['explain'] else 'FILE'}"
         raise ConfigError(f"{command[0]}: a path is missing: {usage}")
@@ -70,7 +66,8 @@ def main(argv: list[str]) -> int:
     )
     limit.daemon = True
     limit.start()
-    _end_on_signals()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: _end(128 + number))
     run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
     plan = examine.Plan(
         run_dir=directory.for_examination(run_dir),
@@ -105,21 +102,11 @@ def check_env_files(files: Sequence[str]) -> int:
             code = errors.EXIT_CONFIG
             continue
         for problem in problems:
-            print(f"{file}: {problem.name}: {problem.what}: {problem.fix}")
+            errors.show(f"{file}: {problem.name}: {problem.what}: {problem.fix}")
             code = errors.EXIT_CONFIG if problem.bad else code
         if not problems:
-            print(f"{file}: no problems")
+            errors.show(f"{file}: no problems")
     return code
-
-
-def propose_env_file(words: Sequence[str]) -> int:
-    """Prints the lines that an env file of this site requires on this node. Most nodes require none."""
-    command_line.parse(words, recipe="doctor")
-    facts, _ = probe_network.interfaces(Surroundings(os.environ, ranks.detect(os.environ), ROOT))
-    chosen = facts.get("chosen", {"interface": "", "address": ""})
-    addresses = facts["interfaces"].get(chosen["interface"], {}).get("addresses", [])
-    print("\n".join(variables.env_lines(facts["infiniband"], chosen["address"], addresses)))
-    return errors.EXIT_DONE
 
 
 def _end(status: int, why: str = "") -> NoReturn:
@@ -130,20 +117,6 @@ def _end(status: int, why: str = "") -> NoReturn:
     os._exit(status)
 
 
-def _end_on_signals() -> None:
-    """Lets SIGINT, SIGTERM and SIGHUP end this process at once.
-
-    A thread does it: Python runs signal handlers in the main thread, which may hang, or not be the thread that is interrupted.
-    """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    threading.Thread(target=lambda: _end(128 + ours.recv(1)[0]), daemon=True).start()
-    signal.set_wakeup_fd(theirs.detach())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, lambda *_: None)
-
-
 if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
@@ -151,8 +124,6 @@ if __name__ == "__main__":
     except (ConfigError, errors.InputError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         status = errors.EXIT_CONFIG
-    except BrokenPipeError:  # the reader of the pipe has closed it, for example head
-        status = 128 + signal.SIGPIPE
     except OSError as error:
         why = f"{error.filename or ''} {error.strerror or error}"
         print(f"doctor: {socket.gethostname()}: {why}: give another run_dir=", file=sys.stderr)

@@ -1,12 +1,10 @@
 """Bandwidth of messages between ranks: the operations, their timing, and algbw and busbw as defined by nccl-tests (doc/PERFORMANCE.md)."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp
 
-from recipes.core import outliers
 from recipes.core.train.world import World
 
 WARM_UP = 2
 A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchronising the ranks is negligible
 MOST_REPEATED, MOST_BATCHES, LEAST_BATCHES = 1000, 50, 3
-WIDEST = 16  # maximum number of columns of a table
-SHARE = 0.5  # maximum share of the free memory that the timed arrays use
 # For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
 Filled = tuple[tuple[Tensor, Tensor | float], ...]
@@ -194,14 +189,6 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
     return slowest([batch(repeated) for _ in range(batches)])
 
 
-def shown_size(size: int) -> str:
-    """A size in bytes as a short text: 16M means 16 · 2^20 bytes."""
-    for unit, power in (("G", 30), ("M", 20), ("K", 10)):
-        if size >= 1 << power and size % (1 << power) == 0:
-            return f"{size >> power}{unit}"
-    return str(size)
-
-
 def synchronize(world: World) -> None:
     """Waits until this rank's GPU has completed its queued work."""
     if world.device.type == "cuda":
@@ -214,130 +201,3 @@ def wrong_ranks(is_correct: bool, world: World) -> list[int]:
     wrong[world.rank] = not is_correct
     dist.all_reduce(wrong)
     return [rank for rank, found in enumerate(wrong.tolist()) if found]
-
-
-def that_fit(sizes: Sequence[int], world: World, say: Callable[[str], None]) -> list[int]:
-    """The sizes for which two arrays per rank fit into the free memory of the node that has the least. Logs how many do not fit.
-
-    Called by all ranks.
-    """
-    if world.device.type == "cuda":
-        room = torch.cuda.mem_get_info(world.device)[0] * SHARE
-    else:
-        room = free_memory() * SHARE / world.ranks.local_world_size
-    least = torch.tensor([room], dtype=torch.float64, device=world.device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    fitting = [size for size in sizes if 2 * size <= float(least)]
-    if left := [size for size in sizes if size not in fitting]:
-        room_gb = float(least) / 1e9
-        say(
-            f"{len(left)} sizes of at least {min(left):,} bytes are left out: two arrays must fit into {room_gb:.1f} GB per rank"
-        )
-    return fitting
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process can allocate: Linux's estimate for the machine, or the limit of its cgroups.
-
-    root: the folder that contains ``proc`` and ``sys``.
-    """
-    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    room = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":  # cgroup version 2 has a single tree
-            tree, limit = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            tree, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = tree / path.lstrip("/")
-        for place in (folder, *folder.parents):  # the limit of a parent group applies to its child groups too
-            with contextlib.suppress(OSError, ValueError):  # no limit
-                room.append(int((place / limit).read_text()))
-    return min(room)
-
-
-def best(found: Iterable[Figure]) -> dict[str, float]:
-    """The highest busbw of each operation, in GB/s."""
-    fastest: dict[str, float] = {}
-    for figure in found:
-        fastest[figure.operation] = round(max(figure.busbw, fastest.get(figure.operation, 0.0)), 4)
-    return fastest
-
-
-def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of ``count`` members once, in rounds in which no member occurs twice (round-robin by the circle method)."""
-    seats = list(range(count)) + ([-1] if count % 2 else [])
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-
-
-def first_ranks(world: World) -> list[int]:
-    """The first rank of each node; all ranks if there is only one node."""
-    if world.ranks.num_nodes == 1:
-        return list(range(world.size))
-    return [rank for rank, host in enumerate(world.hosts) if host not in world.hosts[:rank]]
-
-
-def every_pair(world: World, members: Sequence[int], size: int, budget_s: float) -> Tensor:
-    """Bytes per second in each direction between each pair of the ranks ``members``: (m, m), NaN on the diagonal.
-
-    Pairs that have no rank in common are measured at the same time. Called by all ranks, which get the same result.
-    """
-    found: dict[tuple[int, int], float] = {}
-    for pairs in rounds(len(members)):
-        for one, other in pairs:
-            if world.rank in (members[one], members[other]):
-                peer = members[other] if world.rank == members[one] else members[one]
-                found[one, other] = exchange(world, peer, size, budget_s)
-        dist.barrier()
-    of_all_ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(of_all_ranks, found)
-    whole = torch.full((len(members), len(members)), float("nan"), dtype=torch.float64)
-    for rank in members:
-        for (one, other), value in of_all_ranks[rank].items():
-            if rank == members[one]:  # use the clock of only one rank of each pair
-                whole[one, other] = whole[other, one] = value
-    return whole
-
-
-def pair_lines(found: Tensor, names: Sequence[str]) -> list[str]:
-    """Lines for the matrix (m, m) in GB/s: a table if it is not too wide, the median, and the slow nodes and pairs."""
-    rows: list[list[float]] = found.tolist()
-    lines = []
-    if len(names) <= WIDEST:
-        width = max(7, *(len(name) + 2 for name in names))
-        lines = ["".join(f"{name:>{width}}" for name in ("GB/s", *names))]
-        for name, row in zip(names, rows, strict=True):
-            lines.append(f"{name:>{width}}" + "".join(f"{'-' if v != v else f'{v:.3f}':>{width}}" for v in row))
-    slow = outliers.slow(
-        {(names[i], names[j]): rows[i][j] for i in range(len(names)) for j in range(i + 1, len(names))}
-    )
-    lines.append(f"median {slow.median:.3f} GB/s each way")
-    lines += [f"{name} is slow: {value:.3f} GB/s, the median of its pairs" for name, value in slow.nodes.items()]
-    lines += [f"{one} and {other} are slow: {value:.3f} GB/s" for (one, other), value in slow.pairs.items()]
-    return lines
-
-
-def exchange(world: World, peer: int, size: int, budget_s: float) -> float:
-    """Median bytes per second between this rank and ``peer``, in both directions at once. Only these two ranks call it."""
-    data, received = (torch.zeros(size, dtype=torch.uint8, device=world.device) for _ in range(2))
-
-    def both_ways() -> float:
-        begin = time.perf_counter()
-        _ring(data, received, peer, peer)
-        synchronize(world)
-        return time.perf_counter() - begin
-
-    once = min(both_ways() for _ in range(WARM_UP))  # the first one also opens the connection
-    count = torch.tensor([max(3, min(100, int(budget_s / once)))], device=world.device)
-    if world.rank < peer:  # the lower rank decides how often both repeat
-        dist.send(count, peer)
-    else:
-        dist.recv(count, peer)
-    return size / statistics.median(both_ways() for _ in range(int(count)))

@@ -210,12 +210,9 @@ TABLE: dict[str, How] = {
         slurm(PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}),
     "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*data_dir='nowhere' has "),
     "python -m recipes.doctor env env/infiniband.env": tool(),
-    "python -m recipes.doctor network": tool(says="^# "),
     "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),
     "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce "
     "sizes=1M..1G": slurm("device=cpu", BENCH),
-    "srun -N4 --ntasks-per-node=1 --gpus-per-node=1 python -m recipes.collectives pairs=true":
-        slurm("device=cpu", {"-N4": "-N2"}),
     # docs/keys.md, docs/new-recipe.md
     "python -m recipes.mnist --help": tool(says="^  label_smoothing=0.1 "),
     "python launch.py recipe=rings launcher=local ranks_per_node=2 device=cpu": here(says="^rings: 2 ranks on 1 node, cpu, gloo$"),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
-from recipes.core.doctor.untrusted import dict_at, list_at, text_at
 from recipes.core.errors import Kind
 from recipes.core.files import write_json
 from recipes.core.place import network, slurm_step
@@ -65,16 +64,13 @@ def run(plan: Plan, info: RankInfo) -> int:
 
     folder = plan.run_dir / "reports"
     reports = Reports(folder if plan.judge_later else folder / _id(info), info.node_rank, plan.seconds)
-    nonce = reports.folder.as_posix()
-    server = reach.Server(info.node_rank, nonce)
-    mine, port_findings = _listen(server, info)
+    mine, port_findings = _listen(info)
     reports.write(mine, Stage.listening)
-    report = probes.run_all(
-        Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu), CHECKS * plan.seconds
-    )
-    report.findings += port_findings
-    mine |= asdict(report)
-    mine["links"] = _probe_peers(reports, info, nonce, at(REACH), 0.05 * plan.seconds)
+    here = Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu)
+    facts, findings = probes.run_all(here, CHECKS * plan.seconds)
+    found = [asdict(finding) for finding in (*findings, *port_findings)]
+    mine |= {"host": socket.gethostname(), "facts": facts, "findings": found}
+    mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * plan.seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
         with reach.listener(0) as listener:
@@ -84,7 +80,7 @@ def run(plan: Plan, info: RankInfo) -> int:
             mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
     else:
         first = reports.collect([0], Stage.ready, at(GO) + SLACK_S).get(0)
-        mine["bandwidth"] = _measure(dict_at(first, "measure"), info, -1, at(LINKS))
+        mine["bandwidth"] = _measure((first or {}).get("measure", {}), info, -1, at(LINKS))
     code = errors.EXIT_DONE
     if not reports.are_judged():  # this node may be late
         reports.write(mine, Stage.final)
@@ -101,15 +97,15 @@ def _id(info: RankInfo) -> str:
     return f"{info.run_id or 'now'}-{step}-{info.restart_count}"
 
 
-def _listen(server: reach.Server, info: RankInfo) -> tuple[dict[str, Any], list[Finding]]:
+def _listen(info: RankInfo) -> tuple[dict[str, Any], list[Finding]]:
     """Starts this node's server. On the first node it also listens on the port at which the ranks will meet, if that is free."""
-    mine: dict[str, Any] = {"port": server.listen(), "address": socket.gethostname(), "master": False}
+    mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname(), "master": False}
     if not info.nodes and (choice := _interface(info)):
         mine["address"] = choice.address  # without Slurm, no node knows the others' names
     if info.rank != 0 or info.num_nodes == 1 or not info.master_port or "TORCHELASTIC_RUN_ID" in os.environ:
         return mine, []
     try:
-        server.listen(info.master_port, int(os.environ.get("RECIPES_LISTEN_FD", -1)))  # launch.py listens there already
+        reach.serve(info.master_port, int(os.environ.get("RECIPES_LISTEN_FD", -1)))  # launch.py listens there already
         mine["master"] = True
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
@@ -125,49 +121,47 @@ def _interface(info: RankInfo) -> network.Choice | None:
     return None
 
 
-def _probe_peers(reports: Reports, info: RankInfo, nonce: str, end: float, timeout_s: float) -> list[dict[str, Any]]:
-    """The links to some other nodes, as `reach.peers` chooses them."""
+def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float) -> list[dict[str, Any]]:
+    """The links to some other nodes, as `reach.peers` chooses them. timeout_s: of a step of a probe."""
     wanted = reach.peers(info.node_rank, info.num_nodes)
     found = reports.collect(wanted, Stage.listening, end - 4 * timeout_s)
-
-    def probe(peer: int) -> reach.Link:
-        report = found.get(peer, {})
-        port = report.get("port")
-        if not isinstance(port, int) or not 0 < port < 1 << 16:
-            return reach.Link(peer, "silent", "no report in the run directory")
-        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else text_at(report, "address")
-        master_port = info.master_port if report.get("master") is True else 0
-        return reach.probe(peer, host, port, nonce, timeout_s, master_port)
-
-    with ThreadPoolExecutor(max(1, len(wanted))) as pool:
-        return [asdict(link) for link in pool.map(probe, wanted)]
+    pool = ThreadPoolExecutor(max(1, len(found)))  # not as a context manager: the resolver has no time limit
+    answers = {}
+    for peer, report in found.items():
+        host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
+        master_port = info.master_port if report["master"] else 0
+        answers[peer] = pool.submit(reach.probe, peer, host, report["port"], timeout_s, master_port)
+    done, _ = wait(answers.values(), max(0.0, end - time.monotonic()))
+    pool.shutdown(wait=False)
+    late = "timed out"
+    return [asdict(one.result() if one in done else reach.Link(peer, "connect", late)) for peer, one in answers.items()]
 
 
 def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, plan: Plan, port: int) -> dict[str, Any]:
     """``measure`` in the first node's report: all nodes that answered and are not bad measure bandwidth, unless node 0 is bad."""
-    bad = judge.verdict_of(_hosts(info), reports).bad_nodes
-    nodes = [node for node, report in sorted(reports.items()) if stage_of(report) >= Stage.examined and node not in bad]
+    examined = {node: report for node, report in sorted(reports.items()) if stage_of(report) >= Stage.examined}
+    bad = judge.verdict_of(_hosts(info), examined).bad_nodes
+    nodes = [node for node in examined if node not in bad]
     if not plan.bandwidth or len(nodes) < 2 or 0 not in nodes:
         nodes = []
-    have_gpus = all(list_at(reports[node], "facts", "gpus", "gpus") for node in nodes)
+    have_gpus = all(examined[node]["facts"].get("gpus", {}).get("gpus") for node in nodes)
     return {"nodes": nodes, "port": port, "backend": "nccl" if have_gpus else "gloo"}
 
 
 def _measure(members: Mapping[str, Any], info: RankInfo, listener: int, end: float) -> dict[str, Any]:
     """This node's part of the bandwidth test, in a process that is killed at ``end``: the last step it reached, and what it measured."""
-    nodes, port = list_at(members, "nodes"), members.get("port")
-    if info.node_rank not in nodes or not isinstance(port, int):
+    nodes = members.get("nodes", [])
+    if info.node_rank not in nodes:
         return {}
     environ = dict(os.environ)
     if choice := _interface(info):
         environ.update(network.settings(choice, environ))
     environ.update(
         RANK=str(nodes.index(info.node_rank)), WORLD_SIZE=str(len(nodes)), NODES=json.dumps(nodes),
-        MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(port),
+        MASTER_ADDR=info.master_addr or "127.0.0.1", MASTER_PORT=str(members["port"]),
     )  # fmt: skip
     left = end - time.monotonic()
-    backend = "nccl" if members.get("backend") == "nccl" else "gloo"
-    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", backend, str(listener), f"{left:.0f}"]
+    command = [sys.executable, "-m", "recipes.core.doctor.linkcheck", members["backend"], str(listener), f"{left:.0f}"]
     out, why = commands.run(command, left, environ, (listener,) if listener >= 0 else ())
     found: dict[str, Any] = {"at": "its start", "pairs": []}
     for line in out.splitlines():
@@ -190,7 +184,7 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
     collected = reports.collect(range(len(hosts)), Stage.final, end)
     seen = {
         node: {**report, "early": stage_of(report) < Stage.final}
-        for node, report in collected.items()
+        for node, report in sorted(collected.items())
         if stage_of(report) >= Stage.examined
     }
     if not seen:  # the step did not start: leaving out all nodes would not fix it

@@ -1,8 +1,7 @@
-"""What the checks of a node get (`Surroundings`) and what they return (`Finding`, `Report`)."""
+"""What the checks of a node get (`Surroundings`) and what they return (`Facts`, `Finding`)."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,9 @@ class Finding:
     leave_out: bool = True
 
 
-@dataclass
-class Report:
-    """What the checks of a node found."""
-
-    host: str
-    facts: Facts = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Surroundings:
-    """The input of the checks. root: the folder that has ``proc`` and ``sys``. end: when checks are abandoned, by time.monotonic()."""
+    """The input of the checks. root: the folder that has ``proc`` and ``sys``."""
 
     environ: Mapping[str, str]
     info: RankInfo
@@ -43,7 +33,6 @@ class Surroundings:
     data_dir: str = ""
     on_cpu: bool = False
     root: Path = Path("/")
-    end: float = math.inf
 
     @property
     def has_others(self) -> bool:

@@ -3,112 +3,84 @@
 Whatever can hang (a file system, a driver, a resolver) runs in a separate process.
 """
 
-import dataclasses
 import json
-import os
 import platform
 import re
 import resource
-import socket
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 
 from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
 from recipes.core.doctor import variables as environment
-from recipes.core.doctor.node import Facts, Finding, Report, Surroundings, small_text
+from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.files import ROOT
-from recipes.core.run import source
 
-MANY_FILES = 4096  # open files that a rank with many loader processes and peers may need
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 DISK_BYTES = 5 << 30
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
 
-def run_all(here: Surroundings, deadline_s: float) -> Report:
-    """Runs all checks at once, each for at most ``deadline_s`` seconds. A check that does not end is a finding."""
-    here, report = dataclasses.replace(here, end=time.monotonic() + deadline_s), Report(socket.gethostname())
+def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], list[Finding]]:
+    """Runs all checks at once, each for at most ``deadline_s`` seconds: the facts of each, and the findings of all.
+
+    A check that does not end is a finding.
+    """
+    facts: dict[str, Facts] = {}
+    findings: list[Finding] = []
     pool = ThreadPoolExecutor(len(CHECKS))  # not as a context manager, which waits for threads that hang
     answers = {name: pool.submit(check, here) for name, check in CHECKS.items()}
     done, _ = wait(answers.values(), deadline_s)
     for name, answer in answers.items():
         if answer not in done:
             fix = "log in there and find what hangs; if it is only slow, raise seconds="
-            report.findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
+            findings.append(Finding(f"the check of its {name} did not end in {deadline_s:g} s", fix))
             continue
         try:
-            report.facts[name], findings = answer.result()
-            report.findings += findings
+            facts[name], found = answer.result()
+            findings += found
         except Exception as error:  # a fault of one check must not hide what the others find
             what = f"the check of its {name} failed ({one_line(error, 150)})"
-            report.findings.append(Finding(what, "log in there and look", bad=False))
+            findings.append(Finding(what, "log in there and look", bad=False))
     pool.shutdown(wait=False, cancel_futures=True)
-    return report
+    return facts, findings
 
 
 def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Versions of the kernel, Python, the driver, and this project's commit."""
-    facts: Facts = {"kernel": platform.release(), "python": platform.python_version(), "time": time.time()}
+    """Versions of Python, the driver, and this project's commit."""
+    facts: Facts = {"python": platform.python_version()}
     module = here.root / "proc/driver/nvidia/version"
     if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", small_text(module)):
         facts["driver"] = found[1]
-    if there := source.stamp(ROOT):
-        commit = str(there.get("commit") or "")
-    else:
-        commit, _ = commands.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
-        )
-    facts["project"] = commit.strip()
+    # None in a snapshot, which all nodes share.
+    commit, _ = commands.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
+    )
+    facts["project"] = commit.strip() or None
     return facts, []
 
 
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
-    begin = time.monotonic()
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
     if why:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
-    facts = json.loads(out.splitlines()[-1])
-    facts["import_s"] = round(time.monotonic() - begin, 1)
-    if facts["import_s"] < 30:
-        return facts, []
-    fix = "put the environment on a faster file system, or into a container"
-    return facts, [Finding(f"import torch takes {facts['import_s']:.0f} s", fix, bad=False)]
+    return json.loads(out.splitlines()[-1]), []
 
 
-def cpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Whether a rank may use the CPUs that it was granted."""
-    allowed, granted = len(os.sched_getaffinity(0)), here.environ.get("SLURM_CPUS_PER_TASK", "")
-    facts: Facts = {"cpus": os.cpu_count(), "allowed": allowed}
-    if granted.isdecimal() and allowed < int(granted):
-        what = f"a rank may use {allowed} of the {granted} CPUs that it was granted"
-        fix = "give srun --cpus-per-task too (Slurm 22.05 does not pass sbatch's on to it), or --cpu-bind=none"
-        return facts, [Finding(what, fix, bad=False)]
-    if not granted and here.info.in_slurm and allowed == 1:
-        return facts, [Finding("a rank may use one CPU", "request more: --cpus-per-task=8", bad=False)]
-    return facts, []
-
-
-def limits(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Limits on open files and, where there is InfiniBand, on locked memory."""
-    open_files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    findings = []
-    if open_files != resource.RLIM_INFINITY and open_files < MANY_FILES:
-        fix = f"ulimit -n {MANY_FILES} in the batch script, or ask the site"
-        findings.append(Finding(f"open files (ulimit -n) are limited to {open_files}", fix, bad=False))
+def locked_memory(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Where there is InfiniBand: whether a process may lock the memory that it sends."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = (here.root / "sys/class/infiniband").is_dir() and here.environ.get("NCCL_IB_DISABLE") != "1"
-    if locked != resource.RLIM_INFINITY and locked < 1 << 30 and has_rdma and not here.on_cpu:
-        what = f"locked memory is limited to {locked // 1024} KB, and RDMA locks what it sends"
-        fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
-        findings.append(Finding(what, fix, bad=here.has_others))
-    return {"open_files": open_files, "locked_memory": locked}, findings
+    if limit == resource.RLIM_INFINITY or limit >= 1 << 30 or not has_rdma or here.on_cpu:
+        return {}, []
+    what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
+    fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
+    return {}, [Finding(what, fix, bad=here.has_others)]
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -122,7 +94,6 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
     if here.data_dir:
         name = f"data_dir={here.data_dir}"
         folders["data"] = (here.data_dir, name, "check the name, and that it is mounted on that node")
-    facts: Facts = {}
     findings = []
     for use, (folder, name, fix) in folders.items():
         command = [sys.executable, "-S", "-c", DISK_PROBE, folder, "read" if use == "data" else "write"]
@@ -131,14 +102,14 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             leave_out = here.has_others or use == "shm"
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
-        facts[use] = free = json.loads(out)
+        free = json.loads(out)
         least = {"shm": SHM_BYTES, "data": 0}.get(use, DISK_BYTES)
         if free is not None and free < least:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
             fix = fix if use == "shm" else "free space there"
             bad = use == "shm" and free < 64 << 20
             findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=bad))
-    return facts, findings
+    return {}, findings
 
 
 DISK_PROBE = """
@@ -162,23 +133,12 @@ def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
     return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
 
 
-def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Whether the granted GPUs are visible, and each computes correctly."""
-    return probe_gpus.examine(here.environ, here.info, here.on_cpu, partial(_run_until, here.end))
-
-
-def _run_until(end: float, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """As `commands.run`, with the answer before ``end``. Killing a command can take `REAPED_S` more."""
-    return commands.run(command, min(timeout_s, max(0.5, end - time.monotonic() - commands.REAPED_S - 1)))
-
-
 CHECKS: Mapping[str, Check] = {
     "system": system,
     "torch": torch_import,
-    "cpus": cpus,
-    "limits": limits,
+    "locked memory": locked_memory,
     "disks": disks,
     "interfaces": probe_network.interfaces,
     "variables": environment_variables,
-    "gpus": gpus,
+    "gpus": probe_gpus.examine,
 }

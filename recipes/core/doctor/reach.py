@@ -4,37 +4,26 @@ Standard library only. A node probes a fixed number of others (`peers`), so its 
 """
 
 import contextlib
-import errno
-import json
 import os
 import socket
-import struct
 import threading
-import time
-from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-LENGTH = struct.Struct("!I")
-LARGEST = 1 << 20  # bytes of a message; a longer one comes from another program
 LARGE = 256 << 10  # bytes: many full packets
-STEPS = 4  # timeouts that probing one node takes at most
 QUIET_S = 20.0  # after which the server closes a silent connection
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one node found on the way to another. clock_s is None where the probe ended earlier. why: the reason of the fault.
+    """What one node found on the way to another. peer: its node_rank. why: the reason of the fault.
 
-    fault: "" for none; name (it does not resolve), connect, small (no answer), large (small messages pass and large ones do not),
-    foreign (another program or node answers), master (only its master port does not answer), silent (its port is not known).
+    fault: "" for none; connect; small (a connection, but no answer); large (small messages pass and large ones do not); master
+    (only its master port does not answer).
     """
 
-    peer: int  # node_rank
+    peer: int
     fault: str = ""
     why: str = ""
-    clock_s: float | None = None  # the peer's clock minus this node's
 
 
 def peers(node_rank: int, num_nodes: int) -> list[int]:
@@ -43,36 +32,19 @@ def peers(node_rank: int, num_nodes: int) -> list[int]:
     return sorted(set(chosen) - {node_rank})
 
 
-class Server:
-    """Answers on its ports until the process ends: to b"who" with its identity, to other messages with the same bytes.
+def serve(port: int = 0, descriptor: int = -1) -> int:
+    """Answers each connection with the bytes that it has sent, until this process ends. Returns the port. Raises OSError.
 
-    nonce: distinguishes this examination from others.
+    port: to listen on, at all addresses; 0: any free one. descriptor: of a listening socket, in place of a port.
     """
+    listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
 
-    def __init__(self, node_rank: int, nonce: str) -> None:
-        self._hello = {"node_rank": node_rank, "nonce": nonce, "host": socket.gethostname()}
-
-    def listen(self, port: int = 0, descriptor: int = -1) -> int:
-        """Listens on all addresses, IPv6 and IPv4, on ``port`` (0: any free one). Returns the port. Raises OSError.
-
-        descriptor: of a listening socket, in place of a port.
-        """
-        listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
-        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
-        return int(listening.getsockname()[1])
-
-    def _accept(self, listening: socket.socket) -> None:
+    def accept() -> None:
         while True:
-            connection, _ = listening.accept()
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            threading.Thread(target=_answer, args=(listening.accept()[0],), daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # the other side is gone, or is another program
-            while True:
-                data = _receive(connection, time.monotonic() + QUIET_S)
-                if data == b"who":
-                    data = json.dumps({**self._hello, "time": time.time()}).encode()
-                connection.sendall(LENGTH.pack(len(data)) + data)
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def listener(port: int) -> socket.socket:
@@ -82,103 +54,41 @@ def listener(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> Link:
-    """Probes the server of node ``peer`` on ``host``.
+def _answer(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):  # the other side is gone
+        connection.settimeout(QUIET_S)
+        connection.sendall(_receive(connection))
 
-    timeout_s: of each step; all steps together take at most `STEPS` times as long. master_port: probed as well, unless it is 0.
-    """
-    end = time.monotonic() + STEPS * timeout_s
 
-    def step() -> float:
-        return min(time.monotonic() + timeout_s, end)
-
-    try:
-        found = resolve(host, timeout_s)
-    except OSError as error:
-        return Link(peer, "name", error.strerror or str(error))
-    why = "no address"
-    for address in found:
+def probe(peer: int, host: str, port: int, timeout_s: float, master_port: int = 0) -> Link:
+    """Probes the server of node ``peer`` on ``host``. timeout_s: of each step. master_port: probed as well, unless it is 0."""
+    for fault, size in (("small", 1), ("large", LARGE)):
         try:
-            with socket.create_connection((address, port), _left(step())) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = _talk(connection, step, peer, nonce)
+            connection = socket.create_connection((host, port), timeout_s)
         except OSError as error:
-            why = words(error)
-            continue
-        if not link.fault and master_port:
+            return Link(peer, "connect", words(error))
+        with connection:
             try:
-                socket.create_connection((address, master_port), _left(step())).close()
+                connection.sendall(bytes(size))
+                connection.shutdown(socket.SHUT_WR)
+                if len(_receive(connection)) != size:
+                    return Link(peer, fault, "the connection was closed")
             except OSError as error:
-                return replace(link, fault="master", why=words(error))
-        return link
-    return Link(peer, "connect", why)
+                return Link(peer, fault, words(error))
+    if master_port:
+        try:
+            socket.create_connection((host, master_port), timeout_s).close()
+        except OSError as error:
+            return Link(peer, "master", words(error))
+    return Link(peer)
 
 
-def resolve(host: str, timeout_s: float) -> list[str]:
-    """The addresses of a name, in the resolver's order. Raises OSError, also if the resolver does not answer in time."""
-    pool = ThreadPoolExecutor(1)  # the resolver has no time limit
-    answer = pool.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-    pool.shutdown(wait=False)
-    try:
-        found = answer.result(timeout_s)
-    except futures.TimeoutError:
-        raise OSError(errno.ETIMEDOUT, f"the resolver did not answer in {timeout_s:g} s") from None
-    except UnicodeError:
-        raise OSError(errno.EINVAL, "not a host name") from None
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
-
-
-def _talk(connection: socket.socket, step: Callable[[], float], peer: int, nonce: str) -> Link:
-    """Measures the clock, and whether small and large messages pass."""
-    try:
-        begin, sent = time.monotonic(), time.time()
-        known = json.loads(_echo(connection, step(), b"who"))
-        took = time.monotonic() - begin
-        clock_s = float(known["time"]) - sent - took / 2
-        if (known["nonce"], known["node_rank"]) != (nonce, peer):
-            return Link(peer, "foreign", f"node {known['node_rank']}, {str(known.get('host'))[:64]}, answers there")
-    except OSError as error:
-        return Link(peer, "small", words(error))
-    except (ValueError, KeyError, TypeError):
-        return Link(peer, "foreign", "another program answers there")
-    link = Link(peer, clock_s=round(clock_s, 3))
-    try:
-        _echo(connection, step(), bytes(LARGE))
-    except OSError as error:
-        return replace(link, fault="large", why=words(error))
-    return link
-
-
-def _echo(connection: socket.socket, end: float, data: bytes) -> bytes:
-    """Sends ``data`` and returns the answer. Raises OSError, also at ``end`` (time.monotonic)."""
-    connection.settimeout(_left(end))
-    connection.sendall(LENGTH.pack(len(data)) + data)
-    return _receive(connection, end)
-
-
-def _receive(connection: socket.socket, end: float) -> bytes:
-    """One message. Raises OSError."""
-    (length,) = LENGTH.unpack(_exactly(connection, end, LENGTH.size))
-    if length > LARGEST:
-        raise OSError(errno.EPROTO, "another program answers there")
-    return _exactly(connection, end, length)
-
-
-def _exactly(connection: socket.socket, end: float, count: int) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
+    """What the other side sends until it ends its side; at most `LARGE` bytes and what has come with them. Raises OSError."""
     data = bytearray()
-    while len(data) < count:
-        connection.settimeout(_left(end))
-        part = connection.recv(count - len(data))
-        if not part:
-            raise OSError(errno.ECONNRESET, "the connection was closed")
+    while len(data) <= LARGE and (part := connection.recv(1 << 16)):
         data += part
     return bytes(data)
-
-
-def _left(end: float) -> float:
-    if (left := end - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left
 
 
 def words(error: OSError) -> str:

@@ -4,7 +4,6 @@ A node writes its file again after each stage. Nothing in a report names a file.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -13,10 +12,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from recipes.core.files import read_bounded, write_json
+from recipes.core.files import read_json, write_json
 
 POLL_S = 0.3
-LARGEST = 1 << 20  # bytes of a report
 
 
 class Stage(IntEnum):
@@ -29,8 +27,7 @@ class Stage(IntEnum):
 
 
 def stage_of(report: Mapping[str, Any] | None) -> int:
-    stage = (report or {}).get("stage")
-    return stage if isinstance(stage, int) else -1
+    return int(report["stage"]) if report else -1
 
 
 class Reports:
@@ -60,7 +57,7 @@ class Reports:
                 for entry in os.scandir(self.folder):
                     if entry.name in wanted and entry.stat().st_mtime_ns != read_at.get(entry.name):
                         read_at[entry.name] = entry.stat().st_mtime_ns
-                        report = _read(Path(entry.path)) if entry.stat().st_mtime >= self._since else None
+                        report = read_json(Path(entry.path)) if entry.stat().st_mtime >= self._since else None
                         found |= {wanted[entry.name]: report} if report else {}
             if all(stage_of(found.get(node)) >= stage for node in wanted.values()) or time.monotonic() > end:
                 return found
@@ -74,10 +71,3 @@ class Reports:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        report = json.loads(read_bounded(path, LARGEST))
-        return report if isinstance(report, dict) else None
-    return None

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from recipes.core.errors import shown
+
+LONGEST = 2000  # characters of a line
 MANY = 8  # hosts that are named in a line
 FIGURES = {"all_reduce_busbw_gb_per_s": "all_reduce busbw", "pairs_median_gb_per_s": "pairs of nodes, median"}
 
@@ -55,7 +58,7 @@ def lines(verdict: Verdict) -> list[str]:
         found.append(f"{'BAD ' if entry.bad else 'note'}  {_names(entry.nodes, verdict)}: {entry.what}: {entry.fix}")
     if verdict.figures:
         found.append("; ".join(f"{FIGURES[name]} {value:.3g} GB/s" for name, value in verdict.figures.items()))
-    return [*found, _summary(verdict)]
+    return [shown(line, LONGEST) for line in (*found, _summary(verdict))]
 
 
 def _summary(verdict: Verdict) -> str:
@@ -63,9 +66,6 @@ def _summary(verdict: Verdict) -> str:
     options = f"sbatch --exclude={','.join(verdict.exclude)}" if verdict.exclude else ""
     if verdict.healthy:
         return f"healthy: {count} node{'s' if count > 1 else ''}"
-    if bad == count > 1:
-        other = f"; {options} selects other nodes, if the cluster has enough" if options else ""
-        return f"all {count} nodes are bad: fix them as the lines above say{other}"
     what = f"{bad} of {count} nodes bad" if bad else "not healthy, and no single node is to blame"
     return f"{what}: {options} leaves them out" if options else what
 

@@ -1,4 +1,4 @@
-"""The doctor's commands on one machine: the examination, env files, proposed lines, and invalid arguments."""
+"""The doctor's commands on one machine: the examination, env files, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_nodes_are_examined_after_a_killed_examination(tmp_path: Path, numbe
     assert said[0].splitlines()[-1] == "healthy: 2 nodes", said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     asked = tmp_path / "nvidia-smi"
     asked.write_text(
@@ -95,34 +95,21 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 
 def test_an_env_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, other = tmp_path / "my.env", tmp_path / "other.env"
-    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\nNCCL_IB_HCA=mlx5_0\n")
+    file.write_text("NCCL_SOCKET_IFNAM=eth0\nNCCL_IB_DISABLE=1\n")
     other.write_text("NCCL_ALGO=Rings\n")
     assert check_env_files([str(file)]) == 0  # nothing that cannot work
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_IB_HCA"], [str(file), "NCCL_SOCKET_IFNAM"]]
-    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[1]
+    assert [line.split(": ")[:2] for line in lines] == [[str(file), "NCCL_SOCKET_IFNAM"]]
+    assert "did you mean NCCL_SOCKET_IFNAME?" in lines[0]
     assert check_env_files([str(other), str(file)]) == 2
     assert f"{other}: NCCL_ALGO: Rings must be one of" in capsys.readouterr().out
-    ended = doctor("env", *map(str, sorted((helpers.ROOT / "env").glob("*.env"))))
-    assert ended.status == 0, ended.out
-    assert len(ended.lines) == 8
-    assert all(line.endswith("no problems") for line in ended.lines)
-
-
-def test_all_given_env_files_are_checked(tmp_path: Path) -> None:
-    (tmp_path / "bad.env").write_text("A=$(x\n")
+    file.write_text("A=$(x\n")
     good = str(helpers.ROOT / "env/infiniband.env")
-    ended = doctor("env", str(tmp_path / "bad.env"), good)
+    ended = doctor("env", str(file), good)
     assert ended.status == 2
-    assert len(ended.lines) == 2
-    assert f"{tmp_path}/bad.env:1: A has '$' outside quotes" in ended.out
+    assert len(ended.lines) == 2, ended.out
+    assert f"{file}:1: must be NAME=value" in ended.out
     assert f"{good}: no problems" in ended.lines
-
-
-def test_a_closed_pipe_prints_no_traceback() -> None:
-    command = f"{sys.executable} -m recipes.doctor env {'env/infiniband.env ' * 2000} | head -1"
-    ended = helpers.run(["sh", "-c", command], environ=helpers.clean_environment())
-    assert ended.lines == ["env/infiniband.env: no problems"]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +139,11 @@ def test_a_reader_that_has_exited_is_no_error(command: str) -> None:
         (("explain",), "doctor: explain: a path is missing"),
         (("explain", "/none/such"), "doctor: /none/such: No such file or directory"),
         (("env",), "doctor: env: a path is missing"),
-        (("env", "/none/such.env"), "/none/such.env: no such file"),
+        (("env", "/none/such.env"), "/none/such.env: cannot be read"),
         (("look",), "doctor: 'look' is not key=value"),
         (("second=3",), "did you mean 'seconds'?"),
         (("seconds=1",), "seconds=1.0: must be at least 20"),
-        (("network", "nodes=3"), "nodes=3: is a job key"),
+        (("nodes=3",), "nodes=3: is a job key"),
         (("run_dir=/proc/none",), "give another run_dir="),
     ],
 )  # fmt: skip
@@ -165,10 +152,3 @@ def test_an_invalid_command_line_is_reported_in_one_line(words: tuple[str, ...],
     assert ended.status in (2, 3)
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out
-
-
-def test_contradicting_rank_variables_are_reported_in_one_line() -> None:
-    ended = doctor(RANK="5", WORLD_SIZE="2", LOCAL_RANK="0")
-    assert ended.status == 2
-    assert len(ended.lines) == 1
-    assert ended.out.startswith("doctor: RANK=5")

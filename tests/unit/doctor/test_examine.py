@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -31,7 +30,7 @@ from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place import ranks
 from tests import helpers
 
-BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True}
+BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True, "leave_out": True}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def place(rank: int, size: int = 2) -> ranks.RankInfo:
 
 
 def report(node: int, gpus: int = 0, **changes: Any) -> dict[str, Any]:
-    facts = {"gpus": {"granted": gpus, "gpus": [{"correct": True}] * gpus}}
+    facts = {"gpus": {"gpus": [{"correct": True}] * gpus}}
     return {"host": f"node{node}", "facts": facts, "findings": [], "links": [], "stage": Stage.examined, **changes}
 
 
@@ -70,15 +69,13 @@ def test_reports_are_read_again_after_each_stage(tmp_path: Path) -> None:
     assert second.are_judged()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '"x"', '{"a": "' + "x" * (1 << 20) + '"}'])
-def test_an_invalid_or_old_report_counts_as_missing(tmp_path: Path, content: str) -> None:
+def test_an_invalid_or_old_report_counts_as_missing(tmp_path: Path) -> None:
     reports = Reports(tmp_path, 0, oldest_s=100)
     reports.write({}, Stage.listening)
     written(tmp_path, Stage.final, report(2))
     os.utime(tmp_path / "2.json", (0, time.time() - 200))  # of an examination that was killed
-    (tmp_path / "1.json").write_text(content)
-    (tmp_path / "3.json").symlink_to("/dev/zero")
-    assert set(reports.collect(range(4), Stage.listening, 0)) == {0}
+    (tmp_path / "1.json").write_text("{")
+    assert set(reports.collect(range(3), Stage.listening, 0)) == {0}
 
 
 @pytest.mark.parametrize(
@@ -128,10 +125,7 @@ def test_nccl_is_measured_if_each_node_has_a_gpu(tmp_path: Path, gpus: tuple[int
 def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: tuple[int, ...], status: int, exclude: list[str]
 ) -> None:
-    few = [
-        {"what": f"Slurm granted 8 GPUs and torch sees {seen}", "fix": "nvidia-smi -L", "bad": True} for seen in gpus
-    ]
-    reports = [report(node, seen, findings=[few[node]] * (seen < 8)) for node, seen in enumerate(gpus)]
+    reports = [report(node, seen, findings=[BROKEN] * (seen < 8)) for node, seen in enumerate(gpus)]
     written(tmp_path / "reports", Stage.final, *reports)
     assert give_verdict(Reports(tmp_path / "reports"), [""] * 3, Plan(tmp_path), 0) == status
     found = helpers.read(tmp_path, "doctor")
@@ -187,11 +181,13 @@ def test_two_nodes_measure_and_are_judged(
         few = Finding("Slurm granted 8 GPUs and torch sees 7", "nvidia-smi -L")
         return {}, [few] if here.info.rank == broken else []
 
-    checks = {name: probes.CHECKS[name] for name in ("system", "torch", "cpus", "disks")}
+    checks = {name: probes.CHECKS[name] for name in ("system", "torch", "disks")}
     monkeypatch.setattr(probes, "CHECKS", {**checks, "gpus": gpus})
     monkeypatch.setattr(commands, "run", quick)
-    monkeypatch.setattr(probes, "socket", SimpleNamespace(gethostname=lambda: threading.current_thread().name))
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    lo = SimpleNamespace(address="127.0.0.1", interface="lo")
+    fake = SimpleNamespace(gethostname=lambda: threading.current_thread().name)
+    monkeypatch.setattr("recipes.core.doctor.examine.socket", fake)
+    monkeypatch.setattr("recipes.core.doctor.examine._interface", lambda info: lo)
     plan = Plan(tmp_path, 60, on_cpu=True, judge_later=judge_later)
     codes: dict[int, int] = {}
     port = helpers.free_port()
@@ -231,16 +227,15 @@ def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
 
 
 def test_a_master_port_that_is_taken_is_the_first_nodes_fault() -> None:
-    server = reach.Server(0, "nonce")
     with reach.listener(0) as taken:
         port = taken.getsockname()[1]
-        mine, (found,) = _listen(server, replace(place(0), master_port=port))
+        mine, (found,) = _listen(replace(place(0), master_port=port))
         assert (mine["master"], found.bad, found.leave_out) == (False, True, True)
         assert found.what == f"port {port}, at which the ranks meet, cannot be listened on (Address already in use)"
-        assert _listen(server, replace(place(1), master_port=port))[1] == []  # only the first one listens there
-    mine, found_now = _listen(server, replace(place(0), master_port=port))
+        assert _listen(replace(place(1), master_port=port))[1] == []  # only the first one listens there
+    mine, found_now = _listen(replace(place(0), master_port=port))
     assert (mine["master"], found_now) == (True, [])
-    assert reach.probe(0, "127.0.0.1", mine["port"], "nonce", 5, port).fault == ""
+    assert reach.probe(0, "127.0.0.1", mine["port"], 5, port).fault == ""
 
 
 def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,21 +251,24 @@ def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: 
 def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def probe(peer: int, host: str, port: int, nonce: str, timeout_s: float, master_port: int = 0) -> reach.Link:
-        asked.append((peer, host, port, nonce, master_port))
+    def probe(peer: int, host: str, port: int, timeout_s: float, master_port: int = 0) -> reach.Link:
+        asked.append((peer, host, port, master_port))
         return reach.Link(peer)
 
     monkeypatch.setattr(reach, "probe", probe)
     Reports(tmp_path, 0).write({"port": 100, "address": "a", "master": True}, Stage.listening)
     Reports(tmp_path, 3).write({"port": 103, "address": "d", "master": False}, Stage.listening)
-    Reports(tmp_path, 5).write({"port": "../x", "address": "e"}, Stage.listening)
     info = replace(place(2, 6), master_port=29)
-    links = _probe_peers(Reports(tmp_path, 2), info, "nonce", 0, 0.1)
-    assert sorted(asked) == [(0, "127.0.0.1", 100, "nonce", 29), (3, "d", 103, "nonce", 0)]
-    assert [(link["peer"], link["fault"]) for link in links] == [(0, ""), (3, ""), (5, "silent")]
+    end = time.monotonic() + 5
+    links = _probe_peers(Reports(tmp_path, 2), info, end, 2)  # node 5 has written nothing
+    assert sorted(asked) == [(0, "127.0.0.1", 100, 29), (3, "d", 103, 0)]
+    assert sorted((link["peer"], link["fault"]) for link in links) == [(0, ""), (3, "")]
     asked.clear()
-    _probe_peers(Reports(tmp_path, 2), replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), "nonce", 0, 0.1)
-    assert (3, "n3", 103, "nonce", 0) in asked  # Slurm's names take precedence
+    _probe_peers(Reports(tmp_path, 2), replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), end, 2)
+    assert (3, "n3", 103, 0) in asked  # Slurm's names take precedence
+    monkeypatch.setattr(reach, "probe", lambda *_: time.sleep(3))  # as a resolver that hangs
+    links = _probe_peers(Reports(tmp_path, 2), info, time.monotonic() + 0.5, 2)
+    assert [(link["fault"], link["why"]) for link in links] == [("connect", "timed out")] * 2
 
 
 def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,4 +291,3 @@ def test_the_bandwidth_test_runs_among_its_members_only(monkeypatch: pytest.Monk
     environ = {"RANK": "1", "WORLD_SIZE": "3", "NODES": "[0, 3, 5]", "MASTER_PORT": "99"}
     assert asked == [(["gloo", "-1"], environ)]
     assert _measure(members, place(4, 6), -1, 0) == _measure({}, place(3, 6), -1, 0) == {}
-    assert _measure({"nodes": [3], "port": "x; y"}, place(3, 6), -1, 0) == {}

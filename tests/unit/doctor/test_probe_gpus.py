@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipes.core.doctor import probe_gpus
-from recipes.core.doctor.node import Finding
+from recipes.core.doctor import commands, probe_gpus
+from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import ranks
 from recipes.core.place.ranks import RankInfo
 
@@ -56,8 +56,10 @@ def findings(
             return ("", why) if cards is None else (json.dumps(cards), "")
         return smi_text, ""
 
-    _, found = probe_gpus.examine({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), on_cpu, ask)
-    return found
+    here = Surroundings({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), Path(), on_cpu=on_cpu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "run", ask)
+        return probe_gpus.examine(here)[1]
 
 
 def test_eight_healthy_gpus_are_no_finding() -> None:
@@ -91,15 +93,8 @@ def test_gpus_that_torch_does_not_see_where_nobody_has_granted_any() -> None:
     eight = "".join(map(smi, range(8)))
     (found,) = findings([], eight, **at_home)
     assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 0", True)
-    (found,) = findings([card(0)], eight, **at_home)
-    assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 1", False)  # one may be cut into slices
-    assert findings([card(0)], eight, CUDA_VISIBLE_DEVICES="0", **at_home) == []
+    assert findings([card(0)], eight, **at_home) == []  # one may be cut into slices
     assert findings([], eight, CUDA_VISIBLE_DEVICES="", **at_home) == []
-
-
-def test_a_line_without_an_end_hides_nothing() -> None:
-    (found,) = findings([card(i) for i in range(7)], "x," * 200_000 + "\n" + smi(0))
-    assert found.what == "Slurm granted 8 GPUs and torch sees 7"
 
 
 def test_each_task_may_have_its_own_gpu() -> None:
@@ -134,18 +129,3 @@ def test_a_driver_that_does_not_answer() -> None:
     (found,) = findings(None, smi(0), why="python did not answer in 60 s")
     assert found.what == "its GPUs could not be tested (python did not answer in 60 s)"
     assert found.bad
-
-
-def test_a_tool_without_a_gpu_is_no_broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a login node with the image of the others."""
-    (tmp_path / "nvidia-smi").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        return ("[]", "") if "recipes.core.doctor.gpucheck" in command else ("", "ended with status 9")
-
-    place = info(0, 1, in_slurm=False)
-    assert probe_gpus.examine({}, place, False, ask, tmp_path)[1] == []
-    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    (found,) = probe_gpus.examine({}, place, False, ask, tmp_path)[1]
-    assert "nvidia-smi fails (ended with status 9)" in found.what

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import resource
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,13 +43,10 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
     monkeypatch.setattr(commands, "run", quick)
-    report = probes.run_all(here(tmp_path), 60)
-    assert set(report.facts) == {
-        "system", "torch", "cpus", "limits", "disks", "interfaces", "variables", "gpus",
-    }  # fmt: skip
-    assert report.facts["torch"]["torch"]
-    assert report.facts["disks"]["run"] > 0
-    assert report.facts["interfaces"]["interfaces"]["lo"]["addresses"]
+    facts, _ = probes.run_all(here(tmp_path), 60)
+    assert set(facts) == set(probes.CHECKS)
+    assert facts["torch"]["torch"]
+    assert facts["interfaces"]["interface"] == "lo"
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
@@ -68,59 +62,45 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise TimeoutError("the kernel does not answer")
 
-    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "cpus": probes.cpus}
+    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "system": probes.system}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
-    report = probes.run_all(here(tmp_path), 0.5)
+    facts, findings = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
-    assert [(found.what, found.bad) for found in report.findings] == [
+    assert [(found.what, found.bad) for found in findings] == [
         ("the check of its hangs did not end in 0.5 s", True),
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
         ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
-    assert report.facts["cpus"]["allowed"] == len(os.sched_getaffinity(0))
+    assert facts["system"]["python"] == platform.python_version()
 
 
-def test_fewer_cpus_than_were_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = len(os.sched_getaffinity(0))
-    assert probes.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed)))[1] == []
-    found = only(probes.cpus(here(tmp_path, SLURM_CPUS_PER_TASK=str(allowed + 6))))
-    assert found.what == f"a rank may use {allowed} of the {allowed + 6} CPUs that it was granted"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert only(probes.cpus(here(tmp_path, ranks.detect(TASK)))).what == "a rank may use one CPU"
-    assert probes.cpus(here(tmp_path))[1] == []  # outside of Slurm nobody has asked for more
-    assert probes.cpus(here(tmp_path, ranks.detect(TASK), SLURM_CPUS_PER_TASK="1"))[1] == []
-
-
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    assert probes.limits(here(tmp_path))[1] == []
-    limits[resource.RLIMIT_NOFILE] = (1024, 4096)
-    assert only(probes.limits(here(tmp_path))).what == "open files (ulimit -n) are limited to 1024"
-    limits[resource.RLIMIT_NOFILE] = (65536, 65536)
-    limits[resource.RLIMIT_MEMLOCK] = (64 << 10, 64 << 10)
-    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # nothing there locks memory
+def test_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [resource.RLIM_INFINITY, 64 << 10]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
     (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert probes.limits(here(tmp_path, root=str(tmp_path)))[1] == []  # gloo takes none
-    alone, two = (replace(here(tmp_path, one, root=str(tmp_path)), on_cpu=False) for one in (ALONE, ranks.detect(TASK)))
-    assert only(probes.limits(two)).what == "locked memory is limited to 64 KB, and RDMA locks what it sends"
-    assert (only(probes.limits(two)).bad, only(probes.limits(alone)).bad) == (True, False)
-    assert probes.limits(replace(two, environ={"NCCL_IB_DISABLE": "1"}))[1] == []
+    assert probes.locked_memory(on_gpus)[1] == []
+    limits.pop(0)
+    found = only(probes.locked_memory(on_gpus))
+    assert (found.what, found.bad) == ("locked memory is limited to 64 KB, and RDMA locks what it sends", True)
+    assert not only(probes.locked_memory(replace(on_gpus, info=ALONE))).bad
+    no_rdma = {"on_cpu": True}, {"environ": {"NCCL_IB_DISABLE": "1"}}, {"root": tmp_path / "none"}
+    assert [probes.locked_memory(replace(on_gpus, **changed))[1] for changed in no_rdma] == [[], [], []]  # type: ignore[arg-type]
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     found = only(probes.disks(here(tmp_path, data_dir=str(tmp_path / "none"))))
     assert found.what == f"data_dir={tmp_path}/none cannot be used (No such file or directory)"
     assert found.bad
-    # It may be the node's fault, and it may be a slip of the pen: alone there is no telling, and no other node is wasted on it.
+    # It may be the node's fault or a mistyped key, which a node alone cannot tell.
     assert not found.leave_out
     assert only(probes.disks(here(tmp_path, ranks.detect(TASK), data_dir=str(tmp_path / "none")))).leave_out
     found = only(probes.disks(here(tmp_path, TMPDIR=str(tmp_path / "none"))))
     assert found.what == f"TMPDIR={tmp_path}/none cannot be used (No such file or directory)"
-    assert "tmp" in probes.disks(here(tmp_path, TMPDIR=""))[0]  # as everybody reads it: not set
-    facts = probes.disks(here(tmp_path, TMPDIR="/dev/shm"))[0]
-    assert facts["tmp"] == pytest.approx(shutil.disk_usage("/dev/shm").free, rel=0.1)
+    assert not any(
+        "TMPDIR" in one.what for one in probes.disks(here(tmp_path, TMPDIR=""))[1]
+    )  # an empty value counts as unset
 
 
 @pytest.mark.parametrize(
@@ -151,20 +131,13 @@ def test_a_disk_that_is_nearly_full(
     assert asked == {"/dev/shm": "write", str(tmp_path): "write", "/scratch": "write", "/data": "read"}
 
 
-def test_torch_that_is_slow_to_import_or_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [('warning\n{"torch": "2.15.0", "cuda": "13.2"}\n', ""), ("", "No module named torch")]
-    for answer, took, expected in (
-        (answers[0], 29.0, []),
-        (answers[0], 31.0, [("import torch takes 31 s", False, True)]),
-        (answers[1], 1.0, [("torch cannot be imported there (No module named torch)", True, True)]),
-    ):
-        readings = iter((0.0, took))
-        monkeypatch.setattr(commands, "run", lambda command, timeout_s, answer=answer: answer)
-        monkeypatch.setattr(probes, "time", SimpleNamespace(monotonic=readings.__next__))
-        facts, found = probes.torch_import(here(tmp_path, ranks.detect(TASK)))
-        assert [(one.what, one.bad, one.leave_out) for one in found] == expected
-        assert answer[1] or facts == {"torch": "2.15.0", "cuda": "13.2", "import_s": took}
-    monkeypatch.setattr(probes, "time", time)
+def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ('warning\n{"torch": "2.15.0"}\n', ""))
+    assert probes.torch_import(here(tmp_path)) == ({"torch": "2.15.0"}, [])
+    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "No module named torch"))
+    found = only(probes.torch_import(here(tmp_path, ranks.detect(TASK))))
+    assert (found.what, found.bad) == ("torch cannot be imported there (No module named torch)", True)
+    assert found.leave_out
     assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
 
 
@@ -194,15 +167,14 @@ def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.Mon
 def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
     folder = root / f"sys/class/infiniband/{device}/ports/1"
     folder.mkdir(parents=True)
-    for name, text in (("state", state), ("link_layer", link), ("rate", "400 Gb/sec (4X NDR)")):
+    for name, text in (("state", state), ("link_layer", link)):
         (folder / name).write_text(text + "\n")
 
 
 def test_infiniband_ports(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", "4: ACTIVE")
     port(tmp_path, "mlx5_1", "1: DOWN")
-    facts, (found,) = probe_network.interfaces(here(tmp_path, root=str(tmp_path)))
-    assert facts["infiniband"]["mlx5_0:1"] == {"state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "InfiniBand"}
+    found = only(probe_network.interfaces(here(tmp_path, root=str(tmp_path))))
     assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
 
 
@@ -221,26 +193,14 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     folder.mkdir(parents=True)
     for name, text in (("mtu", "9000"), ("speed", "400000"), ("operstate", "up")):
         (folder / name).write_text(text + "\n")
-    monkeypatch.setattr(
-        network, "own_addresses", lambda: [("eth1", "10.0.0.1"), ("lo", "127.0.0.1"), ("eth1", "fd00::1")]
-    )
-    facts, found = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))
-    assert facts["interfaces"] == {
-        "eth1": {"state": "up", "mbit": 400_000, "mtu": 9000, "addresses": ["10.0.0.1", "fd00::1"]}
-    }
-    assert facts["chosen"] == {"interface": "eth1", "address": "10.0.0.1", "reason": "route to two"}
-    assert [one.bad for one in found] == [True]  # no interface has that name
-    folder.with_name("eth9").mkdir()
-    assert not only(probe_network.interfaces(here(tmp_path, two, root=str(tmp_path), NCCL_SOCKET_IFNAME="eth9"))).bad
-    for value in ("eth1", "=eth1", "eth", "^docker,lo", "^=eth10", "eth0,eth1"):
+    facts, found = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    assert (facts, found) == ({"interface": "eth1", "address": "10.0.0.1", "mbit": 400_000, "mtu": 9000}, [])
+    for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
         assert probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
-    for value in ("eth0", "=eth", "^eth", "^=eth1"):
-        found = only(probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value)))
-        assert found.what == f"NCCL_SOCKET_IFNAME={value}, and the route to two goes by eth1"
-    assert probe_network.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth1"))[1] == []
-    found = only(probe_network.interfaces(here(tmp_path, two, GLOO_SOCKET_IFNAME="eth")))
-    assert found.bad  # there is none of that name
-    assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it talks to nobody
+    for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
+        one = only(probe_network.interfaces(here(tmp_path, two, **{name: value})))
+        assert one.what == f"{name}={value}, and the route to two goes by eth1"
+    assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
 
 
 def test_a_misspelt_variable_does_not_exclude_the_node(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
-"""Environment variables: each invalid one is reported with its fix, and no valid one is; the proposed lines of an env file."""
+"""Environment variables: each invalid one is reported with its fix, and no valid one is."""
 
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from recipes.core.config import envfile
-from recipes.core.doctor.variables import KNOWN, check_file, env_lines, problems
+from recipes.core.doctor.variables import KNOWN, check_file, problems
 from recipes.core.errors import ConfigError
 from tests.helpers import ROOT
 
@@ -33,25 +31,15 @@ def pairs(text: str) -> dict[str, str]:
 RULES = """
 NCCL_SOCKET_IFNAM=eth0 | NCCL_SOCKET_IFNAM | did you mean NCCL_SOCKET_IFNAME? | NCCL_SOCKET_IFNAME=eth0
 FI_CXI_RX_MATCHMODE=hybrid | FI_CXI_RX_MATCHMODE | did you mean FI_CXI_RX_MATCH_MODE? | FI_OPX_ANYTHING=1
-NCCL_BLOCKING_WAIT=1 | NCCL_BLOCKING_WAIT | did you mean TORCH_NCCL_BLOCKING_WAIT? | TORCH_NCCL_BLOCKING_WAIT=1
-NCCL_IB_DISABLE=true | NCCL_IB_DISABLE | NCCL reads 0 | NCCL_IB_DISABLE=1
 NCCL_ALGO=Rings | NCCL_ALGO! | refuses to start | NCCL_ALGO=^nvls;allreduce:^tree
 NCCL_PROTO=broadcast:LL,LL12 | NCCL_PROTO! | LL12 must be one of | NCCL_PROTO=^LL128
 NCCL_NET= | NCCL_NET! | unset it | NCCL_NET=AWS Libfabric
 NCCL_SOCKET_IFNAME=lo | NCCL_SOCKET_IFNAME | does not reach other nodes | NCCL_SOCKET_IFNAME=^lo,docker
 GLOO_SOCKET_IFNAME=docker0 | GLOO_SOCKET_IFNAME | does not reach other nodes | GLOO_SOCKET_IFNAME=bond0
-NCCL_SOCKET_IFNAME=eth0, eth1 | NCCL_SOCKET_IFNAME | has blanks | NCCL_SOCKET_IFNAME=eth0,eth1
-NCCL_IB_HCA=mlx5_0 mlx5_1 | NCCL_IB_HCA | has blanks | NCCL_IB_HCA=^mlx5_2
 GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | accepts no =, ^ or prefix | GLOO_SOCKET_IFNAME=eth0,eth1
-NCCL_SOCKET_IFNAME==ib0;GLOO_SOCKET_IFNAME=eth0 | GLOO_SOCKET_IFNAME | same interface | NCCL_SOCKET_IFNAME=eth;GLOO_SOCKET_IFNAME=eth0
 NCCL_IB_DISABLE=1;NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0;NCCL_NET=IB
-NCCL_IB_DISABLE=1;NCCL_IB_HCA=mlx5_0 | NCCL_IB_HCA | no effect | NCCL_IB_DISABLE=0;NCCL_IB_HCA=mlx5_0
-SLURM;RANK=0 | RANK | not SLURM_PROCID=5 | SLURM;RANK=5
-SLURM;WORLD_SIZE=1 | WORLD_SIZE | not SLURM_STEP_NUM_TASKS=8 | SLURM;WORLD_SIZE=1;RANK=0;TORCHELASTIC_RUN_ID=x
 SLURM;MASTER_ADDR=127.0.0.1 | MASTER_ADDR! | there are 2 nodes | SLURM;MASTER_ADDR=127.0.0.1;SLURM_STEP_NODELIST=gpu01
 SLURM;MASTER_ADDR=localhost | MASTER_ADDR! | local to each node | SLURM;MASTER_ADDR=localhost;WORLD_SIZE=8;LOCAL_WORLD_SIZE=8
-SLURM;MASTER_ADDR=login1 | MASTER_ADDR | not the name of any | SLURM;MASTER_ADDR=gpu01i.cluster.example
-SLURM;MASTER_ADDR=gpu03 | MASTER_ADDR | not the name of any | SLURM;MASTER_ADDR=10.0.0.7
 SLURM_GPUS_ON_NODE=4;CUDA_VISIBLE_DEVICES= | CUDA_VISIBLE_DEVICES | hides the 4 GPUs | CUDA_VISIBLE_DEVICES=
 CUDA_VISIBLE_DEVICES=0,1,1 | CUDA_VISIBLE_DEVICES! | twice | CUDA_VISIBLE_DEVICES=0,1
 """
@@ -90,9 +78,9 @@ def test_names_that_resemble_a_known_one_are_no_problem() -> None:
 
 
 def test_a_file_is_checked_together_with_the_common_file(tmp_path: Path) -> None:
-    (tmp_path / "common.env").write_text("NCCL_IB_DISABLE=1\nNCCL_SHM_DISABLE=x\n")
-    (tmp_path / "site.env").write_text("NCCL_IB_HCA=mlx5_0\n")
-    assert [problem.name for problem in check_file(tmp_path / "site.env", tmp_path)] == ["NCCL_IB_HCA"]
+    (tmp_path / "common.env").write_text("NCCL_IB_DISABLE=1\nNCCL_ALGO=x\n")
+    (tmp_path / "site.env").write_text("NCCL_NET=IB\n")
+    assert [problem.name for problem in check_file(tmp_path / "site.env", tmp_path)] == ["NCCL_NET"]
     (tmp_path / "site.env").write_text('NCCL_NET="IB')
     with pytest.raises(ConfigError, match="is in double quotes"):
         check_file(tmp_path / "site.env", tmp_path)
@@ -113,38 +101,3 @@ def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -
     for problem in problems(environ):
         texts = (problem.name, problem.what, problem.fix)
         assert all(text and text.isprintable() and len(text) < 600 for text in texts)
-
-
-def test_the_time_is_bounded() -> None:
-    environ = {f"NCCL_SOCKET_IFNAM{number}": "x" * 100_000 for number in range(2000)}
-    environ |= dict.fromkeys(KNOWN, "9" * 100000) | {"SLURM_JOB_NODELIST": "a[0-65535]", "MASTER_ADDR": "b"}
-    before = time.process_time()
-    assert problems(environ)
-    assert time.process_time() - before < 5
-
-
-def port(state: str = "ACTIVE", link: str = "InfiniBand") -> dict[str, str]:
-    return {"state": state, "link": link}
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (env_lines({}, "", []), {}),
-        # NCCL skips a port that is down.
-        (env_lines({"mlx5_0:1": port(), "mlx5_1:1": port("DOWN", "Ethernet")}, "10.0.0.1", []), {}),
-        (env_lines({"mlx5_0:1": port(link="Ethernet")}, "10.0.0.1", []), {}),
-        (
-            env_lines({"mlx5_1:1": port(), "mlx5_0:1": port(), "mlx5_bond_0:1": port(link="Ethernet")}, "10.0.0.1", []),
-            {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
-        ),
-        (env_lines({}, "fd00::1", ["10.0.0.1", "fd00::1"]), {"NCCL_SOCKET_FAMILY": "AF_INET6"}),
-        (env_lines({}, "fd00::1", ["fd00::1", "fe80::1%eth0"]), {}),
-        (env_lines({}, "10.0.0.1", ["10.0.0.1", "fd00::1"]), {}),
-    ],
-)
-def test_only_required_lines_are_proposed_each_with_its_reason(lines: list[str], expected: dict[str, str]) -> None:
-    parsed = envfile.parse("\n".join(lines), "proposal")
-    assert parsed == expected
-    assert len([line for line in lines if line.startswith("#")]) == max(1, len(expected))
-    assert problems(parsed) == []
