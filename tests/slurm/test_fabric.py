@@ -162,7 +162,7 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     refused = helpers.read(tmp_path / "run", "refused")
     assert refused["exit_status"] == 3
     assert re.fullmatch(
-        r"(node1: rank 0|node2: rank 1) cannot join the other 1 \(RuntimeError: Gloo connectFullMesh failed with .*"
+        r"(node1: rank 0|node2: rank 1) cannot join the group of 2 \(RuntimeError: Gloo connectFullMesh failed with .*"
         r"Connection refused, remote=\[172\.17\.0\.1\]:.*\)",
         refused["line"],
     ), refused

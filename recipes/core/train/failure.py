@@ -170,7 +170,7 @@ def _cause(run: Run, error: BaseException) -> Cause:
         fix = "a smaller global_batch_size=, or accumulate=, takes less"
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
-        line = torch_errors.peer_words(error)
+        line = torch_errors.peer_text(error)
         if stopped_s := run.world.clock.suspension_s():
             line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
             return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)

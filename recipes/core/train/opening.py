@@ -67,7 +67,7 @@ def check_shared(run: Run) -> None:
             world.await_seen((run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
-        world.together("run_dir", look)
+        world.together("shared run_dir", look)
 
 
 def introduce(run: Run, start: Start) -> None:
@@ -122,7 +122,7 @@ def _say_network(run: Run, start: Start) -> None:
     """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
     if world.backend == "mpi":
-        run.say("network: MPI's own choice")
+        run.say("network: chosen by MPI")
         return
     name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     used = os.environ.get(name, "").removeprefix("=")

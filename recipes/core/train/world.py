@@ -33,6 +33,7 @@ TORCH_TIMEOUT = datetime.timedelta(days=7)
 WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
 TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
+ERRORS_OF_ALL = (Stopped, InputError, MachineError)  # `World.together` raises them on all ranks
 
 
 @dataclass(frozen=True)
@@ -95,27 +96,15 @@ class World:
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         [text] = self.read([f"text/{name}"])
-        self.store.add(f"read/{name}", 1)
         return text
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
 
-        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run.
+        Errors as for `together`, without the host. ``name`` must be unique in a run.
         """
-        message: dict[str, Any] = {"result": None}
-        if self.rank == 0:
-            try:
-                message = {"result": work()}
-            except (InputError, MachineError) as error:
-                message = {"error": str(error), "is_input": isinstance(error, InputError)}
-        message = json.loads(self.broadcast_text(name, json.dumps(message)))
-        if "error" in message:
-            end = time.monotonic() + READERS_S  # rank 0 ends after this, and the store with it
-            while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
-                time.sleep(0.02)
-            raise (InputError if message["is_input"] else MachineError)(message["error"])
-        return cast(T, message["result"])
+        result = self.together(name, lambda tell: work() if self.rank == 0 else None, host="")
+        return cast(T, json.loads(self.broadcast_text(name, json.dumps(result))))
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
         """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
@@ -130,12 +119,13 @@ class World:
                 os.listdir(folder)  # makes NFS refresh its cache
             time.sleep(0.1)
 
-    def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
+    def together(self, name: str, work: Callable[[Callable[[object], None]], T], host: str | None = None) -> T:
         """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
 
         It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
-        it progresses. If ``work`` fails on a rank, that rank raises the same type of error and the other ranks raise MachineError. If no
-        rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names the host. ``name`` must be unique in a run.
+        it progresses. If ``work`` raises InputError, MachineError or Stopped on a rank, all ranks raise it. If it raises another error,
+        the other ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise MachineError.
+        host: the beginning of the message; default: this host. ``name`` must be unique in a run.
         """
         seen: object = None
 
@@ -149,16 +139,13 @@ class World:
         self.pulse.beat(watchdog.START)
         try:
             result = work(tell)
+        except Stopped as error:
+            raise self._error_of_all(name, error) from None
+        except (InputError, MachineError) as error:
+            text = f"{self.host}: {error}" if host is None else f"{host}{error}"
+            raise self._error_of_all(name, type(error)(text)) from None
         except Exception as error:
-            known = isinstance(error, (InputError, MachineError))
-            text = f"{self.host}: {error if known else errors.one_line(error)}"
-            is_stop = isinstance(error, Stopped)
-            failure = {"is_stop": is_stop, "reason": str(error) if is_stop else text}
-            self.store.set(f"{name}/failure", json.dumps(failure))
-            self.store.add(f"{name}/failed", 1)
-            self._let_others_read()
-            if known:
-                raise type(error)(text) from None
+            self._error_of_all(name, MachineError(f"{self.host}: {errors.one_line(error)}"))
             raise
         self.store.set(f"{name}/{self.rank}", "done")
         self.store.add(f"{name}/done", 1)
@@ -166,22 +153,26 @@ class World:
         self.pulse.beat(watchdog.UNWATCHED)
         return result
 
-    def _let_others_read(self) -> None:
-        """The store ends with rank 0. Therefore rank 0 waits a second, so that the other ranks can read it."""
-        if self.rank == 0:
-            time.sleep(5 * POLL_S)
+    def _error_of_all(self, name: str, error: Exception) -> Exception:
+        """Makes all ranks raise ``error``, or the error that another rank has published before. Returns it."""
+        kind = next(kind for kind in ERRORS_OF_ALL if isinstance(error, kind))
+        mine = json.dumps([kind.__name__, str(error)])
+        first = self.store.compare_set(f"{name}/error", "", mine).decode()
+        read, end = self.store.add(f"{name}/read", 1), time.monotonic() + READERS_S
+        while self.rank == 0 and read < self.size and time.monotonic() < end:
+            time.sleep(0.02)  # the store ends with rank 0
+            read = self.store.add(f"{name}/read", 0)
+        if first == mine:
+            return error
+        found, text = json.loads(first)
+        return next(kind for kind in ERRORS_OF_ALL if kind.__name__ == found)(text)
 
     def _await_all(self, name: str) -> None:
-        """Waits until all ranks have done their work.
-
-        Raises MachineError if the work failed on a rank or if no rank makes progress; raises Stopped if a rank was stopped.
-        """
+        """Waits until all ranks have done their work. Raises the error of a rank, or MachineError if no rank makes progress."""
         counted, since = (0, 0), self.clock.now()
         while True:
-            if self.store.add(f"{name}/failed", 0):
-                failure = json.loads(self.store.get(f"{name}/failure"))
-                self._let_others_read()
-                raise (Stopped if failure["is_stop"] else MachineError)(failure["reason"])
+            if self.store.check([f"{name}/error"]):
+                raise self._error_of_all(name, MachineError())
             before, counted = counted, (self.store.add(f"{name}/progress", 0), self.store.add(f"{name}/done", 0))
             if counted[1] == self.size:
                 return
@@ -190,11 +181,10 @@ class World:
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
                 rank = next(rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"]))
-                self._let_others_read()
-                host = self.hosts[rank]
-                raise MachineError(
-                    f"{host}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                late = (
+                    f"{self.hosts[rank]}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
+                raise self._error_of_all(name, MachineError(late))
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -258,14 +248,10 @@ class World:
 
         A collective: every rank must call it.
         """
-        buffers = [b for b in model.buffers() if b.is_floating_point()]
-        if self.size == 1 or not buffers:
-            return
-        flat = torch.cat([b.flatten() for b in buffers])
         with self.meeting():
-            torch.distributed.broadcast(flat, 0)
-        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+            for buffer in model.buffers():
+                if self.size > 1 and buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
         """``model`` in DistributedDataParallel, which averages gradients over the ranks. With one rank, ``model`` is not wrapped.

@@ -108,7 +108,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 2, True),
             {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
             1,
-            ["2 ranks and 1 GPUs", "MIG slices", "--gpus-per-task=1"],
+            ["2 ranks and 1 GPUs", "MIG slice", "--gpus-per-task=1"],
         ),
         (
             "auto",
@@ -143,12 +143,12 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
         ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-1"]], "a: ranks 1 and 0 have the same GPU GPU-1; there is one rank per GPU"),
         (
             [["a", "nccl", "GPU-1"], ["b", "gloo", ""]],
-            "a: rank 0 is for nccl, rank 1 on b for gloo: give the same device= and backend= on each",
+            "a: rank 0 uses nccl, rank 1 on b uses gloo: give the same device= and backend= on each",
         ),
     ],
 )  # fmt: skip
 def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[list[str]], expected: str) -> None:
-    assert rendezvous._odd_pair(found, 0) == expected
+    assert rendezvous._mismatch(found, 0) == expected
 
 
 @pytest.mark.parametrize(
