@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import files
 from recipes.core.errors import InputError, MachineError
-from recipes.core.train.lars import LARS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 CHUNK_BYTES = 1 << 20
@@ -127,19 +126,15 @@ def size_of(content: Any) -> int:
 
 
 def size_in_training(state: State, device: torch.device, ranks: int) -> int:
-    """Bytes of the tensors in a checkpoint of ``state`` in training, when the optimiser has its state.
+    """Bytes of the tensors in a checkpoint of ``state`` in training, when the optimiser has its state. It changes the weights.
 
     ranks: number of ranks of the run; the checkpoint holds random states of each.
     """
-    content = content_of(state, {}, [rng_state(device)] * ranks)
-    if state.optimizer.state:  # loaded from a checkpoint
-        return size_of(content)
-    once = isinstance(state.optimizer, (torch.optim.SGD, LARS))  # a momentum; Adam and most others keep two averages
-    kept = 0
-    for group in state.optimizer.param_groups:
-        tensors = bool(group["momentum"]) if once else 2
-        kept += tensors * sum(p.nbytes for p in group["params"] if p.requires_grad)
-    return size_of(content) + kept
+    if not state.optimizer.state:  # not loaded from a checkpoint: a step creates it
+        for parameter in state.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        state.optimizer.step()
+    return size_of(content_of(state, {}, [rng_state(device)] * ranks))
 
 
 @dataclass(frozen=True)

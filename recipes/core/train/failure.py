@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -98,11 +98,12 @@ def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
 
 def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
-    if run.world.rank == 0 and run.is_mine():
-        step = (directory.read_status(run.dir) or {}).get("step", 0)
-        number = run.attempt.number
-        directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
-        run.say(f"stopped by {reason} before its first step")
+    if run.world.rank == 0:
+        with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
+            run.check_mine()
+            step, number = (directory.read_status(run.dir) or {}).get("step", 0), run.attempt.number
+            directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
+            run.say(f"stopped by {reason} before its first step")
     return errors.EXIT_REQUEUE
 
 
@@ -162,12 +163,9 @@ def _cause(run: Run, error: BaseException) -> Cause:
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
-    if any(type(one).__name__ == "InvalidCxxCompiler" for one in _chain(error)):  # of torch._inductor
-        line = "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
-        return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if torch_errors.is_out_of_memory(error):
         text = errors.one_line(error)
-        fix = "a smaller global_batch_size=, or accumulate=, takes less"
+        fix = "use a smaller global_batch_size=, or accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
         line = torch_errors.peer_text(error)
@@ -219,10 +217,3 @@ def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
             run.dir, "failed", attempt=run.attempt.number, step=run.step, reason=judge.describe(record),
             kind=errors.kind_of(record), first=record,
         )  # fmt: skip
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes. torch.compile keeps the error of a backend as ``inner_exception``."""
-    while error:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__

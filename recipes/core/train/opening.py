@@ -79,14 +79,8 @@ def introduce(run: Run, start: Start) -> None:
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
-    if world.ranks.in_slurm and world.ranks.restart_count and not number:
-        # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
-        run.say(
-            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
-            " if it is on a node's own disk, give one that all nodes share"
-        )
-    if words := run.settings.words_from_run():
-        run.say(f"from the run: {words}")
+    if keys := run.settings.words_from_run():
+        run.say(f"from the run: {keys}")
     _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
@@ -134,8 +128,8 @@ def _say_network(run: Run, start: Start) -> None:
         proven = start.interface and start.interface.interface == used
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
     elif world.size > 1:
-        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
+        run.say(f"network: no route found; {world.backend} chooses the interface")
     for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
         host, _, other = text.partition(" ")
         if other != used:
-            run.say(f"network: {host} has {other or 'none proven'} instead")
+            run.say(f"network: {host} uses {other or 'the interface that its backend chooses'}")

@@ -440,25 +440,6 @@ def test_stage_dir_with_an_unset_tmpdir_is_refused(
     assert "TMPDIR" not in os.environ
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_restart_without_an_earlier_attempt_warns(tmp_path: Path, restarts: str) -> None:
-    step = {
-        name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name == "SLURM_STEP_ID"
-    }
-    step |= {
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_NODELIST": "a",
-        "SLURM_STEP_TASKS_PER_NODE": "1",
-        "TMPDIR": str(tmp_path),
-    }
-    environ = helpers.clean_environment(**step, SLURM_RESTART_COUNT=restarts)
-    words = ("device=cpu", "max_steps=1", f"run_dir={tmp_path}/run")
-    said = [helpers.run_fork([sys.executable, "-m", "recipes.toy", *words], environ=environ) for _ in range(2)]
-    assert [ended.status for ended in said] == [0, 0], said[0].out
-    line = "warning: this is restart 1 of the job, and no earlier start has left anything in the run directory"
-    assert [line in ended.out for ended in said] == [restarts == "1", False], said[0].out
-
-
 def test_a_single_machine_listens_on_the_given_master_port() -> None:
     port = helpers.free_port()
     with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
