@@ -36,7 +36,7 @@ MUTATIONS = [
         "(step > newest, -step)",
         "(step > newest, step)",
         "a run resumes from its oldest checkpoint",
-        "tests/distributed/train/test_device.py::test_candidates_are_checkpoints_newest_first",
+        "tests/distributed/train/test_saving.py::test_candidates_are_checkpoints_newest_first",
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",

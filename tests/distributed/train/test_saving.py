@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import InputError, MachineError
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
 from tests import states
@@ -137,6 +137,34 @@ def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> No
         "step-00000007.pt",
         "step-00000025.pt",
     )
+
+
+def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:
+    names = ["step-00000009.pt", "step-00000010.pt", "step-123456789.pt"]
+    for name in [*names, ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:
+        (tmp_path / name).touch()
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
+    (tmp_path / "latest").write_text("step-00000010.pt\n")  # the run was resumed from step 9 and has saved since
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == [names[1], names[0], names[2]]
+    (tmp_path / "latest").write_text("\0torn")
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
+    assert checkpoint.candidates(tmp_path / "none") == []
+
+
+def test_a_checkpoint_with_a_hash_in_its_archives_comment_is_read(tmp_path: Path) -> None:
+    """Earlier versions wrote one."""
+    path = checkpoint.write(tmp_path, content(step=2))
+    path.write_bytes(path.read_bytes()[:-2] + b"\x47\0sha256:" + b"0" * 64)
+    assert checkpoint.read(path)["meta"]["step"] == 2
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"model": {}, "meta": {}}])
+def test_somebody_elses_checkpoint_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"foreign\.pt: is not one of these recipes'"):
+        checkpoint.read(tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"none\.pt: cannot be read \(No such file or directory\)"):
+        checkpoint.read(tmp_path / "none.pt")
 
 
 def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: Path) -> None:
