@@ -380,7 +380,7 @@ def test_a_checkpoint_with_code_in_it_is_refused(place: str, good: dict[str, Any
         content = {**good, "rng": PLACES[place](good["rng"], evil)}
         for options, why in (({}, "UnpicklingError"), ({"_use_new_zipfile_serialization": False}, "BadZipFile")):
             path.write_bytes(saved(content, **options))
-            with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or no checkpoint \({why}\)$"):
+            with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"):
                 checkpoint.read(path)
             assert not trap.fired()
     path.write_bytes(saved({**good, "rng": PLACES[place](good["rng"], Evil(trap.canary))}))
@@ -397,7 +397,9 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
     path = trap.work / "step-00000001.pt"
     path.write_bytes(packed.getvalue())
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(InputError, match=r"step-00000001\.pt: is no checkpoint \(it would unpack to more than it is\)"):
+    with pytest.raises(
+        InputError, match=r"step-00000001\.pt: is not a checkpoint \(its content is larger than the file\)"
+    ):
         checkpoint.read(path)
     assert torch.load(path, weights_only=True)["model"]["w"].nbytes == 20_000_000  # or the trap above was none
 

@@ -115,7 +115,7 @@ def test_a_flipped_bit_in_a_weight_or_in_the_list_of_its_parts_is_refused_or_cha
         for bit in range(8):
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
             said = refusal(path, whole)
-            assert "is damaged or no checkpoint (BadZipFile)" in said or at >= begin + weight.nbytes
+            assert "is damaged or not a checkpoint (BadZipFile)" in said or at >= begin + weight.nbytes
 
 
 # Killed over a save.
@@ -344,7 +344,7 @@ def test_a_missing_checkpoint_named_by_the_user_is_refused_immediately(start: St
     ("words", "environ", "shown"),
     [
         (["width=32", "lr=0.5"], {}, ["width=16 becomes 32", "lr=0.01 becomes 0.5", "another run_dir"]),
-        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
+        ([], {"FAULT": "another_model"}, ["belongs to another model", "size mismatch for 0.weight"]),
     ],
     ids=["keys", "model"],
 )

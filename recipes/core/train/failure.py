@@ -21,7 +21,7 @@ from recipes.core.errors import InputError, Kind, MachineError, RunError, Shared
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, judge, queue, watchdog
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, torch_errors
+from recipes.core.train import torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
 
@@ -154,8 +154,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
 def _cause(run: Run, error: BaseException) -> Cause:
     """What ended this rank."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = f"make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
-        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): {fix}"
+        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
         return Cause(Kind.machine, str(error), errors.EXIT_MACHINE)

@@ -101,10 +101,19 @@ class World:
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
 
-        Errors as for `together`, without the host. ``name`` must be unique in a run.
+        If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run.
         """
-        result = self.together(name, lambda tell: work() if self.rank == 0 else None, host="")
-        return cast(T, json.loads(self.broadcast_text(name, json.dumps(result))))
+        message: dict[str, Any] = {"result": None}
+        if self.rank == 0:
+            try:
+                message = {"result": work()}
+            except (InputError, MachineError) as error:
+                message = {"error": _encoded(error)}
+        message = json.loads(self.broadcast_text(name, json.dumps(message)))
+        if "error" in message:
+            self._await_readers(name)
+            raise _decoded(message["error"])
+        return cast(T, message["result"])
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
         """Waits until this node sees what rank 0 has written into ``folder``: a network file system can show it later on some nodes.
@@ -119,13 +128,13 @@ class World:
                 os.listdir(folder)  # makes NFS refresh its cache
             time.sleep(0.1)
 
-    def together(self, name: str, work: Callable[[Callable[[object], None]], T], host: str | None = None) -> T:
+    def together(self, name: str, work: Callable[[Callable[[object], None]], T]) -> T:
         """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
 
         It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
         it progresses. If ``work`` raises InputError, MachineError or Stopped on a rank, all ranks raise it. If it raises another error,
-        the other ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise MachineError.
-        host: the beginning of the message; default: this host. ``name`` must be unique in a run.
+        the other ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names
+        the host. ``name`` must be unique in a run.
         """
         seen: object = None
 
@@ -142,8 +151,7 @@ class World:
         except Stopped as error:
             raise self._error_of_all(name, error) from None
         except (InputError, MachineError) as error:
-            text = f"{self.host}: {error}" if host is None else f"{host}{error}"
-            raise self._error_of_all(name, type(error)(text)) from None
+            raise self._error_of_all(name, type(error)(f"{self.host}: {error}")) from None
         except Exception as error:
             self._error_of_all(name, MachineError(f"{self.host}: {errors.one_line(error)}"))
             raise
@@ -155,17 +163,17 @@ class World:
 
     def _error_of_all(self, name: str, error: Exception) -> Exception:
         """Makes all ranks raise ``error``, or the error that another rank has published before. Returns it."""
-        kind = next(kind for kind in ERRORS_OF_ALL if isinstance(error, kind))
-        mine = json.dumps([kind.__name__, str(error)])
+        mine = _encoded(error)
         first = self.store.compare_set(f"{name}/error", "", mine).decode()
+        self._await_readers(name)
+        return error if first == mine else _decoded(first)
+
+    def _await_readers(self, name: str) -> None:
+        """Each rank that has read an error calls it. Rank 0 waits for the others, since the store ends with rank 0."""
         read, end = self.store.add(f"{name}/read", 1), time.monotonic() + READERS_S
         while self.rank == 0 and read < self.size and time.monotonic() < end:
-            time.sleep(0.02)  # the store ends with rank 0
+            time.sleep(0.02)
             read = self.store.add(f"{name}/read", 0)
-        if first == mine:
-            return error
-        found, text = json.loads(first)
-        return next(kind for kind in ERRORS_OF_ALL if kind.__name__ == found)(text)
 
     def _await_all(self, name: str) -> None:
         """Waits until all ranks have done their work. Raises the error of a rank, or MachineError if no rank makes progress."""
@@ -288,6 +296,17 @@ def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
         return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
     finally:
         torch.distributed.set_debug_level(level)
+
+
+def _encoded(error: Exception) -> str:
+    """An error of `ERRORS_OF_ALL` as text for the store."""
+    kind = next(kind for kind in ERRORS_OF_ALL if isinstance(error, kind))
+    return json.dumps([kind.__name__, str(error)])
+
+
+def _decoded(text: str) -> Exception:
+    name, message = json.loads(text)
+    return next(kind for kind in ERRORS_OF_ALL if kind.__name__ == name)(message)
 
 
 def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:

@@ -203,7 +203,7 @@ def test_the_newest_valid_checkpoint_replaces_a_damaged_one(second: Second) -> N
     ("case", "words"),
     [
         ("never", ["resume=never", "step-00000010.pt", "another run_dir", "resume=auto"]),
-        ("all damaged", ["checkpoints: none of 3 can be read", "move them away"]),
+        ("all damaged", ["checkpoints: none of the 3 checkpoints can be read", "move them"]),
     ],
 )
 def test_a_refused_resume_is_one_line_and_changes_nothing(second: Second, case: str, words: list[str]) -> None:

@@ -512,13 +512,6 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
 
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
 
-    made, real = [], torch.distributed.init_process_group
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
-    start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
-    with rendezvous.process_group(start, torch.device("cpu")) as world:
-        assert world.timeout_s == 40
-    assert [by["timeout"] for by in made] == [worlds.TORCH_TIMEOUT]
-
 
 def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
@@ -544,9 +537,6 @@ def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> No
     ("phase", "behind", "ends"),
     [
         (watchdog.SUM, None, True),
-        (watchdog.COUNT, None, True),
-        (watchdog.MEETING, None, True),
-        (watchdog.LEAVING, None, True),
         (watchdog.FORWARD, None, False),
         (watchdog.FORWARD, {"rank": 1}, True),
         (watchdog.END, {"rank": 1}, False),
