@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "        if world.rank == 0:\n            threading.Thread(target=failure.keep_to_the_fence",
-        "        if world.rank < 0:\n            threading.Thread(target=failure.keep_to_the_fence",
+        "        if world.rank == 0:\n            threading.Thread(target=failure.watch_owner",
+        "        if world.rank < 0:\n            threading.Thread(target=failure.watch_owner",
         "an attempt that counted as ended still writes into the run directory of the next attempt",
         "tests/distributed/train/test_guards.py",
     ),

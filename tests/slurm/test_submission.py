@@ -198,7 +198,7 @@ def test_tasks_of_an_array_have_run_directories_of_their_own(slurm: Cluster, rep
         assert read(repo / f"runs/mnist/{job}_{task}/status.json")["state"] == "done"
         log = (tmp_path / f"{job}_{task}.out").read_text()
         # the ready script's GPU, that device=cpu cannot give back
-        assert "warning: device=cpu, and 1 GPUs of each node are unused: give sbatch --gpus-per-node=0" in log
+        assert "warning: device=cpu, 1 GPUs per node are unused: use sbatch --gpus-per-node=0" in log
 
 
 # --- runs that fail --------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def _keep_flight_record(run: Run) -> None:
         files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
-def keep_to_the_fence(run: Run, over: threading.Event) -> None:
+def watch_owner(run: Run, over: threading.Event) -> None:
     """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
 
     A thread does this, since the main thread may be waiting in a step.
@@ -65,7 +65,7 @@ def keep_to_the_fence(run: Run, over: threading.Event) -> None:
             leave(errors.EXIT_MACHINE)
 
 
-def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
+def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
     """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
 
     It replaces torch's own timeouts, which also count the time in which the job was suspended.

@@ -88,9 +88,7 @@ def introduce(run: Run, start: Start) -> None:
     used = world.ranks.local_world_size if world.device.type == "cuda" else 0
     if granted.isdecimal() and int(granted) > used:
         why = f"{used} ranks" if used else "device=cpu"
-        run.say(
-            f"warning: {why}, and {int(granted) - used} GPUs of each node are unused: give sbatch --gpus-per-node={used}"
-        )
+        run.say(f"warning: {why}, {int(granted) - used} GPUs per node are unused: use sbatch --gpus-per-node={used}")
     _warn_of_few_cpus(run)
 
 

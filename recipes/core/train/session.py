@@ -112,8 +112,8 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
-            threading.Thread(target=failure.keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
-        threading.Thread(target=failure.end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+            threading.Thread(target=failure.watch_owner, args=(current, over), name="fence", daemon=True).start()
+        threading.Thread(target=failure.watch_peers, args=(current, start, over), name="patience", daemon=True).start()
         stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
             opening.introduce(current, start)

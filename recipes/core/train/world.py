@@ -239,9 +239,7 @@ class World:
         asking.start()
         asking.join(4 * PULSE_S)
         if len(answers) < 2:
-            return (
-                {"rank": 0, "host": self.hosts[0], "at": "a step that it does not tell any more"} if self.rank else None
-            )
+            return {"rank": 0, "host": self.hosts[0], "at": "an unknown step"} if self.rank else None
         before, now = answers
         _, step, phase = self.pulse.read()
         silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]

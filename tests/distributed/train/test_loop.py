@@ -529,7 +529,7 @@ def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> No
     world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
     run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
     start: Any = SimpleNamespace()
-    failure.end_a_wait(run, start, over)
+    failure.watch_peers(run, start, over)
     assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
 
 
@@ -568,7 +568,7 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     )
     ended = threading.Timer(2.0, over.set)
     ended.start()
-    failure.end_a_wait(run, start, over)
+    failure.watch_peers(run, start, over)
     ended.cancel()
     assert bool(said) == ends
     if ends:
