@@ -98,7 +98,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.manual_seed(cfg.seed)
     torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     if cfg.num_workers:
-        run.say(f"num_workers={cfg.num_workers} has no effect here: the set lies in memory")
+        run.say(f"num_workers={cfg.num_workers} has no effect here: the data set is in memory")
     sets = (
         in_memory.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
     )

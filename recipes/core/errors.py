@@ -31,10 +31,6 @@ class MachineError(RuntimeError):
     """This machine or allocation cannot run the recipe. The message is one line. Exit status 3."""
 
 
-class NodeError(MachineError):
-    """A MachineError that is the same on all ranks of a node. Only the first rank of the node prints it."""
-
-
 class RunError(RuntimeError):
     """The run cannot continue because of its computation (its loss, its memory use). The message is one line.
 

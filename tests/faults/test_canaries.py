@@ -164,7 +164,7 @@ def test_a_checkpoint_with_code_in_it_is_refused(place: str, good: dict[str, Any
         content = {**good, "rng": PLACES[place](good["rng"], evil)}
         for is_zip, why in ((False, "BadZipFile"), (True, "UnpicklingError")):
             torch.save(content, path, _use_new_zipfile_serialization=is_zip)
-            with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or no checkpoint \({why}\)$"):
+            with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"):
                 checkpoint.read(path)
             assert not canary.exists()
     torch.load(path, weights_only=False)
@@ -179,7 +179,9 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
         for name in archive.namelist():
             small.writestr(name, archive.read(name))
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(InputError, match=r"step-00000001\.pt: is no checkpoint \(it would unpack to more than it is\)"):
+    with pytest.raises(
+        InputError, match=r"step-00000001\.pt: is not a checkpoint \(its content is larger than the file\)"
+    ):
         checkpoint.read(path)
 
 

@@ -273,7 +273,7 @@ def test_ranks_that_see_different_files_resume_from_one_checkpoint(
     ("words", "environ", "shown"),
     [
         (["width=32", "lr=0.5"], {}, ["width=16 becomes 32", "lr=0.01 becomes 0.5", "another run_dir"]),
-        ([], {"FAULT": "another_model"}, ["is of another model", "size mismatch for 0.weight"]),
+        ([], {"FAULT": "another_model"}, ["belongs to another model", "size mismatch for 0.weight"]),
     ],
     ids=["keys", "model"],
 )

@@ -238,7 +238,7 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("rank", "expected"),
     [
-        ("0", r"rank 1 of 2 did not come in time \(timeout_s\)"),
+        ("0", r"rank 1 of 2 did not connect within 3 s \(timeout_s\)"),
         ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
     ],
 )

@@ -36,7 +36,7 @@ MUTATIONS = [
         "(step > newest, -step)",
         "(step > newest, step)",
         "a run resumes from its oldest checkpoint",
-        "tests/distributed/train/test_device.py::test_candidates_are_checkpoints_newest_first",
+        "tests/distributed/train/test_saving.py::test_candidates_are_checkpoints_newest_first",
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/session.py",
-        "        if world.rank == 0:\n            threading.Thread(target=failure.keep_to_the_fence",
-        "        if world.rank < 0:\n            threading.Thread(target=failure.keep_to_the_fence",
+        "        if world.rank == 0:\n            threading.Thread(target=failure.watch_owner",
+        "        if world.rank < 0:\n            threading.Thread(target=failure.watch_owner",
         "an attempt that counted as ended still writes into the run directory of the next attempt",
         "tests/distributed/train/test_guards.py",
     ),

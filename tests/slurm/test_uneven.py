@@ -54,7 +54,7 @@ def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path:
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
     said = run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
     assert placed(tmp_path / "run") == UNEVEN
-    assert "warning: device=cpu, and 2 GPUs of each node are unused" in said
+    assert "warning: device=cpu, 2 GPUs per node are unused" in said
 
 
 @pytest.mark.long

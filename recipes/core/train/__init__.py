@@ -6,7 +6,7 @@ two steps: it ends an evaluation early, and the agreement follows.
 
 How a hang ends. Each watcher catches what the others cannot:
 
-- the thread `failure.end_a_wait` in each rank: it waits for another rank longer than timeout_s. It asks the store which rank is behind,
+- the thread `failure.watch_peers` in each rank: it waits for another rank longer than timeout_s. It asks the store which rank is behind,
   names it, and ends its own rank. torch's timeouts are not used, because they also count the time in which a job is suspended.
 - the process `run.watchdog` beside each rank: its rank makes no progress at all, because it is stopped, in a system call, or in code
   that holds the interpreter's lock. Then no thread of the rank can act.

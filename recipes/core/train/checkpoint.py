@@ -6,7 +6,6 @@ A file is the zip archive that torch.save writes. A reader verifies the CRC-32 o
 import contextlib
 import random
 import re
-import shutil
 import sys
 import threading
 import zipfile
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.core import files
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import InputError
 from recipes.core.train.lars import LARS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -172,7 +171,7 @@ class Saver:
         try:
             files.check_free(self._folder, need)
         except OSError as error:
-            raise MachineError(self._words(error, need)) from None
+            raise files.disk_error(error, "run_dir", self._folder.parent, need) from None
         copied = self._copy.take(dict(content))
         self._writing = threading.Thread(target=self._write, args=(copied, best), name="checkpoint")
         self._writing.start()
@@ -187,19 +186,9 @@ class Saver:
         """Raises the error of the last write if it has failed. Does not wait."""
         error, self._error = self._error, None
         if isinstance(error, OSError):
-            raise MachineError(self._words(error, 0)) from None
+            raise files.disk_error(error, "run_dir", self._folder.parent) from None
         if error:
             raise error
-
-    def _words(self, error: OSError, need: int) -> str:
-        size = f" of {files.size_text(need)}" if need else ""
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f", {files.size_text(shutil.disk_usage(self._folder).free)} free"
-        return (
-            f"run_dir={self._folder.parent}: a checkpoint{size} cannot be written ({error.strerror}{free}): make room there; "
-            f"{after_a_restart(self._folder)}"
-        )
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
         try:
@@ -276,14 +265,6 @@ def candidates(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
 
 
-def after_a_restart(folder: Path) -> str:
-    """A sentence that says where a run continues when it is started again. folder: of its checkpoints."""
-    there = candidates(folder)
-    if not there:
-        return "there is no checkpoint yet: started again, the run begins at step 0"
-    return f"started again, the run continues from {there[0].name}"
-
-
 def read(path: Path) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU. Raises InputError (one line) if the file is damaged or not a checkpoint.
 
@@ -294,7 +275,7 @@ def read(path: Path) -> dict[str, Any]:
         # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
         with zipfile.ZipFile(path) as archive:
             if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
-                raise InputError(f"checkpoint {path}: is no checkpoint (it would unpack to more than it is)")
+                raise InputError(f"checkpoint {path}: is not a checkpoint (its content is larger than the file)")
             for part in archive.infolist():
                 if part.external_attr:  # torch.load would take the part for a folder and leave its tensor uninitialised
                     raise zipfile.BadZipFile
@@ -307,14 +288,14 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
-        raise InputError(f"checkpoint {path}: is damaged or no checkpoint ({type(error).__name__})") from None
+        raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
     if not isinstance(content, dict) or not {"model", "optimizer", "scheduler", "sampler", "rng", "meta"} <= set(
         content
     ):
-        raise InputError(f"checkpoint {path}: is not one of these recipes'")
+        raise InputError(f"checkpoint {path}: was not written by these recipes")
     meta = content["meta"]
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or not isinstance(meta.get("step"), int):
-        raise InputError(f"checkpoint {path}: does not say what it is of")
+        raise InputError(f"checkpoint {path}: has no step or config in its metadata")
     return content
 
 
@@ -331,7 +312,7 @@ def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> 
         if state.ema:
             state.ema.load_state_dict(content["ema"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"checkpoint: is of another model ({' '.join(str(error).split())[:200]})") from None
+        raise InputError(f"checkpoint: belongs to another model ({' '.join(str(error).split())[:200]})") from None
     state.step = int(content["meta"]["step"])
     if to_train and isinstance(state.scheduler, LambdaLR):
         state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step

@@ -8,7 +8,7 @@ import torch.distributed
 
 from recipes.core import errors
 from recipes.core.config.run_keys import Backend, Device
-from recipes.core.errors import MachineError, NodeError
+from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 
@@ -40,24 +40,16 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", 0)
     fix = "start fewer ranks there, ask for more GPUs, or give device=cpu"
     if seen == 1 and gpus.are_slices(environ):
-        fix = "of several MIG slices a process has the first: give each rank its own (--gpus-per-task=1)"
+        fix = "a process can use only its first MIG slice: request one per rank (--gpus-per-task=1)"
     raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {fix}")
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
-    """torch's name of the backend. Raises NodeError if this rank's device or this build of torch does not support it."""
-    host = socket.gethostname()
+    """torch's name of the backend. Raises MachineError for nccl without a GPU. torch itself refuses mpi if it was built without it."""
     if wanted is Backend.auto:
         return "nccl" if device.type == "cuda" else "gloo"
     if wanted is Backend.nccl and device.type != "cuda":
-        raise NodeError(
-            f"{host}: backend=nccl: is for GPUs, and torch sees none: leave backend= out, or give backend=gloo"
-        )
-    if wanted is Backend.mpi and not torch.distributed.is_mpi_available():
-        raise NodeError(
-            f"{host}: backend=mpi: wants a torch that was built from source with MPI, and this one, as the usual wheels, was "
-            "not: leave backend= out"
-        )
+        raise MachineError(f"{socket.gethostname()}: backend=nccl requires GPUs, and torch sees none: omit backend=")
     return wanted.name
 
 

@@ -21,7 +21,7 @@ from recipes.core.errors import InputError, Kind, MachineError, RunError, Shared
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, judge, watchdog
 from recipes.core.run.entry import Start
-from recipes.core.train import checkpoint, torch_errors
+from recipes.core.train import torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
 
@@ -50,7 +50,7 @@ def _keep_flight_record(run: Run) -> None:
         files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
-def keep_to_the_fence(run: Run, over: threading.Event) -> None:
+def watch_owner(run: Run, over: threading.Event) -> None:
     """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
 
     A thread does this, since the main thread may be waiting in a step.
@@ -65,7 +65,7 @@ def keep_to_the_fence(run: Run, over: threading.Event) -> None:
             leave(errors.EXIT_MACHINE)
 
 
-def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
+def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
     """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
 
     It replaces torch's own timeouts, which also count the time in which the job was suspended.
@@ -98,11 +98,12 @@ def end_a_wait(run: Run, start: Start, over: threading.Event) -> None:
 
 def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
-    if run.world.rank == 0 and run.is_mine():
-        step = (directory.read_status(run.dir) or {}).get("step", 0)
-        number = run.attempt.number
-        directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
-        run.say(f"stopped by {reason} before its first step")
+    if run.world.rank == 0:
+        with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
+            run.check_mine()
+            step, number = (directory.read_status(run.dir) or {}).get("step", 0), run.attempt.number
+            directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
+            run.say(f"stopped by {reason} before its first step")
     return errors.EXIT_REQUEUE
 
 
@@ -153,8 +154,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
 def _cause(run: Run, error: BaseException) -> Cause:
     """What ended this rank."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = f"make room; {checkpoint.after_a_restart(run.dir / 'checkpoints')}"
-        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): {fix}"
+        line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
         return Cause(Kind.machine, str(error), errors.EXIT_MACHINE)
@@ -163,14 +163,14 @@ def _cause(run: Run, error: BaseException) -> Cause:
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
     if any(type(one).__name__ == "InvalidCxxCompiler" for one in _chain(error)):  # of torch._inductor
-        line = "compile=true: torch finds no C++ compiler here: install g++, or name one in CXX, or leave compile= out"
+        line = "compile=true: torch finds no C++ compiler here: install g++, name one in CXX, or omit compile="
         return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if torch_errors.is_out_of_memory(error):
         text = errors.one_line(error)
-        fix = "a smaller global_batch_size=, or accumulate=, takes less"
+        fix = "use a smaller global_batch_size=, or accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
-        line = torch_errors.peer_words(error)
+        line = torch_errors.peer_text(error)
         if stopped_s := run.world.clock.suspension_s():
             line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
             return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)

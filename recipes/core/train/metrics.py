@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.core.errors import MachineError
-from recipes.core.train import checkpoint
+from recipes.core import files
 
 
 class Rows:
@@ -32,10 +31,7 @@ class Rows:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise MachineError(
-                f"run_dir={self._path.parent}: {self._path.name} cannot be written ({error.strerror}): make room there; "
-                f"{checkpoint.after_a_restart(self._path.parent / 'checkpoints')}"
-            ) from None
+            raise files.disk_error(error, "run_dir", self._path.parent) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError), self._file:  # `add` has already raised the error that ends the run

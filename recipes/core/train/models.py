@@ -40,7 +40,7 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
     if fault := fault_of(path):
         raise MachineError(
             f"pretrained={weights}: {path} {fault}: on a machine with internet, python -m recipes.prepare weights arch={arch} "
-            f"weights={chosen.name} ($TORCH_HOME says where)"
+            f"weights={chosen.name} (it writes into $TORCH_HOME)"
         )
     with _in_place_of(chosen, torch.load(path, map_location="cpu", weights_only=True)):
         net = torchvision.models.get_model(arch, weights=chosen)
@@ -62,7 +62,7 @@ def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[Non
         del vars(weights)["get_state_dict"]
 
 
-def want_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
+def check_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
     """Raises InputError if the network does not accept square images of one of these sides (pixels). net: on the CPU."""
     training = net.training
     net.eval()
@@ -85,7 +85,7 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
         return there.DEFAULT
     if name not in there.__members__:
         raise InputError(
-            f"weights {name}: {arch} has {', '.join(found.name for found in there) or 'no weights'}; or give true"
+            f"weights={name}: must be one of {', '.join(found.name for found in there) or '(none exist)'}, or true"
         )
     return there[name]
 

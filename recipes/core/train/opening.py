@@ -64,7 +64,7 @@ def check_shared(run: Run) -> None:
             world.await_seen((run.attempt.folder / "opened.json").exists, run.dir / "attempts", problem)
 
     if world.ranks.in_slurm and world.ranks.num_nodes > 1:
-        world.together("run_dir", look)
+        world.together("shared run_dir", look)
 
 
 def introduce(run: Run, start: Start) -> None:
@@ -76,14 +76,8 @@ def introduce(run: Run, start: Start) -> None:
     nodes = f"{world.ranks.num_nodes} node{'s' if world.ranks.num_nodes > 1 else ''}"
     run.say(f"{run.settings.recipe}: {ranks} on {nodes}, {world.device.type}, {world.backend}{again}")
     run.say(f"run directory: {run.dir}")
-    if world.ranks.in_slurm and world.ranks.restart_count and not number:
-        # An earlier start may have ended before this point, or it was on a node whose disk this node does not see.
-        run.say(
-            f"warning: this is restart {world.ranks.restart_count} of the job, and no earlier start has left anything in the run directory:"
-            " if it is on a node's own disk, give one that all nodes share"
-        )
-    if words := run.settings.words_from_run():
-        run.say(f"from the run: {words}")
+    if keys := run.settings.words_from_run():
+        run.say(f"from the run: {keys}")
     _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
@@ -91,9 +85,7 @@ def introduce(run: Run, start: Start) -> None:
     used = world.ranks.local_world_size if world.device.type == "cuda" else 0
     if granted.isdecimal() and int(granted) > used:
         why = f"{used} ranks" if used else "device=cpu"
-        run.say(
-            f"warning: {why}, and {int(granted) - used} GPUs of each node are unused: give sbatch --gpus-per-node={used}"
-        )
+        run.say(f"warning: {why}, {int(granted) - used} GPUs per node are unused: use sbatch --gpus-per-node={used}")
     _warn_of_few_cpus(run)
 
 
@@ -119,7 +111,7 @@ def _say_network(run: Run, start: Start) -> None:
     """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
     if world.backend == "mpi":
-        run.say("network: MPI's own choice")
+        run.say("network: chosen by MPI")
         return
     name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     used = os.environ.get(name, "").removeprefix("=")
@@ -131,8 +123,8 @@ def _say_network(run: Run, start: Start) -> None:
         proven = start.interface and start.interface.interface == used
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
     elif world.size > 1:
-        run.say(f"network: no interface could be proven by route; {world.backend}'s own choice holds")
+        run.say(f"network: no route found; {world.backend} chooses the interface")
     for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
         host, _, other = text.partition(" ")
         if other != used:
-            run.say(f"network: {host} has {other or 'none proven'} instead")
+            run.say(f"network: {host} uses {other or 'the interface that its backend chooses'}")

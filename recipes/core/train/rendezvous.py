@@ -4,24 +4,20 @@ import contextlib
 import datetime
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Iterator
 
 import torch
 import torch.distributed
 
-from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.place.ranks import RankInfo
-from recipes.core.run import attempt as attempts
-from recipes.core.run import entry
+from recipes.core.run import watchdog
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
-from recipes.core.train.torch_errors import is_port_in_use, peer_words
+from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75
@@ -41,20 +37,20 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         take_gpu(device)
     store = _meet(info, run.timeout_s, clock)
     hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
-    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the other {info.world_size - 1}"
+    alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
+    start.pulse.beat(watchdog.START)
     try:
-        with _within(run.timeout_s, clock, lambda: _refuse(start, f"{alone} in {run.timeout_s:g} s (timeout_s)")):
-            if backend == "mpi":  # MPI assigns the rank numbers itself
-                torch.distributed.init_process_group("mpi")
-            else:
-                torch.distributed.init_process_group(
-                    backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-                    timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
-                )  # fmt: skip
+        if backend == "mpi":  # MPI assigns the rank numbers itself
+            torch.distributed.init_process_group("mpi")
+        else:
+            torch.distributed.init_process_group(
+                backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+                timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
+            )  # fmt: skip
     except RuntimeError as error:
-        raise MachineError(f"{alone} ({peer_words(error)})") from None
+        raise MachineError(f"{alone} ({peer_text(error)})") from None
     try:
-        _want_own_place(info)
+        _check_rank_of_mpi(info)
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():
             yield world
@@ -64,42 +60,13 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
-@contextlib.contextmanager
-def _within(timeout_s: float, clock: RunningClock, give_up: Callable[[], object]) -> Iterator[None]:
-    """Calls ``give_up``, from a thread, if the block takes longer than ``timeout_s``."""
-    over = threading.Event()
-
-    def watch() -> None:
-        end = clock.now() + timeout_s
-        while not over.wait(POLL_S):
-            if clock.now() > end:
-                give_up()
-                return
-
-    threading.Thread(target=watch, name="within", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _refuse(start: Start, line: str) -> NoReturn:
-    """Ends this process as a MachineError would. Works while the main thread is blocked in C++."""
-    try:
-        print(f"{start.settings.recipe}: {line}", file=sys.stderr, flush=True)
-        attempts.refuse(os.environ, errors.EXIT_MACHINE, line, start.ranks.rank)
-        entry.remove_own_folder(start)
-    finally:
-        os._exit(errors.EXIT_MACHINE)
-
-
-def _want_own_place(info: RankInfo) -> None:
+def _check_rank_of_mpi(info: RankInfo) -> None:
     """Raises MachineError if the group gave this rank another number than its environment variables, as MPI can."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if (rank, world_size) != (info.rank, info.world_size):
         raise MachineError(
-            f"{socket.gethostname()}: backend=mpi: is rank {rank} of {world_size} to MPI, and rank {info.rank} of {info.world_size} by its "
-            "variables: start the ranks with mpirun, that of the MPI which torch was built with"
+            f"{socket.gethostname()}: backend=mpi: MPI says rank {rank} of {world_size}, the environment says rank {info.rank} of "
+            f"{info.world_size}: start the ranks with mpirun of the MPI that torch was built with"
         )
 
 
@@ -134,7 +101,7 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
             ) from None
         why = str(error).strip().split("\n")[0]
         raise MachineError(
-            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}); is that its name and is it running?"
+            f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}): check MASTER_ADDR and that rank 0 is running"
         ) from None
     # The prefix contains the job id. A rank of another job with the same port and node finds no keys here and reports that.
     job = (info.run_id or "").partition(".")[0]
@@ -143,14 +110,14 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
     return store
 
 
-def _odd_pair(found: list[list[str]], mine: int) -> str:
+def _mismatch(found: list[list[str]], mine: int) -> str:
     """Why rank ``mine`` and another rank cannot be in one group; "" if they can. found: host, backend and GPU of each rank."""
     here, my_backend, my_gpu = found[mine]
     for rank, (host, backend, gpu) in enumerate(found):
         if gpu and rank != mine and (host, gpu) == (here, my_gpu):
             return f"{host}: ranks {rank} and {mine} have the same GPU {gpu}; there is one rank per GPU"
         if backend != my_backend:  # possible if ranks are started by hand and one machine has no GPU
-            return f"{here}: rank {mine} is for {my_backend}, rank {rank} on {host} for {backend}: give the same device= and backend= on each"
+            return f"{here}: rank {mine} uses {my_backend}, rank {rank} on {host} uses {backend}: give the same device= and backend= on each"
     return ""
 
 
@@ -176,10 +143,10 @@ def _exchange_hosts(
         missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise MachineError(
-            f"{socket.gethostname()}: rank {shown} of {info.world_size} did not come in time (timeout_s)"
+            f"{socket.gethostname()}: rank {shown} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
         ) from None
-    if wrong := _odd_pair(found, info.rank):
+    if problem := _mismatch(found, info.rank):
         if info.rank == 0:
             time.sleep(5 * POLL_S)  # the store ends with rank 0, and the others still need it for the same check
-        raise MachineError(wrong)
+        raise MachineError(problem)
     return tuple(host for host, *_ in found)

@@ -70,10 +70,10 @@ def choose(run: Context) -> str:
             checkpoint.read(path)
             return str(path)
         except InputError as problem:
-            run.warn(f"{problem}; taking the one before it")
+            run.warn(f"{problem}; using the previous checkpoint")
     if there:
         raise InputError(
-            f"{there[0].parent}: none of {len(there)} can be read: move them away to start again from step 0"
+            f"{there[0].parent}: none of the {len(there)} checkpoints can be read: move them to another folder to start from step 0"
         )
     return ""
 
@@ -120,7 +120,7 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
     if other and not evaluate:
         words = "; ".join(f"{name}={meta.get(name)} becomes {state.meta[name]}" for name in other)
-        run.say(f"the same samples in the same order, but not the same to the last bit ({words})")
+        run.say(f"samples and order are unchanged, but results will not be bitwise identical ({words})")
 
 
 def _check_keys_to_train(
@@ -148,7 +148,7 @@ def _refuse(run: Context, path: Path, meta: Mapping[str, Any], changed: list[str
         raise InputError(f"checkpoint {path}: is of recipe {meta.get('recipe')}, not {run.settings.recipe}")
     if changed:
         raise InputError(
-            f"checkpoint {path}: differs from these keys ({'; '.join(changed)}): give those, or another run_dir"
+            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): use these values, or another run_dir"
         )
 
 
@@ -176,5 +176,5 @@ def compare_keys(run: Context, keys: dict[str, Any]) -> None:
     if other:
         host = run.world.hosts[0]
         raise InputError(
-            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): give the same on each"
+            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys on all ranks"
         )

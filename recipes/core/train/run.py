@@ -1,6 +1,5 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
-import contextlib
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from recipes.core import files
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
 from recipes.core.data.sampling import Shard, Source
-from recipes.core.errors import Kind, MachineError, RunError
+from recipes.core.errors import Kind, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, signals, source, watchdog
@@ -218,13 +217,6 @@ class Run:
     def check_mine(self) -> None:
         """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
         attempts.check_owner(self.attempt)
-
-    def is_mine(self) -> bool:
-        """Whether no later attempt has taken over the run directory, as far as the file system shows."""
-        with contextlib.suppress(MachineError):
-            self.check_mine()
-            return True
-        return False
 
     def save(self, *, best: bool = False, wait: bool = False) -> None:
         """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.

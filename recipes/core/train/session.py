@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from recipes.core import errors
-from recipes.core.errors import InputError, MachineError, NodeError, RunError
+from recipes.core.errors import InputError, MachineError, RunError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, logs, queue, signals, watchdog
@@ -68,8 +68,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except (InputError, MachineError) as error:
         if start.ranks.local_rank != 0:
             time.sleep(failure.REPEATED_S)
-        if start.ranks.local_rank == 0 or not isinstance(error, NodeError):
-            print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         if start.dry_run:
@@ -77,7 +76,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
-            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {torch_errors.peer_words(error)}",
+            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {torch_errors.peer_text(error)}",
             file=sys.stderr,
         )
     except BaseException:
@@ -113,8 +112,8 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
-            threading.Thread(target=failure.keep_to_the_fence, args=(current, over), name="fence", daemon=True).start()
-        threading.Thread(target=failure.end_a_wait, args=(current, start, over), name="patience", daemon=True).start()
+            threading.Thread(target=failure.watch_owner, args=(current, over), name="fence", daemon=True).start()
+        threading.Thread(target=failure.watch_peers, args=(current, start, over), name="patience", daemon=True).start()
         stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
             opening.introduce(current, start)

@@ -24,11 +24,11 @@ def peer_kind(error: BaseException) -> Kind | None:
     by_class = isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError | PeerTimeout)
     if not (of_torch or by_class):
         return None
-    timed_out = any(sign in peer_words(error).lower() for sign in ("timed out", "timeout"))
+    timed_out = any(sign in peer_text(error).lower() for sign in ("timed out", "timeout"))
     return Kind.timeout if timed_out or isinstance(error, PeerTimeout) else Kind.peer_lost
 
 
-def peer_words(error: BaseException) -> str:
+def peer_text(error: BaseException) -> str:
     """The text of a peer error, without gloo's source path and advice."""
     if isinstance(error, PeerTimeout):
         return str(error)

@@ -33,6 +33,7 @@ TORCH_TIMEOUT = datetime.timedelta(days=7)
 WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
 TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
+ERRORS_OF_ALL = (Stopped, InputError, MachineError)  # `World.together` raises them on all ranks
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ class World:
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         [text] = self.read([f"text/{name}"])
-        self.store.add(f"read/{name}", 1)
         return text
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
@@ -108,13 +108,11 @@ class World:
             try:
                 message = {"result": work()}
             except (InputError, MachineError) as error:
-                message = {"error": str(error), "is_input": isinstance(error, InputError)}
+                message = {"error": _encoded(error)}
         message = json.loads(self.broadcast_text(name, json.dumps(message)))
         if "error" in message:
-            end = time.monotonic() + READERS_S  # rank 0 ends after this, and the store with it
-            while self.rank == 0 and self.store.add(f"read/{name}", 0) < self.size and time.monotonic() < end:
-                time.sleep(0.02)
-            raise (InputError if message["is_input"] else MachineError)(message["error"])
+            self._await_readers(name)
+            raise _decoded(message["error"])
         return cast(T, message["result"])
 
     def await_seen(self, is_seen: Callable[[], object], folder: Path, problem: str) -> None:
@@ -134,8 +132,9 @@ class World:
         """Calls ``work`` and returns its result when every rank has completed its own call. Every rank must call it.
 
         It is for work that may take longer than ``timeout_s``. ``work`` gets a function, which it calls with any value that changes as
-        it progresses. If ``work`` fails on a rank, that rank raises the same type of error and the other ranks raise MachineError. If no
-        rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names the host. ``name`` must be unique in a run.
+        it progresses. If ``work`` raises InputError, MachineError or Stopped on a rank, all ranks raise it. If it raises another error,
+        the other ranks raise MachineError. If no rank makes progress for ``timeout_s``, all ranks raise MachineError. The line names
+        the host. ``name`` must be unique in a run.
         """
         seen: object = None
 
@@ -149,16 +148,12 @@ class World:
         self.pulse.beat(watchdog.START)
         try:
             result = work(tell)
+        except Stopped as error:
+            raise self._error_of_all(name, error) from None
+        except (InputError, MachineError) as error:
+            raise self._error_of_all(name, type(error)(f"{self.host}: {error}")) from None
         except Exception as error:
-            known = isinstance(error, (InputError, MachineError))
-            text = f"{self.host}: {error if known else errors.one_line(error)}"
-            is_stop = isinstance(error, Stopped)
-            failure = {"is_stop": is_stop, "reason": str(error) if is_stop else text}
-            self.store.set(f"{name}/failure", json.dumps(failure))
-            self.store.add(f"{name}/failed", 1)
-            self._let_others_read()
-            if known:
-                raise type(error)(text) from None
+            self._error_of_all(name, MachineError(f"{self.host}: {errors.one_line(error)}"))
             raise
         self.store.set(f"{name}/{self.rank}", "done")
         self.store.add(f"{name}/done", 1)
@@ -166,22 +161,26 @@ class World:
         self.pulse.beat(watchdog.UNWATCHED)
         return result
 
-    def _let_others_read(self) -> None:
-        """The store ends with rank 0. Therefore rank 0 waits a second, so that the other ranks can read it."""
-        if self.rank == 0:
-            time.sleep(5 * POLL_S)
+    def _error_of_all(self, name: str, error: Exception) -> Exception:
+        """Makes all ranks raise ``error``, or the error that another rank has published before. Returns it."""
+        mine = _encoded(error)
+        first = self.store.compare_set(f"{name}/error", "", mine).decode()
+        self._await_readers(name)
+        return error if first == mine else _decoded(first)
+
+    def _await_readers(self, name: str) -> None:
+        """Each rank that has read an error calls it. Rank 0 waits for the others, since the store ends with rank 0."""
+        read, end = self.store.add(f"{name}/read", 1), time.monotonic() + READERS_S
+        while self.rank == 0 and read < self.size and time.monotonic() < end:
+            time.sleep(0.02)
+            read = self.store.add(f"{name}/read", 0)
 
     def _await_all(self, name: str) -> None:
-        """Waits until all ranks have done their work.
-
-        Raises MachineError if the work failed on a rank or if no rank makes progress; raises Stopped if a rank was stopped.
-        """
+        """Waits until all ranks have done their work. Raises the error of a rank, or MachineError if no rank makes progress."""
         counted, since = (0, 0), self.clock.now()
         while True:
-            if self.store.add(f"{name}/failed", 0):
-                failure = json.loads(self.store.get(f"{name}/failure"))
-                self._let_others_read()
-                raise (Stopped if failure["is_stop"] else MachineError)(failure["reason"])
+            if self.store.check([f"{name}/error"]):
+                raise self._error_of_all(name, MachineError())
             before, counted = counted, (self.store.add(f"{name}/progress", 0), self.store.add(f"{name}/done", 0))
             if counted[1] == self.size:
                 return
@@ -190,11 +189,10 @@ class World:
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
                 rank = next(rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"]))
-                self._let_others_read()
-                host = self.hosts[rank]
-                raise MachineError(
-                    f"{host}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                late = (
+                    f"{self.hosts[rank]}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
                 )
+                raise self._error_of_all(name, MachineError(late))
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -241,9 +239,7 @@ class World:
         asking.start()
         asking.join(4 * PULSE_S)
         if len(answers) < 2:
-            return (
-                {"rank": 0, "host": self.hosts[0], "at": "a step that it does not tell any more"} if self.rank else None
-            )
+            return {"rank": 0, "host": self.hosts[0], "at": "an unknown step"} if self.rank else None
         before, now = answers
         _, step, phase = self.pulse.read()
         silent = [rank for rank in range(self.size) if before[rank][0] == now[rank][0] and rank != self.rank]
@@ -258,14 +254,10 @@ class World:
 
         A collective: every rank must call it.
         """
-        buffers = [b for b in model.buffers() if b.is_floating_point()]
-        if self.size == 1 or not buffers:
-            return
-        flat = torch.cat([b.flatten() for b in buffers])
         with self.meeting():
-            torch.distributed.broadcast(flat, 0)
-        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+            for buffer in model.buffers():
+                if self.size > 1 and buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, 0)
 
     def parallel(self, model: nn.Module, compile: bool = False) -> nn.Module:
         """``model`` in DistributedDataParallel, which averages gradients over the ranks. With one rank, ``model`` is not wrapped.
@@ -302,6 +294,17 @@ def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
         return cast(torch.distributed.ProcessGroup, torch.distributed.new_group(timeout=TORCH_TIMEOUT))
     finally:
         torch.distributed.set_debug_level(level)
+
+
+def _encoded(error: Exception) -> str:
+    """An error of `ERRORS_OF_ALL` as text for the store."""
+    kind = next(kind for kind in ERRORS_OF_ALL if isinstance(error, kind))
+    return json.dumps([kind.__name__, str(error)])
+
+
+def _decoded(text: str) -> Exception:
+    name, message = json.loads(text)
+    return next(kind for kind in ERRORS_OF_ALL if kind.__name__ == name)(message)
 
 
 def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:

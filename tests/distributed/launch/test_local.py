@@ -188,8 +188,8 @@ def test_a_refused_resume_is_one_line_and_changes_nothing(second: Second) -> Non
     ended, folder, before = second["all damaged"]
     assert ended.status == 2, ended.out
     [line] = [line for line in ended.lines if line.startswith("mnist: ") and " rank on " not in line]
-    assert "checkpoints: none of 3 can be read" in line
-    assert "move them away" in line
+    assert "none of the 3 checkpoints can be read" in line
+    assert "move them to another folder" in line
     assert "Traceback" not in ended.out
     assert "failed:" not in ended.out
     assert snapshot(folder) == before

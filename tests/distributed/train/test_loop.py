@@ -431,25 +431,6 @@ def test_interfaces_set_by_the_user_require_no_route(
     assert entry.begin("mnist", ["device=cpu"]).interface is None
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_restart_without_an_earlier_attempt_warns(tmp_path: Path, restarts: str) -> None:
-    step = {
-        name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name == "SLURM_STEP_ID"
-    }
-    step |= {
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_NODELIST": "a",
-        "SLURM_STEP_TASKS_PER_NODE": "1",
-        "TMPDIR": str(tmp_path),
-    }
-    environ = helpers.clean_environment(**step, SLURM_RESTART_COUNT=restarts)
-    words = ("device=cpu", "max_steps=1", f"run_dir={tmp_path}/run")
-    said = [helpers.run_fork([sys.executable, "-m", "recipes.toy", *words], environ=environ) for _ in range(2)]
-    assert [ended.status for ended in said] == [0, 0], said[0].out
-    line = "warning: this is restart 1 of the job, and no earlier start has left anything in the run directory"
-    assert [line in ended.out for ended in said] == [restarts == "1", False], said[0].out
-
-
 def test_a_single_machine_listens_on_the_given_master_port() -> None:
     port = helpers.free_port()
     with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
@@ -522,13 +503,6 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
 
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
 
-    made, real = [], torch.distributed.init_process_group
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *of, **by: made.append(by) or real(*of, **by))
-    start = entry.begin("mnist", ["device=cpu", "dataset=fake", "timeout_s=40"])
-    with rendezvous.process_group(start, torch.device("cpu")) as world:
-        assert world.timeout_s == 40
-    assert [by["timeout"] for by in made] == [worlds.TORCH_TIMEOUT]
-
 
 def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
@@ -546,7 +520,7 @@ def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> No
     world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
     run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
     start: Any = SimpleNamespace()
-    failure.end_a_wait(run, start, over)
+    failure.watch_peers(run, start, over)
     assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
 
 
@@ -585,7 +559,7 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     )
     ended = threading.Timer(2.0, over.set)
     ended.start()
-    failure.end_a_wait(run, start, over)
+    failure.watch_peers(run, start, over)
     ended.cancel()
     assert bool(said) == ends
     if ends:

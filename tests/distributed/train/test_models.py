@@ -48,7 +48,7 @@ def test_a_failed_download_of_weights_is_reported_in_one_line(
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     for words, status, expected in (
         (["arch=resnet18"], 3, str(hub)),
-        (["arch=resnet18", "weights=V9"], 2, "resnet18 has IMAGENET1K_V1"),
+        (["arch=resnet18", "weights=V9"], 2, "weights=V9: must be one of IMAGENET1K_V1"),
         (["arch=nosuch"], 2, "arch=nosuch"),
     ):
         assert prepare.main(["weights", *words]) == status
@@ -96,7 +96,7 @@ def test_local_weights_are_loaded(hub: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("weights", "classes", "words"),
     [
-        ("IMAGENET1K_V9", 1000, "resnet18 has IMAGENET1K_V1; or give true"),
+        ("IMAGENET1K_V9", 1000, "weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"),
         ("true", 10, "the weights are for 1000 classes, the data has 10"),
     ],
 )

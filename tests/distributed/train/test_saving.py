@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import InputError, MachineError
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
 from tests import states
@@ -80,7 +80,7 @@ def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: p
     saver = make_saver(folder)
     monkeypatch.setattr(torch, "save", full)
     saver.save(content())
-    words = rf"^run_dir={tmp_path}/run: a checkpoint cannot be written \(No space left on device, .* free\): make room there"
+    words = rf"^run_dir='{tmp_path}/run': cannot be written \(No space left on device, .* free\): make room there"
     with pytest.raises(MachineError, match=words):
         saver.wait()
     saver.check()  # told once
@@ -91,7 +91,7 @@ def test_free_space_is_checked_before_the_state_is_copied(tmp_path: Path, monkey
     usage = shutil.disk_usage(tmp_path)._replace(free=3999)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(
-        MachineError, match=r"a checkpoint of 4\.0 kB cannot be written \(No space left on device, 4\.0 kB"
+        MachineError, match=r"cannot be written \(No space left on device; 4\.0 kB needed, 4\.0 kB free"
     ):
         make_saver(tmp_path).save(content())
     assert names(tmp_path) == []
@@ -107,7 +107,7 @@ def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) ->
     """Rows are written far more often than checkpoints, so they detect a full disk first."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     rows = metrics.Rows(tmp_path / "metrics.jsonl")
-    words = rf"^run_dir={tmp_path}: metrics.jsonl cannot be written \(No space left on device\): make room there"
+    words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): make room there"
     with pytest.raises(MachineError, match=words):
         rows.add({"step": 1})
     rows.close()
@@ -137,6 +137,34 @@ def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> No
         "step-00000007.pt",
         "step-00000025.pt",
     )
+
+
+def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:
+    names = ["step-00000009.pt", "step-00000010.pt", "step-123456789.pt"]
+    for name in [*names, ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:
+        (tmp_path / name).touch()
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
+    (tmp_path / "latest").write_text("step-00000010.pt\n")  # the run was resumed from step 9 and has saved since
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == [names[1], names[0], names[2]]
+    (tmp_path / "latest").write_text("\0torn")
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == names[::-1]
+    assert checkpoint.candidates(tmp_path / "none") == []
+
+
+def test_a_checkpoint_with_a_hash_in_its_archives_comment_is_read(tmp_path: Path) -> None:
+    """Earlier versions wrote one."""
+    path = checkpoint.write(tmp_path, content(step=2))
+    path.write_bytes(path.read_bytes()[:-2] + b"\x47\0sha256:" + b"0" * 64)
+    assert checkpoint.read(path)["meta"]["step"] == 2
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"model": {}, "meta": {}}])
+def test_somebody_elses_checkpoint_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"foreign\.pt: was not written by these recipes"):
+        checkpoint.read(tmp_path / "foreign.pt")
+    with pytest.raises(InputError, match=r"none\.pt: cannot be read \(No such file or directory\)"):
+        checkpoint.read(tmp_path / "none.pt")
 
 
 def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: Path) -> None:
@@ -196,11 +224,3 @@ def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, content(value=3.0))
     assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))
-
-
-def test_the_step_that_a_restart_reports_is_correct(tmp_path: Path) -> None:
-    assert checkpoint.after_a_restart(tmp_path) == (
-        "there is no checkpoint yet: started again, the run begins at step 0"
-    )
-    (tmp_path / "step-00000012.pt").touch()
-    assert checkpoint.after_a_restart(tmp_path) == "started again, the run continues from step-00000012.pt"

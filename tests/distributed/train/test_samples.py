@@ -1,4 +1,4 @@
-"""Small sets in memory: mirrored borders, flips and erased squares equal those of plain slicing, image by image."""
+"""The samples of a rank: shares, batches and their order; and the augmentation of small sets in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.core.data import in_memory
+from recipes.core.data import in_memory, sampling
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches, Shard
 from tests.distributed import alone
@@ -110,3 +110,41 @@ def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -
     assert [i for piece in pieces for i in piece.indices.tolist()] == list(range(length))
     assert len(pieces) == max(1, min(count, length))
     assert all((piece.epoch, piece.batch, piece.global_size) == (1, 2, 77) for piece in pieces)
+
+
+@given(count=st.integers(0, 500), world_size=st.integers(1, 40))
+def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
+    parts = [list(range(count))[sampling.share(count, r, world_size)] for r in range(world_size)]
+    assert [i for part in parts for i in part] == list(range(count))
+    assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
+
+
+@given(
+    samples=st.integers(1, 300), batch_size=st.integers(1, 400), world_size=st.integers(1, 9), seed=st.integers(0, 2**62),
+    epoch=st.integers(0, 10**6), from_batch=st.integers(0, 300),
+)  # fmt: skip
+def test_the_batches_of_an_epoch_do_not_depend_on_the_number_of_ranks(
+    samples: int, batch_size: int, world_size: int, seed: int, epoch: int, from_batch: int
+) -> None:
+    def shards(rank: int, size: int, first_batch: int = 0) -> list[Shard]:
+        return list(GlobalBatches(samples, batch_size, seed, rank, size).epoch(epoch, first_batch))
+
+    alone = shards(0, 1)
+    assert sorted(i for shard in alone for i in shard.indices.tolist()) == list(range(samples))
+    by_rank = [shards(r, world_size) for r in range(world_size)]
+    for whole, *parts in zip(alone, *by_rank, strict=True):
+        assert [i for part in parts for i in part.indices.tolist()] == whole.indices.tolist()
+        assert all(part.global_size == whole.global_size == len(whole.indices) for part in parts)
+    for resumed, full in zip(shards(0, world_size, from_batch), by_rank[0][from_batch:], strict=True):
+        assert (resumed.epoch, resumed.batch, resumed.global_size) == (full.epoch, full.batch, full.global_size)
+        assert torch.equal(resumed.indices, full.indices)
+
+
+def test_each_seed_and_epoch_has_its_own_order() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return next(GlobalBatches(1000, 1000, seed, 0, 1).epoch(epoch)).indices.tolist()
+
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
+    assert orders[0] == order(0, 0)
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert sampling.generator(3, 4).initial_seed() != sampling.generator(3, 4, stream=1).initial_seed()
