@@ -1,7 +1,7 @@
 """Fetches, verifies and unpacks or packs a dataset. Run it on a login node: compute nodes often have no internet.
 
-    python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]
-    python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]
+    python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
+    python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME
 
@@ -10,6 +10,7 @@ Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine can
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shlex
 import shutil
@@ -49,7 +50,7 @@ HTTPS_PROXY, SSL_CERT_FILE and SSL_CERT_DIR are honoured.
 @dataclass(frozen=True)
 class PrepareKeys:
     data_dir: str = key("", "folder for the data; default: $RECIPES_DATA, otherwise data/")
-    source: str = key("", "folder that has the files, or a mirror's base URL; default: the public mirrors")
+    source: str = key("", "folder that has the files; default: they are downloaded")
 
     def __post_init__(self) -> None:
         declare.check(self)
@@ -62,8 +63,6 @@ class ImagenetKeys:
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
-    max_skipped: int | None = key(None, "unreadable images allowed in each split; default: 1 %, at least 10", low=0)
-    samples_per_shard: int = key(2048, "images in one file", low=1, high=1_000_000)
 
     def __post_init__(self) -> None:
         declare.check(self)
@@ -131,43 +130,61 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
 def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     """Writes all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    _check_source(keys.source)
     folder = data_dir / dataset.folder
     missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
     if missing:
         with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
             for file in missing:
-                content = _first_valid(file, _sources(dataset, file, data_dir, keys.source), scratch, bool(keys.source))
-                files.write_whole(folder / file.name, lambda out, content=content: out.write(content))  # type: ignore[misc]
+                content = _first_valid(file, _sources(dataset, file, data_dir, keys.source), scratch, keys.source)
+                files.write_bytes(folder / file.name, content)
                 _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(dataset, data_dir)
 
 
-def _first_valid(file: DataFile, sources: Sequence[str], scratch: Path, given: bool) -> bytes:
-    """The content of ``file`` from the first of ``sources`` (URLs and paths) that has it. given: the user chose the source.
+def _is_valid(path: Path, file: DataFile) -> bool:
+    fault = datasets.fault_of(path, file)
+    if fault is None:
+        _say(f"{file.name}: already there, verified")
+    elif os.path.lexists(path):
+        _say(f"{path} {fault}: a valid copy will replace it")
+    return fault is None
 
-    Raises InputError (a given source has an invalid file), MachineError (no source can be read) and OSError (the disk is full).
+
+def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
+    """Paths and URLs where the file may be, in the order in which to try them."""
+    if source:
+        return [str(path) for path in datasets.local_copies(source, dataset, file, "source")]
+    # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
+    own = data_dir / dataset.folder / file.name
+    local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
+    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
+
+
+def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path, source: str) -> bytes:
+    """The content of ``file`` from the first candidate, a path or a URL, that has it. source: the key.
+
+    Raises InputError (no valid file in ``source``), MachineError (no other candidate can be read) and OSError (the disk is full).
     """
     faults: list[str] = []
-    kind: type[InputError | MachineError] = MachineError
-    for source in sources:
-        _say(f"{file.name}: from {source}")
+    for candidate in candidates:
+        _say(f"{file.name}: from {candidate}")
+        path = scratch / candidate.rpartition("/")[2] if "://" in candidate else Path(candidate)
         try:
-            return download.read(_fetched(source, scratch), file)
+            if "://" in candidate:
+                download.fetch(candidate, path)
+            content = datasets.content(path, file.size + 1)
+            fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)
+            if fault is None:
+                return content
         except (DataFileError, FetchError) as error:
-            kind = InputError if given and isinstance(error, DataFileError) else MachineError
-            faults.append(f"{source}: {error}")
-            _say(f"{file.name}: {error}")
-    raise kind(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
-
-
-def _fetched(source: str, scratch: Path) -> Path:
-    """The path of a source, downloaded to ``scratch`` if it is a URL. Raises FetchError and OSError."""
-    if "://" not in source:
-        return Path(source)
-    path = scratch / source.rpartition("/")[2]
-    download.fetch(source, path)
-    return path
+            fault = str(error)
+        faults.append(f"{candidate}: {fault}")
+        _say(f"{file.name}: {fault}")
+    if source:
+        raise InputError(
+            f"source={source!r} has no valid {file.name}, plain or .gz{'; '.join(['', *faults])}: give another source="
+        )
+    raise MachineError(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
 
 
 @contextlib.contextmanager
@@ -180,9 +197,7 @@ def _writing(data_dir: Path, folder: Path, need: int) -> Iterator[Path]:
     scratch = folder / SCRATCH
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder / LOCK) as held:
-            if not held:
-                _say(f"{folder / LOCK}: this file system has no locks: start no second process for this folder")
+        with files.locked(folder / LOCK):
             files.remove_temporary(folder)
             shutil.rmtree(scratch, ignore_errors=True)
             files.check_free(folder, need)
@@ -200,70 +215,27 @@ def _say_next(dataset: Dataset, data_dir: Path) -> None:
     _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
-def _is_valid(path: Path, file: DataFile) -> bool:
-    fault = datasets.fault_of(path, file)
-    if fault is None:
-        _say(f"{file.name}: already there, verified")
-    elif os.path.lexists(path):
-        _say(f"{path} {fault}: a valid copy will replace it")
-    return fault is None
-
-
-def _check_source(source: str) -> None:
-    if "://" in source:
-        download.check_url(source)
-    elif source and datasets.kind(Path(source).expanduser(), "source") != "folder":
-        raise InputError(f"source={source!r} is not a folder: give one that has the files, or a base URL https://…/")
-
-
-def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
-    """URLs and paths where the file may be, in the order in which to try them."""
-    if "://" in source:
-        return [f"{source.rstrip('/')}/{file.name}.gz"]
-    if source:
-        paths = datasets.local_copies(source, dataset, file, "source")
-        if not paths:
-            folders = ", ".join(str(folder) for folder in datasets.search_folders(source, dataset))
-            raise InputError(f"source={source!r} has no {file.name}, plain or .gz (looked in {folders})")
-        return [str(path) for path in paths]
-    # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
-    own = data_dir / dataset.folder / file.name
-    local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
-    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
-
-
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
-    need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
-    if not cifar10.is_converted(folder, keys.source, _say):
-        if "://" in keys.source:
-            download.check_url(keys.source)
-            local = None
-        else:
-            local = cifar10.local_source(keys.source, data_dir)
-        source = str(local) if local else f"{keys.source.rstrip('/') or cifar10.MIRROR}/{cifar10.ARCHIVE}"
-        archive = source.endswith(cifar10.ARCHIVE)
-        with _writing(data_dir, folder, need + archive * 2 * need) as scratch:  # the archive, and what it contains
+    if made_from := cifar10.made_from(folder):
+        _say(f"cifar10: already there, verified, made from {_one_line(made_from)}")
+    else:
+        source = cifar10.local_source(keys.source, data_dir)
+        need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
+        with _writing(data_dir, folder, 3 * need) as scratch:  # the archive, and what it contains
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-            _say(f"cifar10: from {_one_line(source)}")
+            name = str(source or cifar10.URL)
+            _say(f"cifar10: from {_one_line(name)}")
             try:
-                _convert_cifar10(_fetched(source, scratch), folder, scratch, source)
-            except DataFileError as err:
-                raise InputError(f"source={source!r}: {err}; remove it, or give another source=") from None
+                if source is None:
+                    source = scratch / cifar10.ARCHIVE
+                    download.fetch(cifar10.URL, source)
+                cifar10.convert(source, folder, scratch, name)
             except FetchError as err:
-                raise MachineError(f"{source}: {err}: {FIX}") from None
+                raise MachineError(f"{cifar10.URL}: {err}: {FIX}") from None
     _say_next(datasets.CIFAR10, data_dir)
-
-
-def _convert_cifar10(source: Path, folder: Path, scratch: Path, name: str) -> None:
-    meters = {split: Meter(f"cifar10 {split}") for split in cifar10.SAMPLES}
-    try:
-        skipped = cifar10.convert(source, folder, scratch, _say, lambda split, state: meters[split].show(state), name)
-    finally:
-        meters["test"].end()
-    _say_skipped(skipped)
 
 
 def prepare_imagenet(keys: ImagenetKeys) -> None:
@@ -278,7 +250,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         )
     source = Path(keys.source).expanduser().absolute()
     was_finished = format.is_finished(target)
-    options = PackOptions(keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard)
+    options = PackOptions(keys.size, keys.quality, keys.workers)
     meter = Meter("imagenet")
     try:
         copy = write.pack(source, target, options, _say, meter.show)
@@ -310,17 +282,14 @@ def prepare_weights(keys: WeightsKeys) -> None:
             download.fetch(chosen.url, path, path.stem.rpartition("-")[2])
     except (OSError, FetchError) as err:
         raise MachineError(
-            f"{chosen.url} could not be fetched ({download.describe(err)}): copy the file to {path}"
+            f"{chosen.url} could not be fetched ({errors.one_line(err)}): copy the file to {path}"
         ) from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
 
 
 def _say(text: str) -> None:
-    clear = "\r\033[K" if sys.stderr.isatty() else ""
-    print(clear, end="", file=sys.stderr, flush=True)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(text, flush=True)
 
 
 def _say_skipped(skipped: Sequence[Mapping[str, str]]) -> None:

@@ -81,9 +81,9 @@ MUTATIONS = [
         "tests/unit/data/test_staging.py::test_another_users_folder_is_refused",
     ),
     Mutation(
-        "recipes/core/data/download.py",
-        "if fault := datasets.content_fault(len(found), hashlib.sha256(found).hexdigest(), file):",
-        "if fault := None:",
+        "recipes/prepare.py",
+        "fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)",
+        "fault = None",
         "a download with another SHA-256 is accepted",
         "tests/unit/data/test_prepare.py::test_a_damaged_source_is_refused",
     ),
