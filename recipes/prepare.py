@@ -28,7 +28,6 @@ from recipes.core.data.datasets import DataFile, DataFileError, Dataset
 from recipes.core.data.download import FetchError
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
-from recipes.core.data.progress import Meter
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 LOCK, SCRATCH = "prepare.lock", ".download"
@@ -249,21 +248,14 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
             "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
         )
     source = Path(keys.source).expanduser().absolute()
-    was_finished = format.is_finished(target)
     options = PackOptions(keys.size, keys.quality, keys.workers)
-    meter = Meter("imagenet")
-    try:
-        copy = write.pack(source, target, options, _say, meter.show)
-    finally:
-        meter.end()
-    if was_finished:
-        _say("imagenet: already there, verified")
+    copy = write.pack(source, target, options, _say)
     for name, split in copy.splits.items():
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
     _say_skipped([skip for split in copy.splits.values() for skip in split.skipped])
     _say(f"imagenet is in {_one_line(str(target))}, {len(copy.classes)} classes")
-    if set(format.SPLITS) <= set(copy.splits):  # training needs both
+    if len(copy.splits) == len(format.SPLITS):  # training needs both
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 

@@ -12,11 +12,6 @@ from recipes.core.errors import InputError
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
 
 
-def allowed(samples: int, max_skipped: int | None = None) -> int:
-    """How many of a split's images may be unreadable: ``max_skipped``, by default 1 % and at least 10."""
-    return max(10, samples // 100) if max_skipped is None else max_skipped
-
-
 class Listing:
     """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
 

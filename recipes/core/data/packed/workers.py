@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -19,13 +20,13 @@ from recipes.core.data import datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
-from recipes.core.data.packed.format import PackOptions, Record
+from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
-from recipes.core.data.progress import Progress
 from recipes.core.errors import MachineError
 from recipes.core.place import processes
 
-REPORT_S = 0.2
+REPORT_S = 10.0
+SAMPLES_PER_SHARD = 2048
 
 
 @dataclass(frozen=True)
@@ -38,46 +39,41 @@ class Task:
     labels: list[int]
 
 
-def number_of_shards(listing: Listing, options: PackOptions) -> int:
-    return -(-len(listing) // options.samples_per_shard)
-
-
-def cpus() -> int:
-    return len(os.sched_getaffinity(0))
+def number_of_shards(listing: Listing) -> int:
+    return -(-len(listing) // SAMPLES_PER_SHARD)
 
 
 def write_shards(
-    source: Path,
-    target: Path,
-    listings: Mapping[str, Listing],
-    options: PackOptions,
-    progress: Callable[[Progress], None],
+    source: Path, target: Path, listings: Mapping[str, Listing], options: PackOptions, say: Callable[[str], None]
 ) -> None:
-    """Writes every shard that is not there yet. progress: called several times a second; it counts finished shards.
+    """Writes every shard that is not there yet. say: gets a line about the progress every ten seconds.
 
     Raises InputError (an image's folder is gone), MachineError (a worker was killed or has no memory) and OSError (the disk).
     """
-    state = Progress(sum(len(listing) for listing in listings.values()))
-    tasks = _tasks(listings, options)
-    count = min(options.workers or cpus(), sum(number_of_shards(listing, options) for listing in listings.values()))
-    waiting: set[Future[Progress]] = set()
+    tasks = _tasks(listings)
+    shards = sum(number_of_shards(listing) for listing in listings.values())
+    count = min(options.workers or len(os.sched_getaffinity(0)), shards)
+    done, total, said = 0, sum(len(listing) for listing in listings.values()), time.monotonic()
+    waiting: set[Future[int]] = set()
     try:
         with _pool(count) as pool:
             while True:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C ends only this process
                 # No task waits in a pipe: its names can fill it, and Python 3.10 would then block after a worker's death.
                 for task in itertools.islice(tasks, count - len(waiting)):
-                    waiting.add(_submit(pool, source, target, options, task))
+                    waiting.add(pool.submit(_pack_shard, source, target, options, task))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 if not waiting:
                     return
-                finished, waiting = wait(waiting, REPORT_S, FIRST_COMPLETED)
-                for part in (one.result() for one in finished):
-                    state.done += part.done
-                    state.kept += part.kept
-                    state.skipped += part.skipped
-                progress(state)
-    except (BrokenProcessPool, MemoryError):
+                finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                done += sum(one.result() for one in finished)
+                if time.monotonic() - said >= REPORT_S:
+                    said = time.monotonic()
+                    say(f"{done} of {total} images")
+    except (BrokenProcessPool, MemoryError, BlockingIOError):
         raise MachineError(
-            "a worker ended, most likely for lack of memory: give a smaller workers=; the same command continues"
+            "a worker ended or cannot be started, most likely for lack of memory: give a smaller workers=; the same "
+            "command continues"
         ) from None
 
 
@@ -102,33 +98,20 @@ def _start(parent: int) -> None:
     warnings.simplefilter("ignore")
 
 
-def _submit(pool: ProcessPoolExecutor, *work: Any) -> "Future[Progress]":
-    """Starts a worker if none is idle. It inherits the blocked SIGINT, so Ctrl-C reaches only this process."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_pack_shard, *work)
-    except OSError as error:
-        raise MachineError(f"a worker cannot be started ({error.strerror}): give a smaller workers=") from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _tasks(listings: Mapping[str, Listing], options: PackOptions) -> Iterator[Task]:
+def _tasks(listings: Mapping[str, Listing]) -> Iterator[Task]:
     for split, listing in listings.items():
-        for number in range(number_of_shards(listing, options)):
-            start = number * options.samples_per_shard
-            samples = range(start, min(start + options.samples_per_shard, len(listing)))
+        for number in range(number_of_shards(listing)):
+            start = number * SAMPLES_PER_SHARD
+            samples = range(start, min(start + SAMPLES_PER_SHARD, len(listing)))
             yield Task(split, number, [listing.name(i) for i in samples], [listing.label(i) for i in samples])
 
 
-def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) -> Progress:
-    """Writes a shard, then the note that says it is complete; nothing if both are there and valid."""
+def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) -> int:
+    """Writes a shard, then the note that says it is complete; nothing if both are there and valid. Gives the number of images."""
     shard = target / format.shard_name(task.split, task.number)
     note_path = format.note_path(target, task.split, task.number)
-    note = files.read_json(note_path)
-    count = len(task.names)
-    if note and _is_complete(shard, note, count):
-        return Progress(count, kept=count, skipped=len(note["skipped"]))
+    if _is_complete(shard, files.read_json(note_path) or {}, len(task.names)):
+        return len(task.names)
     records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
     offset = 0
@@ -145,18 +128,13 @@ def _pack_shard(source: Path, target: Path, options: PackOptions, task: Task) ->
                 continue
             file.write(payload)
             digest.update(payload)
-            records.extend(Record(offset, len(payload), task.number, label, height, width).pack())
+            records.extend(format.RECORD.pack(offset, len(payload), task.number, label, height, width))
             offset += len(payload)
 
     files.write_whole(shard, fill)
-    content = {
-        "bytes": offset,
-        "sha256": digest.hexdigest(),
-        "records": records.hex(),
-        "skipped": skipped,
-    }
-    files.write_json(note_path, content)
-    return Progress(count, done=count, skipped=len(skipped))
+    note = {"bytes": offset, "sha256": digest.hexdigest(), "records": records.hex(), "skipped": skipped}
+    files.write_json(note_path, note)
+    return len(task.names)
 
 
 def _is_complete(shard: Path, note: Mapping[str, Any], count: int) -> bool:
