@@ -33,8 +33,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/loader.py",
-        "            labels[i] = IGNORE\n",
-        "            labels[i] = 0\n",
+        "                labels[i] = IGNORE\n",
+        "                labels[i] = 0\n",
         "an unreadable image is trained as class 0",
         "tests/unit/data/test_images.py::test_an_unreadable_image_is_skipped_named_and_counted",
     ),
@@ -47,8 +47,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/classfolder.py",
-        "for name in sorted(found))",
-        "for name in found)",
+        "for name in sorted(folders))",
+        "for name in folders)",
         "the labels depend on the order in which the file system lists folders",
         "tests/unit/data/test_classfolder.py",
     ),

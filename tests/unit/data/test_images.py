@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -29,7 +27,7 @@ from recipes.core.data import crops, datasets, loader
 from recipes.core.data.decode import make_decoder
 from recipes.core.data.image_sets import Fake, Images, open_images
 from recipes.core.data.loader import IGNORE, LoadedShard, Loader
-from recipes.core.data.packed import format, workers, write
+from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
 from recipes.core.data.sampling import GlobalBatches
@@ -79,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed") / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "SAMPLES_PER_SHARD", 10)
+        patch.setattr("recipes.core.data.packed.workers.SAMPLES_PER_SHARD", 10)
         write.pack(folder, root, PackOptions(size=64, workers=1), say=lambda text: None)
     return root
 
@@ -381,22 +379,19 @@ ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, a
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_images_of_other_formats_are_read_and_counted(tmp_path: Path, kind: str, decoder: str) -> None:
+def test_images_of_other_formats_are_read(tmp_path: Path, kind: str, decoder: str) -> None:
     make, by_pillow = ODD[kind]
     (tmp_path / "train" / "a").mkdir(parents=True)
     for i in range(3):
         (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(make(picture(i)))
-    told: list[str] = []
     source = open_images(tmp_path, "train")
-    one = make_loader(source, decoder=decoder, warn=told.append)
+    one = make_loader(source, decoder=decoder)
     ((batch, labels),) = one.centres(source, slice(0, 3), 64, 90, 10)
     assert labels.tolist() == [0, 0, 0]
     for i in range(3):
         whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
         assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder == "torchvision" or by_pillow else 48)
-    assert len(told) == by_pillow
-    assert one.by_pillow == 3 * by_pillow
-    assert not told or ("'a/0.JPEG' is read by Pillow" in told[0] and decoder in told[0])
+    assert one.skipped == 0
 
 
 DAMAGED: dict[str, Callable[[Path], object]] = {
@@ -456,21 +451,6 @@ def test_unreadable_images_in_a_row_do_not_end_an_evaluation(folder: Path, tmp_p
     one = make_loader(source)
     labels = torch.cat([labels for _, labels in one.centres(source, slice(0, len(source)), 32, 36, 5)])
     assert (labels == IGNORE).sum() == one.skipped == loader.IN_A_ROW
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_lack_of_memory_or_descriptors_is_a_machine_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, number: int
-) -> None:
-    source = open_images(folder, "train")
-
-    def lacking(i: int) -> bytes:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(source, "read", lacking)
-    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): check this machine's"):
-        next(make_loader(source, workers=workers).epoch(0))
 
 
 def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

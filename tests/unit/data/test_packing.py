@@ -1,4 +1,3 @@
-import errno
 import fcntl
 import io
 import json

@@ -36,7 +36,7 @@ class Packed:
         self._shards = [_open(folder, file, again) for file in found.shards]
         with _open(folder, found.index, again) as opened:
             self._records = np.memmap(opened, FIELDS, "r")
-        self._digest = hashlib.sha256(self._records).hexdigest()
+        self._digest = hashlib.sha256(self._records.data).hexdigest()
         if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
             raise DataFileError(f"{str(folder / found.index.name)!r} is damaged: {again}")
 
@@ -74,7 +74,7 @@ def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
     """Opens a file for reading. Raises DataFileError where it is missing or has another size."""
     path = folder / file.name
     try:
-        opened = open(path, "rb", buffering=0)
+        opened = open(path, "rb", buffering=0)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
         raise DataFileError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}") from None
