@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ FIX = (
     "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
     "or give another source=, such as a folder that has the files"
 )
-MAX_NAMED = 10  # skipped images that are named
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
 
@@ -56,15 +55,12 @@ class PrepareKeys:
 
 
 @dataclass(frozen=True)
-class ImagenetKeys:
+class ImagenetKeys(PrepareKeys):
     data_dir: str = key("", "new folder for the packed copy")
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
-
-    def __post_init__(self) -> None:
-        declare.check(self)
 
 
 @dataclass(frozen=True)
@@ -91,15 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, keys = parse(arguments)
         DATASETS[name](keys)
     except (ConfigError, InputError) as err:
-        return _fail(str(err), errors.EXIT_CONFIG)
+        message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
-        return _fail(str(err), errors.EXIT_MACHINE)
+        message, status = str(err), errors.EXIT_MACHINE
     except KeyboardInterrupt:
-        return _fail("interrupted; no partial files are left, the same command continues", 130)
-    return 0
-
-
-def _fail(message: str, status: int) -> int:
+        message, status = "interrupted; no partial files are left, the same command continues", 130
+    else:
+        return 0
     print(f"error: {message}", file=sys.stderr)
     return status
 
@@ -115,15 +109,12 @@ def _help(dataset: str) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[str, Any]:
     """The dataset's name and its keys. Raises ConfigError."""
-    names = [word for word in argv if "=" not in word]
-    if len(names) != 1:
-        got = " ".join(repr(name[: errors.MAX_SHOWN]) for name in names[:4]) or "none"
-        raise ConfigError(f"give one dataset of {', '.join(DATASETS)}, got {got}")
-    if names[0] not in DATASETS:
+    name, *words = argv
+    if name not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: give one of {', '.join(DATASETS)}{declare.nearest(names[0], DATASETS)}"
+            f"{errors.shown(name)}: give a dataset first, one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
         )
-    return names[0], parser.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
+    return name, parser.parse_keys(KEYS.get(name, PrepareKeys), words)
 
 
 def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
@@ -219,14 +210,14 @@ def prepare_cifar10(keys: PrepareKeys) -> None:
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
     if made_from := cifar10.made_from(folder):
-        _say(f"cifar10: already there, verified, made from {_one_line(made_from)}")
+        _say(f"cifar10: already there, verified, made from {made_from}")
     else:
         source = cifar10.local_source(keys.source, data_dir)
         need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
         with _writing(data_dir, folder, 3 * need) as scratch:  # the archive, and what it contains
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
             name = str(source or cifar10.URL)
-            _say(f"cifar10: from {_one_line(name)}")
+            _say(f"cifar10: from {name}")
             try:
                 if source is None:
                     source = scratch / cifar10.ARCHIVE
@@ -253,8 +244,9 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
     for name, split in copy.splits.items():
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
-    _say_skipped([skip for split in copy.splits.values() for skip in split.skipped])
-    _say(f"imagenet is in {_one_line(str(target))}, {len(copy.classes)} classes")
+        if split.skipped:
+            _say(f"{name}: {len(split.skipped)} images skipped; index.json names them")
+    _say(f"imagenet is in {target}, {len(copy.classes)} classes")
     if len(copy.splits) == len(format.SPLITS):  # training needs both
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
@@ -281,20 +273,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _say_skipped(skipped: Sequence[Mapping[str, str]]) -> None:
-    for skip in skipped[:MAX_NAMED]:
-        _say(f"skipped {_one_line(skip['file'])}: {skip['why']}")
-    if skipped:
-        named = f"; the first {MAX_NAMED} are named above" if len(skipped) > MAX_NAMED else ""
-        _say(f"{len(skipped)} images skipped{named}; index.json names all")
-
-
-def _one_line(text: str) -> str:
-    """``text`` in one line. File names may contain any bytes."""
-    return errors.shown(text, 1000)
+    print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
 DATASETS: dict[str, Callable[[Any], None]] = {

@@ -60,7 +60,7 @@ MUTATIONS = [
         "tests/unit/data/test_classfolder.py",
     ),
     Mutation(
-        "recipes/core/data/packed/workers.py",
+        "recipes/core/data/packed/write.py",
         "            offset += len(payload)\n",
         "            offset = len(payload)\n",
         "a packed copy contains wrong positions from the third sample of a file on",

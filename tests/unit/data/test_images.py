@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed") / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.core.data.packed.workers.SAMPLES_PER_SHARD", 10)
+        patch.setattr("recipes.core.data.packed.write.SAMPLES_PER_SHARD", 10)
         write.pack(folder, root, PackOptions(size=64, workers=1), say=lambda text: None)
     return root
 
