@@ -1,6 +1,4 @@
 import os
-import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,9 @@ def names(listing: classfolder.Listing) -> list[str]:
 
 def test_a_listing_is_sorted_by_class_then_name_and_has_labels_and_paths(tmp_path: Path) -> None:
     make(tmp_path, "n02/b.JPEG", "n02/a.jpg", "n01/z.png", "n10/c.jpeg", "n10/B.webp")
-    listing = classfolder.scan(tmp_path)
+    told: list[object] = []
+    listing = classfolder.scan(tmp_path, None, told.append)
+    assert told == [0, 1, 2]
     assert listing.classes == ("n01", "n02", "n10")
     assert names(listing) == ["n01/z.png", "n02/a.jpg", "n02/b.JPEG", "n10/B.webp", "n10/c.jpeg"]
     assert [listing.label(i) for i in range(len(listing))] == [0, 1, 1, 2, 2]
@@ -117,31 +117,6 @@ def test_an_unreadable_class(reachable: Path) -> None:
     (reachable / "a").chmod(0)
     with not_root(), pytest.raises(InputError, match="/a' cannot be read"):
         classfolder.scan(reachable)
-
-
-def test_a_scan_reports_its_progress(tmp_path: Path) -> None:
-    told: list[object] = []
-    classfolder.scan(make(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg"), None, told.append)
-    assert told == [0, 1, 2]
-
-
-def test_memory_stays_below_60_bytes_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes, files = 100, 1000
-
-    def images(folder: bytes) -> Iterator[bytes]:
-        return (b"%s_%d.JPEG" % (os.path.basename(folder), i) for i in range(files))
-
-    monkeypatch.setattr(classfolder, "class_names", lambda folder: tuple(f"n{i:08d}" for i in range(classes)))
-    monkeypatch.setattr(classfolder, "_images", images)
-    tracemalloc.start()
-    try:
-        listing = classfolder.scan(Path("/nowhere"))
-        held = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert len(listing) == classes * files
-    assert listing.name(len(listing) - 1) == "n00000099/n00000099_999.JPEG"
-    assert held / len(listing) < 60
 
 
 def test_a_listing_equals_torchvisions_image_folder(tmp_path: Path) -> None:

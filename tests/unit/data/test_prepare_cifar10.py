@@ -1,7 +1,6 @@
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 import shutil
@@ -129,29 +128,6 @@ def test_all_kinds_of_sources_give_the_same_files(
     assert run(carried) == 0
     assert_complete(carried)
     assert all((carried / name).is_file() for name in contents)
-
-
-class Evil:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("name", ["data_batch_3", "batches.meta"])
-def test_a_pickle_that_is_not_the_published_one_is_never_unpickled(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evil = pickle.dumps(Evil(tmp_path / "broken-in"), protocol=2)
-    source = put(tmp_path / "source", {**PICKLES, f"cifar-10-batches-py/{name}": evil})
-    assert run(tmp_path / "data", source) == 2
-    err = capsys.readouterr().err
-    assert f"{source}/cifar-10-batches-py is incomplete or damaged" in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "broken-in").exists()
-    with pytest.raises(DataFileError):
-        find_cifar10(tmp_path / "data")
 
 
 def test_an_archive_that_is_not_the_published_one_is_never_opened(
