@@ -123,9 +123,10 @@ def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     folder = data_dir / dataset.folder
     missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
     if missing:
+        sources = [_sources(dataset, file, data_dir, keys.source) for file in missing]
         with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
-            for file in missing:
-                content = _first_valid(file, _sources(dataset, file, data_dir, keys.source), scratch, keys.source)
+            for file, candidates in zip(missing, sources, strict=True):
+                content = _first_valid(file, candidates, scratch)
                 files.write_bytes(folder / file.name, content)
                 _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(dataset, data_dir)
@@ -141,19 +142,21 @@ def _is_valid(path: Path, file: DataFile) -> bool:
 
 
 def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
-    """Paths and URLs where the file may be, in the order in which to try them."""
+    """Paths and URLs where the file may be, in the order in which to try them. Raises InputError if ``source`` lacks it."""
     if source:
-        return [str(path) for path in datasets.local_copies(source, dataset, file, "source")]
+        if given := [str(path) for path in datasets.local_copies(source, dataset, file, "source")]:
+            return given
+        raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
     # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
     own = data_dir / dataset.folder / file.name
     local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
     return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
 
 
-def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path, source: str) -> bytes:
-    """The content of ``file`` from the first candidate, a path or a URL, that has it. source: the key.
+def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path) -> bytes:
+    """The content of ``file`` from the first candidate, a path or a URL, that has it.
 
-    Raises InputError (no valid file in ``source``), MachineError (no other candidate can be read) and OSError (the disk is full).
+    Raises InputError (all are damaged files), MachineError (no URL can be read) and OSError (the disk is full).
     """
     faults: list[str] = []
     for candidate in candidates:
@@ -170,11 +173,8 @@ def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path, sourc
             fault = str(error)
         faults.append(f"{candidate}: {fault}")
         _say(f"{file.name}: {fault}")
-    if source:
-        raise InputError(
-            f"source={source!r} has no valid {file.name}, plain or .gz{'; '.join(['', *faults])}: give another source="
-        )
-    raise MachineError(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
+    kind = MachineError if "://" in candidates[-1] else InputError
+    raise kind(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
 
 
 @contextlib.contextmanager
@@ -265,9 +265,7 @@ def prepare_weights(keys: WeightsKeys) -> None:
         if models.fault_of(path):
             download.fetch(chosen.url, path, path.stem.rpartition("-")[2])
     except (OSError, FetchError) as err:
-        raise MachineError(
-            f"{chosen.url} could not be fetched ({errors.one_line(err)}): copy the file to {path}"
-        ) from None
+        raise MachineError(f"{chosen.url} could not be fetched ({err}): copy the file to {path}") from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
 
