@@ -1,7 +1,7 @@
 """Fetches, verifies and unpacks or packs a dataset. Run it on a login node: compute nodes often have no internet.
 
-    python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]
-    python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]
+    python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]
+    python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]
     python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …
     python -m recipes.prepare weights arch=resnet50            # for pretrained=, into $TORCH_HOME
 
@@ -10,11 +10,12 @@ Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine can
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from recipes.core.data.datasets import DataFile, DataFileError, Dataset
 from recipes.core.data.download import FetchError
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
-from recipes.core.data.progress import Meter
 from recipes.core.errors import ConfigError, InputError, MachineError
 
 LOCK, SCRATCH = "prepare.lock", ".download"
@@ -35,7 +35,6 @@ FIX = (
     "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
     "or give another source=, such as a folder that has the files"
 )
-MAX_NAMED = 10  # skipped images that are named
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
 
@@ -49,24 +48,19 @@ HTTPS_PROXY, SSL_CERT_FILE and SSL_CERT_DIR are honoured.
 @dataclass(frozen=True)
 class PrepareKeys:
     data_dir: str = key("", "folder for the data; default: $RECIPES_DATA, otherwise data/")
-    source: str = key("", "folder that has the files, or a mirror's base URL; default: the public mirrors")
+    source: str = key("", "folder that has the files; default: they are downloaded")
 
     def __post_init__(self) -> None:
         declare.check(self)
 
 
 @dataclass(frozen=True)
-class ImagenetKeys:
+class ImagenetKeys(PrepareKeys):
     data_dir: str = key("", "new folder for the packed copy")
     source: str = key("", "folder with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG")
     size: int = key(256, "pixels of the shorter side; smaller images are not changed", low=16, high=4096)
     quality: int = key(90, "JPEG quality of resized images", low=1, high=100)
     workers: int = key(0, "number of processes; 0: one for each available CPU", low=0, high=4096)
-    max_skipped: int | None = key(None, "unreadable images allowed in each split; default: 1 %, at least 10", low=0)
-    samples_per_shard: int = key(2048, "images in one file", low=1, high=1_000_000)
-
-    def __post_init__(self) -> None:
-        declare.check(self)
 
 
 @dataclass(frozen=True)
@@ -93,15 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, keys = parse(arguments)
         DATASETS[name](keys)
     except (ConfigError, InputError) as err:
-        return _fail(str(err), errors.EXIT_CONFIG)
+        message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
-        return _fail(str(err), errors.EXIT_MACHINE)
+        message, status = str(err), errors.EXIT_MACHINE
     except KeyboardInterrupt:
-        return _fail("interrupted; no partial files are left, the same command continues", 130)
-    return 0
-
-
-def _fail(message: str, status: int) -> int:
+        message, status = "interrupted; no partial files are left, the same command continues", 130
+    else:
+        return 0
     print(f"error: {message}", file=sys.stderr)
     return status
 
@@ -117,57 +109,72 @@ def _help(dataset: str) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[str, Any]:
     """The dataset's name and its keys. Raises ConfigError."""
-    names = [word for word in argv if "=" not in word]
-    if len(names) != 1:
-        got = " ".join(repr(name[: errors.MAX_SHOWN]) for name in names[:4]) or "none"
-        raise ConfigError(f"give one dataset of {', '.join(DATASETS)}, got {got}")
-    if names[0] not in DATASETS:
+    name, *words = argv
+    if name not in DATASETS:
         raise ConfigError(
-            f"unknown dataset {names[0][: errors.MAX_SHOWN]!r}: give one of {', '.join(DATASETS)}{declare.nearest(names[0], DATASETS)}"
+            f"{errors.shown(name)}: give a dataset first, one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
         )
-    return names[0], parser.parse_keys(KEYS.get(names[0], PrepareKeys), [word for word in argv if "=" in word])
+    return name, parser.parse_keys(KEYS.get(name, PrepareKeys), words)
 
 
 def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     """Writes all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    _check_source(keys.source)
     folder = data_dir / dataset.folder
     missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
     if missing:
+        sources = [_sources(dataset, file, data_dir, keys.source) for file in missing]
         with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
-            for file in missing:
-                content = _first_valid(file, _sources(dataset, file, data_dir, keys.source), scratch, bool(keys.source))
-                files.write_whole(folder / file.name, lambda out, content=content: out.write(content))  # type: ignore[misc]
+            for file, candidates in zip(missing, sources, strict=True):
+                content = _first_valid(file, candidates, scratch)
+                files.write_bytes(folder / file.name, content)
                 _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(dataset, data_dir)
 
 
-def _first_valid(file: DataFile, sources: Sequence[str], scratch: Path, given: bool) -> bytes:
-    """The content of ``file`` from the first of ``sources`` (URLs and paths) that has it. given: the user chose the source.
+def _is_valid(path: Path, file: DataFile) -> bool:
+    fault = datasets.fault_of(path, file)
+    if fault is None:
+        _say(f"{file.name}: already there, verified")
+    elif os.path.lexists(path):
+        _say(f"{path} {fault}: a valid copy will replace it")
+    return fault is None
 
-    Raises InputError (a given source has an invalid file), MachineError (no source can be read) and OSError (the disk is full).
+
+def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
+    """Paths and URLs where the file may be, in the order in which to try them. Raises InputError if ``source`` lacks it."""
+    if source:
+        if given := [str(path) for path in datasets.local_copies(source, dataset, file, "source")]:
+            return given
+        raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
+    # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
+    own = data_dir / dataset.folder / file.name
+    local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
+    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
+
+
+def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path) -> bytes:
+    """The content of ``file`` from the first candidate, a path or a URL, that has it.
+
+    Raises InputError (all are damaged files), MachineError (no URL can be read) and OSError (the disk is full).
     """
     faults: list[str] = []
-    kind: type[InputError | MachineError] = MachineError
-    for source in sources:
-        _say(f"{file.name}: from {source}")
+    for candidate in candidates:
+        _say(f"{file.name}: from {candidate}")
+        path = scratch / candidate.rpartition("/")[2] if "://" in candidate else Path(candidate)
         try:
-            return download.read(_fetched(source, scratch), file)
+            if "://" in candidate:
+                download.fetch(candidate, path)
+            content = datasets.content(path, file.size + 1)
+            fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)
+            if fault is None:
+                return content
         except (DataFileError, FetchError) as error:
-            kind = InputError if given and isinstance(error, DataFileError) else MachineError
-            faults.append(f"{source}: {error}")
-            _say(f"{file.name}: {error}")
+            fault = str(error)
+        faults.append(f"{candidate}: {fault}")
+        _say(f"{file.name}: {fault}")
+    kind = MachineError if "://" in candidates[-1] else InputError
     raise kind(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
-
-
-def _fetched(source: str, scratch: Path) -> Path:
-    """The path of a source, downloaded to ``scratch`` if it is a URL. Raises FetchError and OSError."""
-    if "://" not in source:
-        return Path(source)
-    path = scratch / source.rpartition("/")[2]
-    download.fetch(source, path)
-    return path
 
 
 @contextlib.contextmanager
@@ -180,9 +187,7 @@ def _writing(data_dir: Path, folder: Path, need: int) -> Iterator[Path]:
     scratch = folder / SCRATCH
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder / LOCK) as held:
-            if not held:
-                _say(f"{folder / LOCK}: this file system has no locks: start no second process for this folder")
+        with files.locked(folder / LOCK):
             files.remove_temporary(folder)
             shutil.rmtree(scratch, ignore_errors=True)
             files.check_free(folder, need)
@@ -200,70 +205,27 @@ def _say_next(dataset: Dataset, data_dir: Path) -> None:
     _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
-def _is_valid(path: Path, file: DataFile) -> bool:
-    fault = datasets.fault_of(path, file)
-    if fault is None:
-        _say(f"{file.name}: already there, verified")
-    elif os.path.lexists(path):
-        _say(f"{path} {fault}: a valid copy will replace it")
-    return fault is None
-
-
-def _check_source(source: str) -> None:
-    if "://" in source:
-        download.check_url(source)
-    elif source and datasets.kind(Path(source).expanduser(), "source") != "folder":
-        raise InputError(f"source={source!r} is not a folder: give one that has the files, or a base URL https://…/")
-
-
-def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
-    """URLs and paths where the file may be, in the order in which to try them."""
-    if "://" in source:
-        return [f"{source.rstrip('/')}/{file.name}.gz"]
-    if source:
-        paths = datasets.local_copies(source, dataset, file, "source")
-        if not paths:
-            folders = ", ".join(str(folder) for folder in datasets.search_folders(source, dataset))
-            raise InputError(f"source={source!r} has no {file.name}, plain or .gz (looked in {folders})")
-        return [str(path) for path in paths]
-    # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
-    own = data_dir / dataset.folder / file.name
-    local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
-    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
-
-
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
     folder = data_dir / datasets.CIFAR10.folder
-    need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
-    if not cifar10.is_converted(folder, keys.source, _say):
-        if "://" in keys.source:
-            download.check_url(keys.source)
-            local = None
-        else:
-            local = cifar10.local_source(keys.source, data_dir)
-        source = str(local) if local else f"{keys.source.rstrip('/') or cifar10.MIRROR}/{cifar10.ARCHIVE}"
-        archive = source.endswith(cifar10.ARCHIVE)
-        with _writing(data_dir, folder, need + archive * 2 * need) as scratch:  # the archive, and what it contains
+    if made_from := cifar10.made_from(folder):
+        _say(f"cifar10: already there, verified, made from {made_from}")
+    else:
+        source = cifar10.local_source(keys.source, data_dir)
+        need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
+        with _writing(data_dir, folder, 3 * need) as scratch:  # the archive, and what it contains
             (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
-            _say(f"cifar10: from {_one_line(source)}")
+            name = str(source or cifar10.URL)
+            _say(f"cifar10: from {name}")
             try:
-                _convert_cifar10(_fetched(source, scratch), folder, scratch, source)
-            except DataFileError as err:
-                raise InputError(f"source={source!r}: {err}; remove it, or give another source=") from None
+                if source is None:
+                    source = scratch / cifar10.ARCHIVE
+                    download.fetch(cifar10.URL, source)
+                cifar10.convert(source, folder, scratch, name)
             except FetchError as err:
-                raise MachineError(f"{source}: {err}: {FIX}") from None
+                raise MachineError(f"{cifar10.URL}: {err}: {FIX}") from None
     _say_next(datasets.CIFAR10, data_dir)
-
-
-def _convert_cifar10(source: Path, folder: Path, scratch: Path, name: str) -> None:
-    meters = {split: Meter(f"cifar10 {split}") for split in cifar10.SAMPLES}
-    try:
-        skipped = cifar10.convert(source, folder, scratch, _say, lambda split, state: meters[split].show(state), name)
-    finally:
-        meters["test"].end()
-    _say_skipped(skipped)
 
 
 def prepare_imagenet(keys: ImagenetKeys) -> None:
@@ -277,21 +239,15 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
             "source=FOLDER with train/<wnid>/*.JPEG and val/<wnid>/*.JPEG (sort a flat val/ into class folders first)"
         )
     source = Path(keys.source).expanduser().absolute()
-    was_finished = format.is_finished(target)
-    options = PackOptions(keys.size, keys.quality, keys.workers, keys.max_skipped, keys.samples_per_shard)
-    meter = Meter("imagenet")
-    try:
-        copy = write.pack(source, target, options, _say, meter.show)
-    finally:
-        meter.end()
-    if was_finished:
-        _say("imagenet: already there, verified")
+    options = PackOptions(keys.size, keys.quality, keys.workers)
+    copy = write.pack(source, target, options, _say)
     for name, split in copy.splits.items():
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
-    _say_skipped([skip for split in copy.splits.values() for skip in split.skipped])
-    _say(f"imagenet is in {_one_line(str(target))}, {len(copy.classes)} classes")
-    if set(format.SPLITS) <= set(copy.splits):  # training needs both
+        if split.skipped:
+            _say(f"{name}: {len(split.skipped)} images skipped; index.json names them")
+    _say(f"imagenet is in {target}, {len(copy.classes)} classes")
+    if len(copy.splits) == len(format.SPLITS):  # training needs both
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
@@ -309,31 +265,13 @@ def prepare_weights(keys: WeightsKeys) -> None:
         if models.fault_of(path):
             download.fetch(chosen.url, path, path.stem.rpartition("-")[2])
     except (OSError, FetchError) as err:
-        raise MachineError(
-            f"{chosen.url} could not be fetched ({download.describe(err)}): copy the file to {path}"
-        ) from None
+        raise MachineError(f"{chosen.url} could not be fetched ({err}): copy the file to {path}") from None
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
 
 
 def _say(text: str) -> None:
-    clear = "\r\033[K" if sys.stderr.isatty() else ""
-    print(clear, end="", file=sys.stderr, flush=True)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-def _say_skipped(skipped: Sequence[Mapping[str, str]]) -> None:
-    for skip in skipped[:MAX_NAMED]:
-        _say(f"skipped {_one_line(skip['file'])}: {skip['why']}")
-    if skipped:
-        named = f"; the first {MAX_NAMED} are named above" if len(skipped) > MAX_NAMED else ""
-        _say(f"{len(skipped)} images skipped{named}; index.json names all")
-
-
-def _one_line(text: str) -> str:
-    """``text`` in one line. File names may contain any bytes."""
-    return errors.shown(text, 1000)
+    print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
 DATASETS: dict[str, Callable[[Any], None]] = {

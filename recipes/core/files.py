@@ -96,9 +96,14 @@ def remove_temporary(folder: Path) -> None:
                 (folder / name).unlink()
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes ``content`` atomically. Raises as `write_whole`."""
+    write_whole(path, lambda file: file.write(content))
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes ``content`` as JSON, atomically."""
-    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
+    write_bytes(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -33,8 +33,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/loader.py",
-        "            labels[i] = IGNORE\n",
-        "            labels[i] = 0\n",
+        "                labels[i] = IGNORE\n",
+        "                labels[i] = 0\n",
         "an unreadable image is trained as class 0",
         "tests/unit/data/test_images.py::test_an_unreadable_image_is_skipped_named_and_counted",
     ),
@@ -47,8 +47,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/classfolder.py",
-        "for name in sorted(found))",
-        "for name in found)",
+        "for name in sorted(folders))",
+        "for name in folders)",
         "the labels depend on the order in which the file system lists folders",
         "tests/unit/data/test_classfolder.py",
     ),
@@ -60,7 +60,7 @@ MUTATIONS = [
         "tests/unit/data/test_classfolder.py",
     ),
     Mutation(
-        "recipes/core/data/packed/workers.py",
+        "recipes/core/data/packed/write.py",
         "            offset += len(payload)\n",
         "            offset = len(payload)\n",
         "a packed copy contains wrong positions from the third sample of a file on",
@@ -81,9 +81,9 @@ MUTATIONS = [
         "tests/unit/data/test_staging.py::test_another_users_folder_is_refused",
     ),
     Mutation(
-        "recipes/core/data/download.py",
-        "if fault := datasets.content_fault(len(found), hashlib.sha256(found).hexdigest(), file):",
-        "if fault := None:",
+        "recipes/prepare.py",
+        "fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)",
+        "fault = None",
         "a download with another SHA-256 is accepted",
         "tests/unit/data/test_prepare.py::test_a_damaged_source_is_refused",
     ),

@@ -232,10 +232,10 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here("max_steps=1"),
     "sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     "python -m recipes.mnist dataset=digits": here("max_steps=2"),
-    "python -m recipes.prepare mnist data_dir=DIR [source=FOLDER_OR_URL]":
-        tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
-    "python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER_OR_URL]":
-        tool(swap={"DIR": "$NEW", "[source=FOLDER_OR_URL]": "source=$DATA"}, says=NEXT),
+    "python -m recipes.prepare mnist data_dir=DIR [source=FOLDER]":
+        tool(swap={"DIR": "$NEW", "[source=FOLDER]": "source=$DATA"}, says=NEXT),
+    "python -m recipes.prepare cifar10 data_dir=DIR [source=FOLDER]":
+        tool(swap={"DIR": "$NEW", "[source=FOLDER]": "source=$DATA"}, says=NEXT),
     "python -m recipes.prepare imagenet data_dir=PACKED source=FOLDER [size=256] [workers=N] …":
         tool("size=24", {"PACKED": "$NEW", "FOLDER": "$DATA", "[size=256] [workers=N] …": "workers=1"}, says=NEXT),
     "python -m recipes.report": tool(says="^runs/cifar/1234_0 +done "),

@@ -12,11 +12,6 @@ from recipes.core.errors import InputError
 ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gif".split())
 
 
-def allowed(samples: int, max_skipped: int | None = None) -> int:
-    """How many of a split's images may be unreadable: ``max_skipped``, by default 1 % and at least 10."""
-    return max(10, samples // 100) if max_skipped is None else max_skipped
-
-
 class Listing:
     """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
 
@@ -38,8 +33,6 @@ class Listing:
 
     def name(self, i: int) -> str:
         """The sample's path below ``folder``: ``<class>/<file>``; bytes that are not UTF-8 are decoded as by `os.fsdecode`."""
-        if i < 0:
-            i += len(self)
         file = self._names[self._ends[i] : self._ends[i + 1]]
         return f"{self.classes[self._labels[i]]}/{os.fsdecode(bytes(file))}"
 
@@ -67,19 +60,12 @@ class Listing:
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """The classes of ``folder``: its folders that are not hidden, sorted as bytes. Raises InputError if there is none."""
-    needs = f"each class needs a folder with its images, {str(folder)!r}/<class>/*.jpg"
-    loose = 0
-    found = []
-    for entry in _entries(os.fsencode(folder), needs):
-        if _is_image(entry):
-            loose += 1
-        elif _is_folder(entry):
-            found.append(entry.name)
-    if not found and loose:
-        raise InputError(f"{str(folder)!r} has {loose} images and no class folders: {needs}")
-    if not found:
-        raise InputError(f"{str(folder)!r} has no class folders: {needs}")
-    return tuple(os.fsdecode(name) for name in sorted(found))
+    _, folders, _ = next(_walk(os.fsencode(folder)))
+    if not folders:
+        raise InputError(
+            f"{str(folder)!r} has no class folders: each class needs a folder with its images, {str(folder)!r}/<class>/*.jpg"
+        )
+    return tuple(os.fsdecode(name) for name in sorted(folders))
 
 
 def scan(
@@ -89,7 +75,7 @@ def scan(
 
     classes: labels are positions in these (for a validation set, the training set's); default: the folder's own.
     report: called with the number of classes done, at each class.
-    Raises InputError (one line) when there is no folder, class or image, a class without any, or one not in ``classes``.
+    Raises InputError (one line) when there is no folder or class, a class without an image, or one not in ``classes``.
     """
     folder = Path(folder)
     own = class_names(folder)
@@ -104,12 +90,10 @@ def scan(
     empty = []
     for done, name in enumerate(own):
         report(done)
-        files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name)), b"", ()))
+        files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name))))
         if not files:
             empty.append(name)
         listing._add(positions[name], files)
-    if len(empty) == len(own):
-        raise InputError(f"{str(folder)!r} has class folders without images: add <class>/*.jpg, .jpeg, .png, …")
     if empty:
         raise InputError(
             f"{str(folder)!r} has no image in the class folder {empty[0]!r}{_more(empty)}: fill or remove it"
@@ -121,48 +105,23 @@ def _more(names: Sequence[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _images(folder: bytes, below: bytes, parents: tuple[tuple[int, int], ...]) -> Iterator[bytes]:
-    """Paths, relative to the class, of the images in ``folder`` and below. parents: the folders above, to detect loops."""
-    try:
-        status = os.stat(folder)
-    except OSError as error:
-        raise _unreadable(folder, error) from None
-    here = (status.st_dev, status.st_ino)
-    if here in parents:
-        return
-    for entry in _entries(folder):
-        if _is_image(entry):
-            yield below + entry.name
-        elif _is_folder(entry):
-            yield from _images(entry.path, below + entry.name + b"/", (*parents, here))
+def _images(folder: bytes) -> Iterator[bytes]:
+    """Paths, relative to ``folder``, of the images in it and below."""
+    for place, _, files in _walk(folder):
+        below = place[len(folder) + 1 :]
+        for name in files:
+            if name.lower().endswith(ENDINGS):
+                yield os.path.join(below, name)
 
 
-def _entries(folder: bytes, needs: str = "") -> Iterator["os.DirEntry[bytes]"]:
-    """The entries of ``folder`` that are not hidden."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.name.startswith(b"."):
-                    yield entry
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{os.fsdecode(folder)!r} is not a folder{f': {needs}' if needs else ' any more'}") from None
-    except OSError as error:
-        raise _unreadable(folder, error) from None
+def _walk(folder: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    """As `os.walk`, through links, without hidden files and folders. Raises InputError where a folder cannot be read."""
 
+    def refuse(error: OSError) -> None:
+        raise InputError(
+            f"{os.fsdecode(error.filename)!r} cannot be read ({error.strerror}): make it readable, or give another folder"
+        ) from None
 
-def _is_image(entry: "os.DirEntry[bytes]") -> bool:
-    # A link's target is not checked: in a folder of links that would be one more file system call for each.
-    return entry.name.lower().endswith(ENDINGS) and (entry.is_file(follow_symlinks=False) or entry.is_symlink())
-
-
-def _is_folder(entry: "os.DirEntry[bytes]") -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a circular link, or one without permission
-        return False
-
-
-def _unreadable(folder: bytes, error: OSError) -> InputError:
-    return InputError(
-        f"{os.fsdecode(folder)!r} cannot be read ({error.strerror}): make it readable, or give another folder"
-    )
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(b".")]
+        yield place, folders, [name for name in files if not name.startswith(b".")]

@@ -44,32 +44,25 @@ def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
 
 
 class RandomCrop:
-    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`.
-
-    Returns why Pillow had to read the image; "" if the decoder did.
-    """
+    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`."""
 
     def __init__(self, uniform: Tensor, least: float) -> None:
         self._uniform, self._least = uniform.tolist(), least
 
-    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> str:
-        pixels, reason = decode.decode_any(decoder, images.read(sample))
+    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> None:
+        pixels = decode.decode_any(decoder, images.read(sample))
         y, x, h, w = random_box(self._uniform[i], pixels.shape[0], pixels.shape[1], self._least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
-        return reason
 
 
 class CentreCrop:
-    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop.
-
-    Returns what `RandomCrop` returns.
-    """
+    """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
 
     def __init__(self, shorter: int) -> None:
         self._shorter = shorter
 
-    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> str:
-        pixels, reason = decode.decode_any(decoder, images.read(sample))
+    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> None:
+        pixels = decode.decode_any(decoder, images.read(sample))
         height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
@@ -80,7 +73,6 @@ class CentreCrop:
         # round() as in torchvision's center_crop, which prefers the even one of two centres
         y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
         out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
-        return reason
 
 
-Crop = Callable[[Images, Decoder, int, int, Pixels], str]
+Crop = Callable[[Images, Decoder, int, int, Pixels], None]

@@ -1,8 +1,10 @@
 """The files of each dataset: names, sizes, SHA-256, mirrors, and where they are searched. Standard library only."""
 
+import gzip
 import os
 import shlex
 import stat
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +107,23 @@ def content_fault(size: int, sha256: str, file: DataFile) -> str | None:
     return None
 
 
+def content(path: Path, most: int = -1) -> bytes:
+    """The first ``most`` bytes (-1: all) of a file, plain or gzip. Raises DataFileError with the fault as a clause.
+
+    The first byte decides, not the name: browsers and some proxies unpack a .gz and keep its name.
+    """
+    try:
+        with path.open("rb") as plain:
+            packed = plain.read(1) == b"\x1f"
+            plain.seek(0)
+            with gzip.open(plain) if packed else plain as file:
+                return file.read(most)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataFileError(f"is damaged ({error})") from None
+    except OSError as error:
+        raise DataFileError(f"cannot be read ({error.strerror})") from None
+
+
 def search_folders(data_dir: str | Path, dataset: Dataset) -> list[Path]:
     """The folders that may have the dataset's files, in the order of search: torchvision's layout, by name, ``data_dir`` itself."""
     base = folder_of(data_dir)
@@ -142,7 +161,7 @@ def find_mnist(data_dir: str | Path) -> dict[str, Path]:
 def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
     """CIFAR-10's files as prepare writes them below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing.
 
-    index.json is beside them, written last: classes, source, samples, sha256.
+    index.json is beside them, written last: source, classes, samples, sha256.
     """
     base = folder_of(data_dir)
     folder = base / CIFAR10.folder

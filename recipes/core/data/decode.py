@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.nn import functional
 
 from recipes.core.data import pillow
@@ -88,30 +89,25 @@ def _opencv() -> Decoder:
 
 
 def _upright(pixels: Pixels, data: bytes) -> Pixels:
-    """Applies EXIF's orientation."""
-    from PIL import Image
-
+    """Applies EXIF's orientation, which simplejpeg does not."""
+    image = Image.fromarray(pixels)
     try:
-        orientation = Image.open(io.BytesIO(data)).getexif().get(0x0112, 1)
+        image.info["exif"] = Image.open(io.BytesIO(data)).info["exif"]
     except Exception:  # damaged EXIF data; the pixels can still be valid
         return pixels
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    down, right = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
-    return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if right else 1])
+    return np.asarray(pillow.upright(image))
 
 
-def decode_any(decoder: Decoder, data: bytes) -> tuple[Pixels, str]:
-    """Pixels, by Pillow where the decoder cannot read the image; the second result is the reason then, otherwise empty. Raises Unreadable."""
+def decode_any(decoder: Decoder, data: bytes) -> Pixels:
+    """The pixels of an image, by Pillow where the decoder cannot read it. Raises Unreadable."""
     try:
         if data[:2] != JPEG_START:
             raise ValueError("not a JPEG")
         if _announced(data) > MOST_PIXELS:
             raise Unreadable("has more than 178 million pixels")
-        return decoder.decode(data), ""
-    except (RuntimeError, ValueError) as error:
-        image, _ = pillow.decode(data)
-        return np.asarray(image), f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        return decoder.decode(data)
+    except (RuntimeError, ValueError):
+        return np.asarray(pillow.decode(data)[0])
 
 
 def _announced(data: bytes) -> int:

@@ -49,8 +49,7 @@ def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
 
     def tensor(name: str) -> Tensor:
         shape, payload = idx.read_idx(paths[name])
-        buffer = bytearray(payload) if isinstance(payload, bytes) else payload  # a mapped file is not copied
-        return torch.frombuffer(buffer, dtype=torch.uint8).reshape(shape)
+        return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(shape)
 
     images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
     if len(images) != len(labels):

@@ -5,7 +5,6 @@ and after a resume in the middle of an epoch.
 """
 
 import contextlib
-import errno
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -36,7 +35,6 @@ NAMED = 10  # unreadable images that are named; further ones are only counted
 # A run fails after so many unreadable images in a row, in random order, or at such a fraction of at least so many images.
 IN_A_ROW = 10
 SAMPLES, FRACTION = 1000, 0.01
-MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # not an image's fault
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Loader:
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
         self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
         self._to = _Mover(device)
-        self._tally = _Tally(images, self._decoder.name, warn, IN_A_ROW)
+        self._tally = _Tally(images, warn, IN_A_ROW)
         self._centre_tallies: dict[int, _Tally] = {}
 
     @property
@@ -91,11 +89,6 @@ class Loader:
     def skipped(self) -> int:
         """Number of samples that this rank could not read so far, each counted once."""
         return sum(len(tally.skipped) for tally in self._tallies())
-
-    @property
-    def by_pillow(self) -> int:
-        """Number of this rank's images that Pillow read because the decoder could not."""
-        return sum(tally.by_pillow for tally in self._tallies())
 
     def skipped_on_all(self) -> int:
         """Number of samples that some rank could not read, each counted once. Collective."""
@@ -148,7 +141,7 @@ class Loader:
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
         crop, samples = CentreCrop(resize), range(len(images))[part]
-        tally = self._centre_tallies.setdefault(id(images), _Tally(images, self._decoder.name, self._warn))
+        tally = self._centre_tallies.setdefault(id(images), _Tally(images, self._warn))
 
         def jobs() -> Iterator[_Job]:
             for begin in range(0, len(samples), batch_size):
@@ -164,8 +157,7 @@ class Loader:
 class _Job:
     """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
 
-    bad, by_pillow: why an image is unreadable, or why Pillow had to read it, by its position in the batch.
-    at: by the first position of a chunk, the position that is being decoded.
+    bad: why an image is unreadable, by its position in the batch. at: by the first position of a chunk, the position that is being decoded.
     """
 
     source: Images
@@ -176,7 +168,6 @@ class _Job:
     shard: Shard | None = None
     flip: Tensor | None = None
     bad: dict[int, str] = field(default_factory=dict)
-    by_pillow: dict[int, str] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -189,15 +180,8 @@ class _Job:
         for i in range(begin, end):
             self.at[begin] = i
             try:
-                if reason := crop(self.source, self.decoder, samples[i], i, out[i]):
-                    self.by_pillow[i] = reason
+                crop(self.source, self.decoder, samples[i], i, out[i])
             except (OSError, Unreadable) as error:
-                if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-                    name = self.source.name(samples[i])
-                    raise MachineError(
-                        f"{self.source.place!r}: {name!r} cannot be read ({error.strerror}): "
-                        "check this machine's memory and ulimit -n"
-                    ) from None
                 out[i] = 0
                 self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
 
@@ -247,38 +231,26 @@ def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
 
 
 class _Tally:
-    """Counts and reports images that cannot be read, or only by Pillow, and gives the labels of each batch.
+    """Counts and reports images that cannot be read, and gives the labels of each batch.
 
     in_a_row: this many unreadable images in a row end the run; None where images are read in the set's order.
     """
 
-    def __init__(self, images: Images, decoder: str, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
-        self._images, self._decoder, self._warn, self._most_in_a_row = images, decoder, warn, in_a_row
+    def __init__(self, images: Images, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
+        self._images, self._warn, self._most_in_a_row = images, warn, in_a_row
         self._seen = self._bad = self._in_a_row = 0
         self.skipped: set[int] = set()
-        self.by_pillow = 0
 
     def labels(self, job: _Job) -> Tensor:
         """int64 (b,), IGNORE where a sample is unreadable. Raises InputError where too many are."""
         labels = torch.tensor([self._images.label(sample) for sample in job.samples], dtype=torch.int64)
-        for i in job.bad:
-            labels[i] = IGNORE
-        for i in sorted(job.by_pillow):
-            self._warn_by_pillow(job.samples[i], job.by_pillow[i])
         for i, sample in enumerate(job.samples):
             self._seen += 1
             self._in_a_row = self._in_a_row + 1 if i in job.bad else 0
             if i in job.bad:
+                labels[i] = IGNORE
                 self._note(sample, job.bad[i])
         return labels
-
-    def _warn_by_pillow(self, sample: int, reason: str) -> None:
-        self.by_pillow += 1
-        if self.by_pillow == 1:
-            name = self._images.name(sample)
-            self._warn(
-                f"{name!r} is read by Pillow ({reason}), like all images that decoder={self._decoder} cannot read; this is slower, and logged once"
-            )
 
     def _note(self, sample: int, reason: str) -> None:
         self._bad += 1

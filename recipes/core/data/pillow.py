@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 LONGEST = 65500  # pixels of a side: libjpeg's limit
-UPRIGHT = 1
-TRANSPOSED = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"} | {
-    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}  # EXIF's orientation: Pillow's operation that undoes it  # fmt: skip
 
 
 class Unreadable(Exception):
@@ -58,16 +55,20 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
 
 def decode(data: bytes) -> tuple["Image.Image", bool]:
     """The image upright in RGB, and whether it is a JPEG that needed no conversion. Raises Unreadable."""
-    from PIL import Image
+    original = open_image(data)
+    image = upright(original)
+    plain = original.format == "JPEG" and original.mode == "RGB" and image is original
+    return to_rgb(image), plain
 
-    image = open_image(data)
-    plain = image.format == "JPEG" and image.mode == "RGB"
-    way = TRANSPOSED.get(_orientation(image))
-    image = to_rgb(image)
-    if way:
-        image = image.transpose(Image.Transpose[way])
-        plain = False
-    return image, plain
+
+def upright(image: "Image.Image") -> "Image.Image":
+    """The image as EXIF's orientation turns it; the same object if it is upright."""
+    from PIL import ImageOps
+
+    try:
+        return image if image.getexif().get(0x0112, 1) == 1 else ImageOps.exif_transpose(image)
+    except Exception:  # damaged EXIF data; the pixels can still be valid
+        return image
 
 
 def open_image(data: bytes) -> "Image.Image":
@@ -100,13 +101,6 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
     if image.mode == "I":
         return image.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _orientation(image: "Image.Image") -> int:
-    try:
-        return int(image.getexif().get(0x0112, UPRIGHT))
-    except Exception:  # damaged EXIF data; the pixels can still be valid
-        return UPRIGHT
 
 
 def _reduced(image: "Image.Image", size: int) -> "Image.Image":

@@ -93,15 +93,3 @@ def content(data: bytes) -> Answer:
 
 def status(code: int, **headers: object) -> Answer:
     return lambda handler: handler.head(code, Content_Length=0, **headers)
-
-
-def half_then_wait(half_sent: threading.Event, go_on: threading.Event) -> Answer:
-    def answer(handler: Handler) -> None:
-        middle = len(handler.body) // 2
-        handler.head(200, Content_Length=len(handler.body))
-        handler.wfile.write(handler.body[:middle])
-        half_sent.set()
-        go_on.wait(20)
-        handler.wfile.write(handler.body[middle:])
-
-    return answer

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -78,7 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed") / "copy"
-    write.pack(folder, root, PackOptions(size=64, workers=1, samples_per_shard=10), say=lambda text: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.core.data.packed.write.SAMPLES_PER_SHARD", 10)
+        write.pack(folder, root, PackOptions(size=64, workers=1), say=lambda text: None)
     return root
 
 
@@ -155,7 +155,8 @@ def test_opencvs_pixels_are_close_to_torchvisions(folder: Path) -> None:
 def test_packed_images_are_read_as_stored(packed: Path) -> None:
     source = open_images(packed, "val")
     for i in range(len(source)):
-        offset, length, shard, *_ = format.record((packed / "val.index").read_bytes(), i)
+        records = (packed / "val.index").read_bytes()
+        offset, length, shard, *_ = format.RECORD.unpack_from(records, i * format.RECORD.size)
         assert source.read(i) == (packed / f"val-{shard:05d}.bin").read_bytes()[offset : offset + length]
 
 
@@ -320,31 +321,6 @@ def test_no_more_than_a_few_batches_are_read_ahead(folder: Path, monkeypatch: py
     assert len(seen) < 60  # what was still to come is given up
 
 
-def test_decoders_release_the_interpreters_lock(decoder: str) -> None:
-    data, decode = jpeg(picture(0, 5000, 4000)), make_decoder(decoder).decode
-
-    def lets_others_run() -> bool:
-        """Whether another thread went on meanwhile. Other processes may keep it from that, but not each time."""
-        gaps, stop = [0.0], threading.Event()
-
-        def tick() -> None:
-            last = time.perf_counter()
-            while not stop.wait(0.0005):
-                last, before = time.perf_counter(), last
-                gaps.append(last - before)
-
-        other = threading.Thread(target=tick)
-        other.start()
-        start = time.perf_counter()
-        decode(data)
-        took = time.perf_counter() - start
-        stop.set()
-        other.join()
-        return max(gaps) < 0.7 * took
-
-    assert any(lets_others_run() for _ in range(10))
-
-
 def test_resizing_starts_no_further_threads(folder: Path) -> None:
     code = (
         "import os, sys, threading, numpy as np, torch\n"
@@ -378,22 +354,19 @@ ODD: dict[str, tuple[Callable[[Image.Image], bytes], bool]] = {  # what it is, a
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_images_of_other_formats_are_read_and_counted(tmp_path: Path, kind: str, decoder: str) -> None:
+def test_images_of_other_formats_are_read(tmp_path: Path, kind: str, decoder: str) -> None:
     make, by_pillow = ODD[kind]
     (tmp_path / "train" / "a").mkdir(parents=True)
     for i in range(3):
         (tmp_path / "train" / "a" / f"{i}.JPEG").write_bytes(make(picture(i)))
-    told: list[str] = []
     source = open_images(tmp_path, "train")
-    one = make_loader(source, decoder=decoder, warn=told.append)
+    one = make_loader(source, decoder=decoder)
     ((batch, labels),) = one.centres(source, slice(0, 3), 64, 90, 10)
     assert labels.tolist() == [0, 0, 0]
     for i in range(3):
         whole = Image.open(tmp_path / "train" / "a" / f"{i}.JPEG").convert("RGB")
         assert worst(batch[i], TF.center_crop(whole, [64, 64])) <= (1 if decoder == "torchvision" or by_pillow else 48)
-    assert len(told) == by_pillow
-    assert one.by_pillow == 3 * by_pillow
-    assert not told or ("'a/0.JPEG' is read by Pillow" in told[0] and decoder in told[0])
+    assert one.skipped == 0
 
 
 DAMAGED: dict[str, Callable[[Path], object]] = {
@@ -455,21 +428,6 @@ def test_unreadable_images_in_a_row_do_not_end_an_evaluation(folder: Path, tmp_p
     assert (labels == IGNORE).sum() == one.skipped == loader.IN_A_ROW
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_lack_of_memory_or_descriptors_is_a_machine_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, number: int
-) -> None:
-    source = open_images(folder, "train")
-
-    def lacking(i: int) -> bytes:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(source, "read", lacking)
-    with pytest.raises(MachineError, match=rf"JPEG' cannot be read \({os.strerror(number)}\): check this machine's"):
-        next(make_loader(source, workers=workers).epoch(0))
-
-
 def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, ends in ((50, True), (200, False)):
         source = Fake(3000)
@@ -496,41 +454,36 @@ def test_more_than_one_percent_unreadable_images_end_the_run(monkeypatch: pytest
 # ---------------------------------------------------------------- folders
 
 
-def damage(folder: Path, kind: str) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    shard, records = folder / "train-00001.bin", folder / "train.index"
-    if kind == "shard short":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif kind == "shard gone":
-        shard.unlink()
-    elif kind == "index short":
-        records.write_bytes(records.read_bytes()[:-24])
-    elif kind == "index flipped":
-        content = bytearray(records.read_bytes())
-        content[24 + 16] ^= 1  # a label, to another that there is
-        records.write_bytes(content)
-    elif kind == "fewer classes":
-        index["classes"] = index["classes"][:2]
-        (folder / "index.json").write_text(json.dumps(index))
-    elif kind == "no such split":
-        del index["splits"]["train"]
-        (folder / "index.json").write_text(json.dumps(index))
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def change_index(copy: Path, **changed: Any) -> None:
+    (copy / "index.json").write_text(json.dumps({**json.loads((copy / "index.json").read_text()), **changed}))
+
+
+def flip_a_label(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[24 + 16] ^= 1  # to another label that there is
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("damage", "says"),
     [
-        ("shard short", r"train-00001.bin' has \d+ bytes instead of \d+"),
-        ("shard gone", r"train-00001.bin' is missing"),
-        ("index short", r"train.index' has \d+ bytes instead of \d+"),
-        ("index flipped", r"train.index' is damaged"),
-        ("fewer classes", r"train.index' is damaged"),
-        ("no such split", r"has no train/"),
+        (lambda copy: cut(copy / "train-00001.bin", 1), r"train-00001.bin' has \d+ bytes instead of \d+"),
+        (lambda copy: (copy / "train-00001.bin").unlink(), r"train-00001.bin' cannot be read \(No such file"),
+        (lambda copy: cut(copy / "train.index", 24), r"train.index' has \d+ bytes instead of \d+"),
+        (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
+        (lambda copy: change_index(copy, classes=list(CLASSES[:2])), r"train.index' is damaged"),
+        (lambda copy: change_index(copy, splits={}), r"has no samples of train/"),
     ],
 )
-def test_a_damaged_packed_copy_is_found_when_it_is_opened(packed: Path, tmp_path: Path, kind: str, says: str) -> None:
+def test_a_damaged_packed_copy_is_found_when_it_is_opened(
+    packed: Path, tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
     shutil.copytree(packed, tmp_path / "copy")
-    damage(tmp_path / "copy", kind)
+    damage(tmp_path / "copy")
     with pytest.raises(InputError, match=says) as caught:
         open_images(tmp_path / "copy", "train")
     assert "prepare imagenet" in str(caught.value)
@@ -568,19 +521,11 @@ def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, fo
     assert datasets.find_imagenet(tmp_path / "set") == tmp_path / "set" / "imagenet"
 
 
-def test_unreadable_data_is_reported_in_one_line(packed: Path, folder: Path, reachable: Path) -> None:
+def test_an_unreadable_index_is_reported_in_one_line(packed: Path, reachable: Path) -> None:
     copy = shutil.copytree(packed, reachable / "copy")
     (copy / "train.index").chmod(0)
     with not_root(), pytest.raises(InputError, match=r"train\.index' cannot be read \(Permission denied\)"):
         open_images(copy, "train")
-    copy.chmod(0)
-    files = shutil.copytree(folder, reachable / "files")
-    files.chmod(0)
-    for place, find in itertools.product(
-        (copy, files), (lambda place: open_images(place, "val"), datasets.find_imagenet)
-    ):
-        with not_root(), pytest.raises(InputError, match=r"^data_dir: '.*' cannot be read \(Permission denied\)"):
-            find(str(place))
 
 
 def fake_run(told: list[str], first: str | None = None) -> Any:

@@ -1,19 +1,18 @@
 """Samples of a packed copy, for a loader's threads."""
 
 import hashlib
-import mmap
 import os
-import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from recipes.core.data.datasets import DataFileError
+from recipes.core.data.datasets import DataFile, DataFileError
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
 
-FIELDS = np.dtype("<u8, <u4, <u4, <u4, <u2, <u2")  # format.Record's
+FIELDS = np.dtype(list(zip(format.RECORD_FIELDS, ("<u8", "<u4", "<u4", "<u4", "<u2", "<u2"), strict=True)))
 assert FIELDS.itemsize == format.RECORD.size
 
 
@@ -26,79 +25,59 @@ class Packed:
 
     def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
         again = f"pack again: {format.prepare_command(folder)}"
-        if split not in copy.splits:
-            raise DataFileError(f"{str(folder)!r} has no {split}/: give a source= that has one, and {again}")
-        found = copy.splits[split]
-        for file in found.files:
-            actual = _file_size(folder / file.name)
-            if actual != file.size:
-                fault = "is missing" if actual is None else f"has {actual} bytes instead of {file.size}"
-                raise DataFileError(f"{str(folder / file.name)!r} {fault}: {again}")
-        if not found.samples:
-            raise DataFileError(f"{str(folder)!r} has no samples of {split}: {again}")
+        found = copy.splits.get(split)
+        if not found or not found.samples:
+            raise DataFileError(
+                f"{str(folder)!r} has no samples of {split}/: give a source= that has some, and {again}"
+            )
         self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)
-        self._folder, self._split, self._samples = folder, split, found.samples
-        self._files = [file.name for file in found.shards]
-        path = folder / found.index.name
-        try:
-            with open(path, "rb") as opened:
-                self._index = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise DataFileError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
-        self._digest = hashlib.sha256(self._index).hexdigest()
+        self._split, self._files = split, [file.name for file in found.shards]
+        self._shards = [_open(folder, file, again) for file in found.shards]
+        with _open(folder, found.index, again) as opened:
+            self._records = np.memmap(opened, FIELDS, "r")
+        self._digest = hashlib.sha256(self._records.data).hexdigest()
         if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
-            raise DataFileError(f"{str(path)!r} is damaged: {again}")
-        self._open: dict[int, int] = {}
-        self._opening = threading.Lock()
-
-    def __del__(self) -> None:
-        for opened in getattr(self, "_open", {}).values():
-            os.close(opened)
+            raise DataFileError(f"{str(folder / found.index.name)!r} is damaged: {again}")
 
     def _is_valid(self, sizes: list[int]) -> bool:
         """Whether every record has a known label and points into a shard. sizes: of the shards, in bytes."""
-        for begin in range(0, self._samples, 1 << 16):  # in parts, to bound the memory
-            count = min(1 << 16, self._samples - begin)
-            part = np.frombuffer(self._index, FIELDS, count, begin * FIELDS.itemsize)
-            offset, length, shard, label, *_ = (part[name] for name in FIELDS.names or ())
-            if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
-                return False
-            size = np.asarray(sizes, np.uint64)[shard]
-            if (offset > size).any() or (length > size - offset).any():  # offset + length could overflow
-                return False
-        return True
+        offset, length, shard, label = (self._records[name] for name in ("offset", "length", "shard", "label"))
+        if (shard >= len(sizes)).any() or (label >= len(self.classes)).any():
+            return False
+        size = np.asarray(sizes, np.uint64)[shard]
+        return not ((offset > size).any() or (length > size - offset).any())  # offset + length could overflow
 
     def __len__(self) -> int:
-        return self._samples
+        return len(self._records)
 
     def label(self, i: int) -> int:
-        return format.record(self._index, i).label
+        return int(self._records[i]["label"])
 
     def name(self, i: int) -> str:
         """Names the sample by its shard: a packed copy does not keep the original file's name."""
-        return f"{self._split} sample {i} ({self._files[format.record(self._index, i).shard]})"
+        return f"{self._split} sample {i} ({self._files[self._records[i]['shard']]})"
 
     def digest(self) -> str:
         return self._digest
 
     def read(self, i: int) -> bytes:
-        record = format.record(self._index, i)
-        content = os.pread(self._shard(record.shard), record.length, record.offset)
-        if len(content) != record.length:
+        record = self._records[i]
+        length = int(record["length"])
+        content = os.pread(self._shards[record["shard"]].fileno(), length, int(record["offset"]))
+        if len(content) != length:
             raise Unreadable("is truncated")
         return content
 
-    def _shard(self, shard: int) -> int:
-        """The shard's file descriptor, which stays open."""
-        with self._opening:
-            if shard not in self._open:
-                self._open[shard] = os.open(self._folder / self._files[shard], os.O_RDONLY | os.O_CLOEXEC)
-            return self._open[shard]
 
-
-def _file_size(path: Path) -> int | None:
+def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
+    """Opens a file for reading. Raises DataFileError where it is missing or has another size."""
+    path = folder / file.name
     try:
-        return path.stat().st_size
-    except OSError:
-        return None
+        opened = open(path, "rb", buffering=0)  # noqa: SIM115
+        size = os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise DataFileError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}") from None
+    if size != file.size:
+        raise DataFileError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
+    return opened

@@ -31,19 +31,19 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
     """Copies a packed copy to a folder below ``stage_dir``, once for each node, and gives that folder.
 
     Every rank of the node calls it: the first one copies, the others wait. An interrupted copy continues, complete files are
-    kept, and each file's SHA-256 is verified while it is copied. report: gets the bytes done and their total at least once a second
-    during copying and waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and MachineError (disk full or
-    not writable, no locks, another user's folder).
+    kept, and each file's SHA-256 is verified while it is copied. report: gets the bytes of complete files and of all files, at least
+    once a second during copying and waiting. Raises InputError (``folder`` is not a packed copy, or a damaged one) and MachineError
+    (disk full or not writable, no locks, another user's folder).
     """
     try:
         copy = format.read_index(folder)
     except InputError as error:
         raise InputError(f"stage_dir=: needs a packed copy as data_dir: {error}") from None
     target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
-    total = sum(file.size for file in copy.files)
+    need = total = sum(file.size for file in copy.files)
 
     def show() -> None:
-        report(min(total, _bytes_there(target)), total)
+        report(total - sum(file.size for file in _missing(target, copy)), total)
 
     def wait_for_copy() -> None:
         show()
@@ -58,9 +58,11 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
                         f"stage_dir={str(stage_dir)!r}: its file system has no locks: give a folder of a node's own disk"
                     )
                 if not _is_finished(target, copy):
-                    _copy_all(folder, target, copy, show)
+                    need = sum(file.size for file in _missing(target, copy)) + len(copy.content)
+                    files.check_free(target, need)
+                    _copy_missing(folder, target, copy, show)
     except OSError as error:
-        raise files.disk_error(error, "stage_dir", target.parent) from None
+        raise files.disk_error(error, "stage_dir", target.parent, need) from None
     return target
 
 
@@ -86,82 +88,56 @@ def _is_finished(target: Path, copy: PackedCopy) -> bool:
 
 
 def _missing(target: Path, copy: PackedCopy) -> list[DataFile]:
-    return [file for file in copy.files if not _is_complete(target / file.name, file)]
+    """The files of ``copy`` that are not plain files of their size in ``target``."""
+    return [file for file in copy.files if not _is_there(target / file.name, file.size)]
 
 
-def _is_complete(path: Path, file: DataFile) -> bool:
-    """Checks a shard's size only. An index is hashed too: a damaged one would fail every start."""
-    if _size(path) != file.size:
-        return False
-    return not path.name.endswith(".index") or datasets.fault_of(path, file) is None
-
-
-def _size(path: Path) -> int:
-    """The size of a plain file, -1 where there is none."""
+def _is_there(path: Path, size: int) -> bool:
     try:
         found = path.lstat()
     except OSError:
-        return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
-def _bytes_there(target: Path) -> int:
-    with os.scandir(target) as entries:
-        return sum(max(0, _size(Path(entry.path))) for entry in entries)
-
-
-def _copy_all(folder: Path, target: Path, copy: PackedCopy, show: Callable[[], None]) -> None:
-    """Copies the missing files, then index.json. The caller holds the lock. Raises MachineError, InputError, OSError."""
+def _copy_missing(folder: Path, target: Path, copy: PackedCopy, show: Callable[[], None]) -> None:
+    """Copies the missing files, then index.json. The caller holds the lock. Raises InputError, OSError."""
     files.remove_temporary(target)
     (target / format.INDEX).unlink(missing_ok=True)  # of a copy that has lost a file since
-    missing = _missing(target, copy)
-    need = sum(file.size for file in missing) + len(copy.content)
+    show()
+    pool = ThreadPoolExecutor(COPIERS)
     try:
-        files.check_free(target, need)
-        show()
-        with ThreadPoolExecutor(COPIERS) as pool:
-            pending = {pool.submit(_copy, file, folder, target) for file in missing}
-            try:
-                while pending:
-                    finished, pending = wait(pending, REPORT_S, FIRST_EXCEPTION)
-                    for one in finished:
-                        one.result()
-                    show()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        files.write_whole(target / format.INDEX, lambda out: out.write(copy.content))
-    except OSError as error:
-        raise files.disk_error(error, "stage_dir", target.parent, need) from None
+        pending = {pool.submit(_copy, file, folder, target) for file in _missing(target, copy)}
+        while pending:
+            finished, pending = wait(pending, REPORT_S, FIRST_EXCEPTION)
+            for one in finished:
+                one.result()
+            show()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    files.write_bytes(target / format.INDEX, copy.content)
 
 
 def _copy(file: DataFile, folder: Path, target: Path) -> None:
     """Raises OSError where the target cannot be written, InputError where the source is not what index.json says."""
-    files.write_whole(target / file.name, lambda out: _fill(out, file, folder))
+    path = folder / file.name
+
+    def fill(out: IO[bytes]) -> None:
+        digest, size = hashlib.sha256(), 0
+        for chunk in _chunks(path):
+            digest.update(chunk)
+            size += out.write(chunk)
+        if fault := datasets.content_fault(size, digest.hexdigest(), file):
+            raise InputError(f"{str(path)!r} {fault}: pack again: {format.prepare_command(folder)}")
+
+    files.write_whole(target / file.name, fill)
 
 
-def _fill(out: IO[bytes], file: DataFile, folder: Path) -> None:
-    path, digest, size = folder / file.name, hashlib.sha256(), 0
-    chunk = memoryview(bytearray(CHUNK_BYTES))
-    with _reading(path):
-        source = open(path, "rb", buffering=0)  # noqa: SIM115
-    with source:
-        while size <= file.size:
-            with _reading(path):
-                count = source.readinto(chunk)
-            if not count:
-                break
-            size += count
-            digest.update(chunk[:count])
-            out.write(chunk[:count])
-    if fault := datasets.content_fault(size, digest.hexdigest(), file):
-        raise InputError(f"{str(path)!r} {fault}: pack again: {format.prepare_command(folder)}")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Distinguishes errors in reading the source from errors in writing the target."""
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The content of the source. Raises InputError, which distinguishes it from an error in writing the target."""
     try:
-        yield
+        with open(path, "rb", buffering=0) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                yield chunk
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
