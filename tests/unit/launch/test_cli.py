@@ -29,6 +29,8 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
+    monkeypatch.setenv("SLURM_CLUSTERS", "x")  # so that what launch.py sets is undone at the end of the test
+    monkeypatch.delenv("SLURM_CLUSTERS")
     words = ["recipe=mnist", "data_dir=d", "epochs=1", "umask=027"]
     assert launch.main(words) == 0
     assert "SLURM_NTASKS" not in (tmp_path / "env").read_text()
