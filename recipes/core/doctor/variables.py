@@ -114,14 +114,10 @@ def _master(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _gpus(environ: Mapping[str, str]) -> Iterator[Problem]:
-    name = "CUDA_VISIBLE_DEVICES"
-    devices = [item.strip() for item in environ.get(name, "").split(",") if item.strip()]
-    granted = environ.get("SLURM_GPUS_ON_NODE", "")
-    fix = "unset it and request GPUs from Slurm, which sets the variable for each step"
-    if name in environ and not devices and granted not in ("", "0"):
+    name, granted = "CUDA_VISIBLE_DEVICES", environ.get("SLURM_GPUS_ON_NODE", "")
+    if environ.get(name, "-").strip(", ") == "" and granted not in ("", "0"):
+        fix = "unset it and request GPUs from Slurm, which sets the variable for each step"
         yield Problem(name, f"is empty and hides the {shown(granted)} GPUs that Slurm granted", fix)
-    elif len(set(devices)) < len(devices):  # torch/cuda/__init__.py, _parse_visible_devices
-        yield Problem(name, f"{_quoted(environ[name])} names a GPU twice: CUDA shows none", fix, bad=True)
 
 
 def _quoted(value: str) -> str:

@@ -43,10 +43,6 @@ def test_a_port_that_is_closed() -> None:
     assert reach.probe(3, "127.0.0.1", reach.serve(), 5, closed_port()) == reach.Link(3, "master", refused)
 
 
-def test_a_name_that_does_not_resolve() -> None:
-    assert reach.probe(3, "no-such-host.invalid", 1, 20).fault == "connect"
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -81,7 +77,7 @@ def test_a_port_that_is_taken_in_one_family_is_taken() -> None:
         reach.serve(other.getsockname()[1])
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 16, 255, 4096])
+@pytest.mark.parametrize("count", [2, 3, 16, 255])
 def test_a_node_probes_at_most_three_others_and_each_is_probed(count: int) -> None:
     probed = [reach.peers(node, count) for node in range(count)]
     assert max(map(len, probed)) <= 3
