@@ -7,9 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from recipes.core.config import envfile
 from recipes.core.errors import shown
 from recipes.core.place.hostlist import HostListError, expand
 from recipes.core.place.launcher_variables import is_loopback
@@ -55,13 +53,6 @@ def problems(environ: Mapping[str, str]) -> list[Problem]:
     """The problems in a process's environment, bad ones first. Interfaces and devices are not looked up."""
     found = [*_names(environ), *_nccl(environ), *_interfaces(environ), *_master(environ), *_gpus(environ)]
     return sorted(found, key=lambda problem: (not problem.bad, problem.name))
-
-
-def check_file(path: Path, root: Path) -> list[Problem]:
-    """The problems of the variables that an env file sets, together with ``root/common.env``. Raises ConfigError."""
-    own = envfile.read(path)
-    both = envfile.read(root / "common.env") | own
-    return [problem for problem in problems(both) if problem.name in own]
 
 
 def _names(environ: Mapping[str, str]) -> Iterator[Problem]:

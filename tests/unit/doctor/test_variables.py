@@ -6,12 +6,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from recipes.core.doctor.variables import check_file, problems
-from recipes.core.errors import ConfigError
+from recipes.core.config import envfile
+from recipes.core.doctor.variables import problems
 from tests.helpers import ROOT
 
-ENV_DIR = ROOT / "env"
-FILES = sorted(ENV_DIR.rglob("*.env"))
+FILES = sorted((ROOT / "env").rglob("*.env"))
 SLURM = {
     "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8",
     "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_NODELIST": "gpu[01-04]", "SLURM_STEP_NODELIST": "gpu[01-02]",
@@ -57,7 +56,7 @@ def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(invalid: str, na
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_shipped_file_has_no_problem(path: Path) -> None:
     assert len(FILES) >= 8
-    assert check_file(path, ENV_DIR) == []
+    assert problems(envfile.read(ROOT / "env/common.env") | envfile.read(path)) == []
 
 
 def test_names_that_resemble_a_known_one_are_no_problem() -> None:
@@ -69,15 +68,6 @@ def test_names_that_resemble_a_known_one_are_no_problem() -> None:
         NCCL_GPUDIRECTTCPX_CTRL_DEV TESTS_DEVICE UCX_TLS
     """
     assert problems(dict.fromkeys(valid.split(), "1")) == []
-
-
-def test_a_file_is_checked_together_with_the_common_file(tmp_path: Path) -> None:
-    (tmp_path / "common.env").write_text("NCCL_IB_DISABLE=1\nNCCL_ALGO=x\n")
-    (tmp_path / "site.env").write_text("NCCL_NET=IB\n")
-    assert [problem.name for problem in check_file(tmp_path / "site.env", tmp_path)] == ["NCCL_NET"]
-    (tmp_path / "site.env").write_text('NCCL_NET="IB')
-    with pytest.raises(ConfigError, match="is in double quotes"):
-        check_file(tmp_path / "site.env", tmp_path)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
