@@ -229,15 +229,6 @@ def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pyt
         find_cifar10(tmp_path / "data")
 
 
-def test_a_missing_conversion_names_all_files_and_the_command(tmp_path: Path) -> None:
-    with pytest.raises(DataFileError) as caught:
-        find_cifar10(tmp_path)
-    message = str(caught.value)
-    assert all(name in message for name in datasets.CIFAR10_IDX)
-    assert f"python -m recipes.prepare cifar10 data_dir={tmp_path}" in message
-    assert "\n" not in message
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with serving({cifar10.ARCHIVE: ARCHIVE}) as one:

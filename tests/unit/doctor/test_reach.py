@@ -37,6 +37,15 @@ def test_a_node_that_answers(host: str) -> None:
     assert reach.probe(3, host, reach.serve(), 5, reach.serve()) == reach.Link(3)
 
 
+def test_an_error_of_accept_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = reach.listener(0)
+    listening.settimeout(0.05)
+    monkeypatch.setattr(reach, "listener", lambda port: listening)
+    port = reach.serve()
+    time.sleep(0.2)
+    assert reach.probe(3, "127.0.0.1", port, 5) == reach.Link(3)
+
+
 def test_a_port_that_is_closed() -> None:
     refused = "Connection refused"
     assert reach.probe(3, "127.0.0.1", closed_port(), 5) == reach.Link(3, "connect", refused)
