@@ -4,7 +4,7 @@
     python -m recipes.doctor                                                 # this machine alone, for example a login node
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
-    python -m recipes.doctor env my.env                                      # check an env file
+    python -m recipes.doctor network=my.env                                  # the same, with the variables of an env file
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
 One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +25,7 @@ from recipes.conf.doctor import Config
 from recipes.core import errors
 from recipes.core.config import envfile, help, profiles
 from recipes.core.config.run_keys import Device
-from recipes.core.doctor import commands, examine, explain, variables
+from recipes.core.doctor import commands, examine, explain
 from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
@@ -43,11 +42,8 @@ def main(argv: list[str]) -> int:
     if command == ["explain"] and words:
         errors.show("\n".join(explain.explain([Path(word) for word in words], Queue())))
         return errors.EXIT_DONE
-    if command == ["env"] and words:
-        return check_env_files(words)
-    if command in (["explain"], ["env"]):
-        usage = f"python -m recipes.doctor {command[0]} {'FOLDER' if command == ['explain'] else 'FILE'}"
-        raise ConfigError(f"{command[0]}: a path is missing: {usage}")
+    if command == ["explain"]:
+        raise ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
     if any(word in ("-h", "--help") for word in argv):
         errors.show(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
@@ -89,24 +85,6 @@ def _shared_id(info: RankInfo) -> str | None:
     launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another value
     run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
     return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
-
-
-def check_env_files(files: Sequence[str]) -> int:
-    """Prints the problems of env files. Returns status 2 if a file cannot be used, or sets something that cannot work."""
-    code = errors.EXIT_DONE
-    for file in files:
-        try:
-            problems = variables.check_file(Path(file), ROOT / "env")
-        except ConfigError as error:
-            print(f"doctor: {error}", file=sys.stderr)
-            code = errors.EXIT_CONFIG
-            continue
-        for problem in problems:
-            errors.show(f"{file}: {problem.name}: {problem.what}: {problem.fix}")
-            code = errors.EXIT_CONFIG if problem.bad else code
-        if not problems:
-            errors.show(f"{file}: no problems")
-    return code
 
 
 def _end(status: int, why: str = "") -> NoReturn:

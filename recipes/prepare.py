@@ -120,10 +120,10 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
 def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
     """Writes all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    folder = data_dir / dataset.folder
+    folder = data_dir / dataset.folders[0]
     missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
     if missing:
-        sources = [_sources(dataset, file, data_dir, keys.source) for file in missing]
+        sources = [_sources(dataset, file, keys.source) for file in missing]
         with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
             for file, candidates in zip(missing, sources, strict=True):
                 content = _first_valid(file, candidates, scratch)
@@ -141,16 +141,13 @@ def _is_valid(path: Path, file: DataFile) -> bool:
     return fault is None
 
 
-def _sources(dataset: Dataset, file: DataFile, data_dir: Path, source: str) -> list[str]:
+def _sources(dataset: Dataset, file: DataFile, source: str) -> list[str]:
     """Paths and URLs where the file may be, in the order in which to try them. Raises InputError if ``source`` lacks it."""
-    if source:
-        if given := [str(path) for path in datasets.local_copies(source, dataset, file, "source")]:
-            return given
-        raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
-    # A copy elsewhere below data_dir saves the download; the one in the file's own place is known to be invalid.
-    own = data_dir / dataset.folder / file.name
-    local = [str(path) for path in datasets.local_copies(data_dir, dataset, file) if path != own]
-    return local + [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
+    if not source:
+        return [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
+    if given := [str(path) for path in datasets.local_copies(source, dataset, file.name, "source")]:
+        return given
+    raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
 
 
 def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path) -> bytes:
@@ -201,14 +198,14 @@ def _writing(data_dir: Path, folder: Path, need: int) -> Iterator[Path]:
 
 
 def _say_next(dataset: Dataset, data_dir: Path) -> None:
-    _say(f"{dataset.name} is in {data_dir / dataset.folder}")
+    _say(f"{dataset.name} is in {data_dir / dataset.folders[0]}")
     _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
     """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    folder = data_dir / datasets.CIFAR10.folder
+    folder = data_dir / datasets.CIFAR10.folders[0]
     if made_from := cifar10.made_from(folder):
         _say(f"cifar10: already there, verified, made from {made_from}")
     else:

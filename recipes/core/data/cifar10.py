@@ -36,7 +36,7 @@ def local_source(source: str, data_dir: Path) -> Path | None:
     """
     kind = functools.partial(datasets.kind, key="source" if source else "data_dir")
     given = Path(source).expanduser().absolute()
-    for root in (given,) if source else (data_dir, data_dir / datasets.CIFAR10.folder):
+    for root in (given,) if source else (data_dir, data_dir / datasets.CIFAR10.folders[0]):
         if kind(root / BATCHES) == "folder":
             return root / BATCHES
         if kind(root / ARCHIVE) == "file":

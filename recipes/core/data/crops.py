@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from recipes.core.data import decode
+from recipes.core.data import decode, pillow
 from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
@@ -36,13 +36,6 @@ def random_box(uniform: Sequence[float], height: int, width: int, least: float) 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
-    """Height and width of an image after its shorter side is resized to ``shorter``, as torchvision's Resize."""
-    if height <= width:
-        return shorter, int(shorter * width / height)
-    return int(shorter * height / width), shorter
-
-
 class RandomCrop:
     """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`."""
 
@@ -63,7 +56,7 @@ class CentreCrop:
 
     def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> None:
         pixels = decode.decode_any(decoder, images.read(sample))
-        height, width = resized(pixels.shape[0], pixels.shape[1], self._shorter)
+        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], self._shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
         if (height, width) != pixels.shape[:2]:

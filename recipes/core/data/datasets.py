@@ -27,13 +27,18 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files. folder: where they are below data_dir. mirrors: base URLs of the files, compressed (``.gz``)."""
+    """A dataset of a few files: those of IDX_KEYS in this order, and further ones.
+
+    folders: where they may be below data_dir; prepare writes to the first. files: the published ones, with their mirrors: base URLs of
+    the compressed files (``.gz``). names: of files that prepare makes.
+    """
 
     name: str
     recipe: str
-    folder: str
+    folders: tuple[str, ...]
     files: tuple[DataFile, ...] = ()
     mirrors: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 # The names and the first mirror are torchvision 0.30's (datasets/mnist.py), the second mirror is used by TensorFlow's
@@ -42,7 +47,7 @@ class Dataset:
 MNIST = Dataset(
     name="mnist",
     recipe="mnist",
-    folder="MNIST/raw",
+    folders=("MNIST/raw", "mnist", ""),  # the first is torchvision's
     files=(
         DataFile(
             "train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
@@ -58,15 +63,16 @@ MNIST = Dataset(
 )
 IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
-CIFAR10 = Dataset(name="cifar10", recipe="cifar", folder="cifar10")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# The files that prepare writes, in the order of IDX_KEYS: images of shape (N, 3, 32, 32).
+# The files that prepare writes: images of shape (N, 3, 32, 32).
 CIFAR10_IDX = (
     "train-images-idx4-ubyte",
     "train-labels-idx1-ubyte",
     "test-images-idx4-ubyte",
     "test-labels-idx1-ubyte",
 )
+# index.json (source, classes, samples, sha256) is written last.
+CIFAR10 = Dataset(name="cifar10", recipe="cifar", folders=("cifar10",), names=(*CIFAR10_IDX, "index.json"))
 
 
 def folder_of(data_dir: str | Path) -> Path:
@@ -124,18 +130,13 @@ def content(path: Path, most: int = -1) -> bytes:
         raise DataFileError(f"cannot be read ({error.strerror})") from None
 
 
-def search_folders(data_dir: str | Path, dataset: Dataset) -> list[Path]:
-    """The folders that may have the dataset's files, in the order of search: torchvision's layout, by name, ``data_dir`` itself."""
-    base = folder_of(data_dir)
-    return [base / dataset.folder, base / dataset.name, base]
-
-
-def local_copies(data_dir: str | Path, dataset: Dataset, file: DataFile, key: str = "data_dir") -> list[Path]:
-    """The unverified copies of ``file`` below ``data_dir``, the value of ``key``, best first: unpacked before compressed.
+def local_copies(data_dir: str | Path, dataset: Dataset, name: str, key: str = "data_dir") -> list[Path]:
+    """The unverified copies of the file ``name`` below ``data_dir``, the value of ``key``, best first: unpacked before compressed.
 
     Raises DataFileError as `kind` does.
     """
-    candidates = [folder / (file.name + end) for folder in search_folders(data_dir, dataset) for end in ("", ".gz")]
+    base = folder_of(data_dir)
+    candidates = [base / folder / (name + end) for folder in dataset.folders for end in ("", ".gz")]
     return [path for path in candidates if kind(path, key) == "file"]
 
 
@@ -144,34 +145,26 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
     return f"python -m recipes.prepare {dataset_name} data_dir={shlex.quote(str(data_dir))}"
 
 
-def find_mnist(data_dir: str | Path) -> dict[str, Path]:
-    """MNIST's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
-    found = {key: local_copies(data_dir, MNIST, file) for key, file in zip(IDX_KEYS, MNIST.files, strict=True)}
-    missing = [file.name for file, paths in zip(MNIST.files, found.values(), strict=True) if not paths]
-    if missing:
-        folders = ", ".join(str(folder) for folder in search_folders(data_dir, MNIST))
-        folder = str(folder_of(data_dir))
+def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
+    """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
+    base = folder_of(data_dir)
+    names = dataset.names or [file.name for file in dataset.files]
+    found = {name: local_copies(base, dataset, name) for name in names}
+    if missing := [name for name, paths in found.items() if not paths]:
+        folders = ", ".join(str(base / folder) for folder in dataset.folders)
         raise DataFileError(
-            f"data_dir={folder!r} lacks {', '.join(missing)} (plain or .gz; looked in {folders}): "
-            f"on a machine with internet, run {prepare_command('mnist', folder)}"
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz; looked in {folders}): "
+            f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
         )
-    return {key: paths[0] for key, paths in found.items()}
+    return {key: paths[0] for key, paths in zip(IDX_KEYS, found.values(), strict=False)}
+
+
+def find_mnist(data_dir: str | Path) -> dict[str, Path]:
+    return find_idx(MNIST, data_dir)
 
 
 def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
-    """CIFAR-10's files as prepare writes them below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing.
-
-    index.json is beside them, written last: source, classes, samples, sha256.
-    """
-    base = folder_of(data_dir)
-    folder = base / CIFAR10.folder
-    missing = [name for name in (*CIFAR10_IDX, "index.json") if kind(folder / name) != "file"]
-    if missing:
-        raise DataFileError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} (looked in {folder}): on a machine with internet, "
-            f"or with source=FOLDER of a copy, run {prepare_command('cifar10', base)}"
-        )
-    return {key: folder / name for key, name in zip(IDX_KEYS, CIFAR10_IDX, strict=True)}
+    return find_idx(CIFAR10, data_dir)
 
 
 def is_packed(folder: Path) -> bool:

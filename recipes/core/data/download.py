@@ -1,13 +1,15 @@
-"""Downloads files with torch.hub. Works without torch until something is downloaded."""
+"""Downloads files over HTTP. Standard library only."""
 
+import hashlib
 import http.client
-import socket
-import sys
+import urllib.request
 from pathlib import Path
+from typing import IO
 
 from recipes.core import errors, files
 
 TIMEOUT_S = 30.0  # to connect, and for each read
+CHUNK_BYTES = 1 << 20
 
 
 class FetchError(Exception):
@@ -20,15 +22,20 @@ def fetch(url: str, path: Path, sha256: str = "") -> None:
     sha256: the first digits of the file's SHA-256; "" if the caller verifies the file, which may then be incomplete.
     Raises FetchError, and OSError if the disk is full.
     """
-    import torch
+    digest = hashlib.sha256()
 
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT_S)  # torch.hub sets none
+    def fill(file: IO[bytes]) -> None:
+        request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            while chunk := answer.read(CHUNK_BYTES):
+                digest.update(chunk)
+                file.write(chunk)
+        if not digest.hexdigest().startswith(sha256):
+            raise FetchError(f"has another SHA-256 than {sha256}…")
+
     try:
-        torch.hub.download_url_to_file(url, str(path), sha256 or None, sys.stderr.isatty())
-    except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
+        files.write_whole(path, fill)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, OSError) and error.errno in files.FULL:
             raise
         raise FetchError(errors.one_line(error)) from None
-    finally:
-        socket.setdefaulttimeout(before)

@@ -24,19 +24,15 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
     Raises DataFileError (one line: file, fault, fix).
     """
     try:
-        return _parse(datasets.content(path))
+        content = datasets.content(path)
+        if content[:3] != bytes([0, 0, UINT8]):
+            raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
+        end = 4 + 4 * content[3] if len(content) > 3 else 0
+        shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
+        if not shape or len(content) != end + math.prod(shape):
+            raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
+        return shape, content[end:]
     except DataFileError as error:
-        name = CIFAR10.name if path.parent.name == CIFAR10.folder else MNIST.name
-        raise DataFileError(
-            f"{path}: {error}; to replace it: python -m recipes.prepare {name}, with the same data_dir="
-        ) from None
-
-
-def _parse(content: bytes) -> tuple[tuple[int, ...], bytes]:
-    if content[:3] != bytes([0, 0, UINT8]):
-        raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
-    end = 4 + 4 * content[3] if len(content) > 3 else 0
-    shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
-    if not shape or len(content) != end + math.prod(shape):
-        raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
-    return shape, content[end:]
+        name = CIFAR10.name if path.parent.name in CIFAR10.folders else MNIST.name
+        fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
+        raise DataFileError(f"{path}: {error}; {fix}") from None

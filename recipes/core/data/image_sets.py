@@ -10,7 +10,6 @@ import numpy as np
 from recipes.core.data import classfolder, datasets
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
-from recipes.core.errors import InputError
 
 
 class Images(Protocol):
@@ -65,20 +64,14 @@ class Fake:
         return self._jpegs[i % len(self._jpegs)]
 
 
-def open_images(data_dir: str | Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:
-    """``train`` or ``val`` of a folder: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
+def open_images(folder: Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:
+    """``train`` or ``val`` of ``folder``: a packed copy, or class folders ``train/<class>/*.JPEG`` and ``val/…``.
 
     Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
     classes. report: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
     """
-    folder = Path(data_dir).expanduser()
     if datasets.is_packed(folder):
         return Packed(folder, format.read_index(folder), split)
-    if datasets.kind(folder / split) != "folder":
-        raise InputError(
-            f"data_dir={str(data_dir)!r} has no {split}/<class>/*.JPEG or a packed copy's index.json: give the folder that has "
-            f"them, or pack a copy: {datasets.prepare_command('imagenet', '…')} source=FOLDER"
-        )
     classes = None
     if split != "train" and datasets.kind(folder / "train") == "folder":
         classes = classfolder.class_names(folder / "train")

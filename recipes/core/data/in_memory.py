@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -36,36 +37,31 @@ class ImageSet:
 
 
 def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`.
-
-    Raises DataFileError with the prepare command.
-    """
-    paths = datasets.find_mnist(data_dir)
-    return _image_set(paths, "train"), _image_set(paths, "test")
+    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`. Raises DataFileError with the prepare command."""
+    return _image_sets(datasets.find_mnist(data_dir))
 
 
-def _image_set(paths: Mapping[str, Path], part: str) -> ImageSet:
-    """From the IDX files ``PART_images``, (N, H, W) or (N, C, H, W), and ``PART_labels``."""
+def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
+    """As `mnist`: CIFAR-10's training and test set as ``prepare cifar10`` writes them."""
+    return _image_sets(datasets.find_cifar10(data_dir))
+
+
+def _image_sets(paths: Mapping[str, Path]) -> tuple[ImageSet, ImageSet]:
+    """The training and the test set from the IDX files, images (N, H, W) or (N, C, H, W)."""
 
     def tensor(name: str) -> Tensor:
         shape, payload = idx.read_idx(paths[name])
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(shape)
 
-    images, labels = tensor(f"{part}_images"), tensor(f"{part}_labels").long()
-    if len(images) != len(labels):
-        raise DataFileError(f"{paths[f'{part}_labels']}: {len(labels)} labels for {len(images)} images")
-    if len(labels) and int(labels.max()) > 9:
-        raise DataFileError(f"{paths[f'{part}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
-    return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
+    def part(name: str) -> ImageSet:
+        images, labels = tensor(f"{name}_images"), tensor(f"{name}_labels").long()
+        if len(images) != len(labels):
+            raise DataFileError(f"{paths[f'{name}_labels']}: {len(labels)} labels for {len(images)} images")
+        if len(labels) and int(labels.max()) > 9:
+            raise DataFileError(f"{paths[f'{name}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
+        return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
-
-def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """CIFAR-10's training and test set as ``prepare cifar10`` writes them. data_dir: as in `datasets.folder_of`.
-
-    Raises DataFileError with the prepare command.
-    """
-    paths = datasets.find_cifar10(data_dir)
-    return _image_set(paths, "train"), _image_set(paths, "test")
+    return part("train"), part("test")
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
@@ -122,7 +118,10 @@ class AugmentedImages:
         self._row = (self._width + 2 * reach) * self._channels
         self._stride = (self._height + 2 * reach) * self._row
         # Rows of pixels with all channels: a run of bytes is an image in channels_last.
-        padded = _pad(images, reach, reflect).permute(0, 2, 3, 1).flatten()
+        around = ((0, 0), (0, 0), (reach, reach), (reach, reach))
+        # By NumPy: torch's reflection padding does not support uint8.
+        padded = torch.from_numpy(np.pad(images.cpu().numpy(), around, "reflect" if reflect else "constant"))
+        padded = padded.to(images.device).permute(0, 2, 3, 1).flatten()
         # Makes room for the last image's lowest, rightmost run.
         padded = functional.pad(padded, (0, 2 * reach * self._channels))
         self._runs = padded.unfold(0, self._height * self._row, 1)  # a view: run i is the bytes from i on
@@ -176,14 +175,3 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     rows = images.permute(0, 2, 3, 1).flatten(2).float()
     rows.sub_(mean.repeat(width)).div_(std.repeat(width))
     return rows.unflatten(2, (width, channels)).permute(0, 3, 1, 2)
-
-
-def _pad(images: Tensor, reach: int, reflect: bool) -> Tensor:
-    """(N, C, H, W) with ``reach`` more pixels on each side. torch's reflection padding does not support uint8."""
-    if not reflect:
-        return functional.pad(images, (reach,) * 4)
-    for dim in (2, 3):
-        length = images.shape[dim]
-        place = torch.arange(-reach, length + reach, device=images.device).abs()
-        images = images.index_select(dim, torch.where(place < length, place, 2 * (length - 1) - place))
-    return images

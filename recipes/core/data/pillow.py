@@ -39,8 +39,13 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
 
     An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
     """
+    from PIL import Image
+
     image, plain = decode(data)
-    small = _reduced(image, size)
+    small = image
+    if min(image.size) > size:
+        height, width = resized(image.height, image.width, size)
+        small = image.resize((width, height), Image.Resampling.LANCZOS)
     if max(small.size) > LONGEST:
         raise Unreadable(f"is {image.width} x {image.height} pixels: too long for its width")
     if plain and small is image:
@@ -103,12 +108,8 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _reduced(image: "Image.Image", size: int) -> "Image.Image":
-    from PIL import Image
-
-    width, height = image.size
-    short = min(width, height)
-    if short <= size:
-        return image
-    reduced = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
-    return image.resize(reduced, Image.Resampling.LANCZOS)
+def resized(height: int, width: int, shorter: int) -> tuple[int, int]:
+    """Height and width of an image after its shorter side is resized to ``shorter``, as torchvision's Resize."""
+    if height <= width:
+        return shorter, int(shorter * width / height)
+    return int(shorter * height / width), shorter

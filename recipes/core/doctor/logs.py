@@ -11,7 +11,6 @@ from recipes.core.errors import InputError, shown
 from recipes.core.run import directory
 
 MOST_BYTES = 8 << 20  # of each file; the part before its last bytes is not read
-MOST_FILES = 4096
 LONGEST_LINE = 2000  # characters of a line that is shown
 TAIL = 6  # last lines of a log that are shown
 SUFFIXES = (".log", ".out", ".err", ".txt")
@@ -49,9 +48,6 @@ def files_in(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in PRUNED and not f.startswith("."))
         found += [Path(place, n) for n in sorted(names) if n.endswith(SUFFIXES) or re.search(r"\.[oe]\d{1,12}$", n)]
-        if len(found) > MOST_FILES:
-            break
-    found = found[:MOST_FILES]
     return sorted(found, key=lambda path: [p.zfill(12) if p.isdecimal() else p for p in re.split(r"(\d+)", str(path))])
 
 

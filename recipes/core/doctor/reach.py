@@ -41,7 +41,8 @@ def serve(port: int = 0, descriptor: int = -1) -> int:
 
     def accept() -> None:
         while True:
-            threading.Thread(target=_answer, args=(listening.accept()[0],), daemon=True).start()
+            with contextlib.suppress(OSError):  # the other side is gone, or a default timeout has passed
+                threading.Thread(target=_answer, args=(listening.accept()[0],), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listening.getsockname()[1])

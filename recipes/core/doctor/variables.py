@@ -7,9 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from recipes.core.config import envfile
 from recipes.core.errors import shown
 from recipes.core.place.hostlist import HostListError, expand
 from recipes.core.place.launcher_variables import is_loopback
@@ -55,13 +53,6 @@ def problems(environ: Mapping[str, str]) -> list[Problem]:
     """The problems in a process's environment, bad ones first. Interfaces and devices are not looked up."""
     found = [*_names(environ), *_nccl(environ), *_interfaces(environ), *_master(environ), *_gpus(environ)]
     return sorted(found, key=lambda problem: (not problem.bad, problem.name))
-
-
-def check_file(path: Path, root: Path) -> list[Problem]:
-    """The problems of the variables that an env file sets, together with ``root/common.env``. Raises ConfigError."""
-    own = envfile.read(path)
-    both = envfile.read(root / "common.env") | own
-    return [problem for problem in problems(both) if problem.name in own]
 
 
 def _names(environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -114,14 +105,10 @@ def _master(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _gpus(environ: Mapping[str, str]) -> Iterator[Problem]:
-    name = "CUDA_VISIBLE_DEVICES"
-    devices = [item.strip() for item in environ.get(name, "").split(",") if item.strip()]
-    granted = environ.get("SLURM_GPUS_ON_NODE", "")
-    fix = "unset it and request GPUs from Slurm, which sets the variable for each step"
-    if name in environ and not devices and granted not in ("", "0"):
+    name, granted = "CUDA_VISIBLE_DEVICES", environ.get("SLURM_GPUS_ON_NODE", "")
+    if environ.get(name, "-").strip(", ") == "" and granted not in ("", "0"):
+        fix = "unset it and request GPUs from Slurm, which sets the variable for each step"
         yield Problem(name, f"is empty and hides the {shown(granted)} GPUs that Slurm granted", fix)
-    elif len(set(devices)) < len(devices):  # torch/cuda/__init__.py, _parse_visible_devices
-        yield Problem(name, f"{_quoted(environ[name])} names a GPU twice: CUDA shows none", fix, bad=True)
 
 
 def _quoted(value: str) -> str:

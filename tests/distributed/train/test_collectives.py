@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -16,17 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.conf.collectives import OPERATIONS, sizes_of
+from recipes.collectives import lessons
+from recipes.conf.collectives import OPERATIONS, Config, sizes_of
 from recipes.core import bandwidth
+from recipes.core.config import parser
 from recipes.core.doctor import gpucheck, linkcheck
+from recipes.core.errors import ConfigError
 from recipes.core.train.world import World
 from tests import helpers
 
-LESSONS = (
-    "send_and_recv", "isend_and_irecv", "batch_isend_irecv", "broadcast", "reduce sum", "reduce product", "reduce max", "reduce min",
-    "reduce avg", "all_reduce sum", "all_reduce product", "all_reduce max", "all_reduce min", "all_reduce avg", "gather", "scatter",
-    "all_gather", "reduce_scatter", "all_to_all", "subgroups", "barrier",
-)  # fmt: skip
+LESSONS = [name for name, _, _ in lessons()]
 COMMAND = [*helpers.LOCAL[:2], "recipe=collectives", "launcher=local", "device=cpu"]
 
 
@@ -134,7 +134,7 @@ def test_the_doctors_bandwidth_test_returns_the_bus_bandwidth_and_that_of_each_p
     assert pairs == [[[0, 1, speed], [0, 3, speed]], [[1, 5, speed]], [[3, 5, speed]], []]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8, 9, 100, 1000])
+@pytest.mark.parametrize("count", [2, 3, 9, 1000])
 def test_each_node_is_paired_with_a_few_others(count: int) -> None:
     masks = linkcheck.masks(count)
     assert len(masks) <= linkcheck.PARTNERS
@@ -171,28 +171,23 @@ class OtherRank:
         values.copy_(values.clamp(min=self.call_s))
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.0, [0.001, 0.003]), (0.002, [0.002, 0.003]), (0.05, [0.05, 0.05])])
+@pytest.mark.parametrize(("others", "repeated"), [(0.0, 20), (0.05, 1)])
 def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
-    monkeypatch: pytest.MonkeyPatch, others: float, expected: list[float]
+    monkeypatch: pytest.MonkeyPatch, others: float, repeated: int
 ) -> None:
-    """This rank takes 1 s for its first call, then 1 ms, and 3 ms in the last batch; a GPU's work ends when it is waited for."""
-    other, calls = OtherRank(others), itertools.count()
+    """This rank takes 1 s for its first call, then 1 ms. repeated: calls in a batch of 20 ms, or one."""
+    other, calls, batches = OtherRank(others), itertools.count(), 5
     for name in ("dist", "time"):
         monkeypatch.setattr(bandwidth, name, other)
     monkeypatch.setattr(bandwidth, "synchronize", other.synchronize)
-    repeated = 20 if others < 0.01 else 1  # so that a batch takes 20 ms
-    repeated = 10 if others == 0.002 else repeated
-    batches = 5
 
     def call() -> None:
-        number = next(calls)
-        other.pending += 1.0 if number == 0 else 0.003 if number >= 2 + (batches - 1) * repeated else 0.001
+        other.pending += 0.001 if next(calls) else 1.0
 
-    budget_s = batches * repeated * max(others, 0.001) * 1.01
+    slowest = max(others, 0.001)
     world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    found = bandwidth.seconds_of(call, world, budget_s)
+    assert bandwidth.seconds_of(call, world, batches * repeated * slowest * 1.01) == pytest.approx([slowest] * batches)
     assert next(calls) == 2 + batches * repeated
-    assert found == pytest.approx([expected[0]] * (batches - 1) + [expected[1]])
 
 
 def test_the_figures_of_an_operation_are_minimum_median_and_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,16 +264,12 @@ def test_sizes() -> None:
         ("sizes=8..4", "TO must be at least FROM"),
         ("sizes=0", "a size is 1 to 64G"),
         ("sizes=1..2T", "must be FROM..TO"),
-        ("sizes=1..128G", "a size is 1 to 64G"),
         ("operations=allreduce", "did you mean 'all_reduce'?"),
-        ("mode=test", "must be one of learn, bench"),
     ],
 )
-def test_invalid_keys_are_reported_in_one_line(tmp_path: Path, word: str, expected: str) -> None:
-    ended = run(tmp_path, 1, word)
-    assert ended.status == 2
-    assert len(ended.lines) == 1, ended.out
-    assert expected in ended.out
+def test_invalid_keys_are_reported(word: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        parser.parse_keys(Config, [word])
 
 
 @pytest.mark.long

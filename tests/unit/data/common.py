@@ -1,12 +1,41 @@
-"""What several tests of data use: a folder that another user can reach, and a user other than root."""
+"""Images for the tests of data, a folder that another user can reach, and a user other than root."""
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+
+
+def picture(seed: int, width: int = 120, height: int = 90, grain: int = 8) -> Image.Image:
+    """Smooth noise of grain x grain values: decoders and resizing give nearly the same pixels."""
+    noise = np.random.default_rng(seed).integers(0, 256, (grain, grain, 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **{"quality": 95, **options} if form == "JPEG" else options)
+    return buffer.getvalue()
+
+
+def put(path: Path, content: bytes = b"x") -> None:
+    """Writes a file, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture(params=["torchvision", "opencv"])
+def decoder(request: pytest.FixtureRequest) -> str:
+    if request.param == "opencv":
+        pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
+        pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
+    return str(request.param)
 
 
 @pytest.fixture

@@ -1,3 +1,3 @@
-from tests.unit.data.common import reachable
+from tests.unit.data.common import decoder, reachable
 
-__all__ = ["reachable"]
+__all__ = ["decoder", "reachable"]

@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
 from tests.helpers import ROOT
+from tests.unit.data.common import encoded, picture, put
 
 OPTIONS = PackOptions(size=24, workers=2)
 RUNNER = """
@@ -50,31 +50,14 @@ def start(source: Path, target: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
 
 
-def picture(seed: int, width: int = 40, height: int = 30) -> Any:
-    """A smooth image, so that a JPEG of it is close to it."""
-    return Image.frombytes("RGB", (3, 3), random.Random(seed).randbytes(27)).resize((width, height), Image.BICUBIC)
-
-
-def encoded(image: Any, form: str = "JPEG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
-
-
-def put(root: Path, name: str, content: bytes) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """17 training images of three classes, 5 validation images of two."""
     root = tmp_path_factory.mktemp("source")
     for i in range(17):
-        put(root, f"train/n0{i % 3}/{i:02d}.JPEG", encoded(picture(i, 30 + i, 45 - i), quality=95))
+        put(root / f"train/n0{i % 3}/{i:02d}.JPEG", encoded(picture(i, 30 + i, 45 - i, 3)))
     for i in range(5):
-        put(root, f"val/n0{1 + i % 2}/{i}.JPEG", encoded(picture(100 + i), quality=95))
+        put(root / f"val/n0{1 + i % 2}/{i}.JPEG", encoded(picture(100 + i, 40, 30, 3)))
     return root
 
 
@@ -117,9 +100,6 @@ def far_apart(one: Any, other: Any) -> int:
     return max(abs(a - b) for a, b in zip(one.tobytes(), other.tobytes(), strict=True))
 
 
-# ---------------------------------------------------------------- what is written
-
-
 def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -> None:
     index = json.loads((unbroken / "index.json").read_bytes())
     assert {name: index[name] for name in ("format", "version", "encoding", "size", "quality", "classes")} == {
@@ -148,61 +128,31 @@ def test_a_packed_copy_has_the_documented_format(source: Path, unbroken: Path) -
             assert abs(width / height - original.width / original.height) < 0.06
 
 
-def test_quality_sets_the_quality_of_the_jpegs() -> None:
-    image = picture(1, 90, 60)
-    payload, *_ = pillow.encode(encoded(image, quality=100), 24, 30)
-    assert (
-        Image.open(io.BytesIO(payload)).quantization == Image.open(io.BytesIO(encoded(image, quality=30))).quantization
-    )  # type: ignore[attr-defined]
+def test_a_resized_image_has_the_quality_and_no_comment_or_profile() -> None:
+    image = picture(1, 90, 60, 3)
+    content = encoded(image, quality=100, comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
+    payload, *_ = pillow.encode(content, 24, 30)
+    tables = [Image.open(io.BytesIO(one)).quantization for one in (payload, encoded(image, quality=30))]  # type: ignore[attr-defined]
+    assert tables[0] == tables[1]
+    assert b"spam" not in payload
 
 
 @pytest.mark.parametrize(("width", "height"), [(24, 60), (20, 20), (60, 24)])
 def test_a_small_jpeg_is_stored_unchanged(width: int, height: int) -> None:
-    content = encoded(picture(1, width, height), quality=50, comment=b"kept", progressive=width == 60)
+    content = encoded(picture(1, width, height, 3), quality=50, comment=b"kept", progressive=width == 60)
     assert pillow.encode(content, 24, 90) == (content, height, width)
 
 
-def test_comments_and_profiles_are_not_stored_in_resized_images() -> None:
-    content = encoded(picture(1, 90, 60), comment=b"spam" * 1000, icc_profile=b"spam" * 1000)
-    payload, *_ = pillow.encode(content, 24, 90)
-    assert b"spam" not in payload
-
-
-def grey16(form: str) -> bytes:
-    pixels = b"".join(struct.pack("<H", 257 * value) for value in range(0, 250, 5))
-    return encoded(Image.frombytes("I;16", (10, 5), pixels), form)
-
-
-def upright(orientation: int, image: Any) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(image, quality=95, exif=exif)
-
-
-def adobe_cmyk(image: Any) -> bytes:
-    content = encoded(image.convert("CMYK"), quality=95)
-    assert b"Adobe" in content  # such files have their inks inverted
-    return content
-
-
-def palette(image: Any, **options: Any) -> bytes:
-    return encoded(image.quantize(64), "PNG", **options)
-
-
-SMALL = picture(7, 20, 14)
-TURNED = SMALL.transpose(Image.ROTATE_270)
-GREY16 = Image.frombytes("L", (10, 5), bytes(range(0, 250, 5))).convert("RGB")
+SMALL = picture(7, 20, 14, 3)
+GREY16 = Image.frombytes("I;16", (10, 5), struct.pack("<50H", *range(0, 257 * 250, 257 * 5)))
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
 ODD = {  # content, what it looks like
-    "cmyk": (adobe_cmyk(SMALL), SMALL),
-    "grey": (encoded(SMALL.convert("L"), quality=95), SMALL.convert("L").convert("RGB")),
+    "cmyk": (encoded(SMALL.convert("CMYK")), SMALL),  # Adobe's, whose inks are inverted
     "png named jpeg": (encoded(SMALL, "PNG"), SMALL),
-    "gif": (encoded(SMALL, "GIF"), SMALL),
-    "16-bit grey png": (grey16("PNG"), GREY16),
-    "16-bit grey tiff": (grey16("TIFF"), GREY16),
-    "palette and alpha": (palette(SMALL, transparency=0), SMALL),
-    "alpha": (encoded(SMALL.convert("RGBA"), "PNG"), SMALL),
-    "rotated": (upright(6, SMALL), TURNED),
-    "unknown orientation": (upright(9, SMALL), SMALL),
+    "16-bit grey": (encoded(GREY16, "PNG"), Image.frombytes("L", (10, 5), bytes(range(0, 250, 5))).convert("RGB")),
+    "palette and alpha": (encoded(SMALL.quantize(64), "PNG", transparency=0), SMALL),
+    "rotated": (encoded(SMALL, exif=ROTATED), SMALL.transpose(Image.Transpose.ROTATE_270)),
 }
 
 
@@ -211,7 +161,7 @@ def test_images_of_other_formats_are_converted(content: bytes, seen: Any) -> Non
     payload, *_ = pillow.encode(content, 24, 95)
     image = Image.open(io.BytesIO(payload))
     assert (image.format, image.mode) == ("JPEG", "RGB")
-    assert image.getexif().get(0x0112, 1) in (1, 9)
+    assert image.getexif().get(0x0112, 1) == 1
     assert far_apart(image, seen) < 40
 
 
@@ -221,14 +171,12 @@ def bomb() -> bytes:
     return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
 
 
-GOOD = encoded(picture(2, 64, 64), quality=95)
+GOOD = encoded(picture(2, 64, 64, 3))
 BAD = {
     "empty": (b"", "is empty"),
     "text": (b"<html>not found</html>", "is not an image"),
     "truncated": (GOOD[: len(GOOD) // 2], "is damaged (OSError: image file is truncated"),
-    "truncated by little": (GOOD[:-40], "is damaged (OSError: image file is truncated"),
     "truncated png": (encoded(SMALL, "PNG")[:-60], "is damaged"),
-    "header alone": (GOOD[:20], "is not an image"),
     "bomb": (bomb(), "has more than 178 million pixels"),
     "too long": (encoded(Image.new("RGB", (65501, 1)), "PNG"), "is 65501 x 1 pixels: too long"),
 }
@@ -241,7 +189,7 @@ def test_the_fault_of_an_unreadable_image_is_named(content: bytes, why: str) -> 
 
 
 def test_a_link_that_cannot_be_read_is_skipped_and_a_missing_file_ends_packing(tmp_path: Path) -> None:
-    put(tmp_path, "in/train/a/1.jpg", GOOD)
+    put(tmp_path / "in/train/a/1.jpg", GOOD)
     (tmp_path / "in/train/a/2.jpg").symlink_to("nowhere")
     index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     assert [skip["file"] for skip in index["splits"]["train"]["skipped"]] == ["train/a/2.jpg"]
@@ -250,8 +198,8 @@ def test_a_link_that_cannot_be_read_is_skipped_and_a_missing_file_ends_packing(t
 
 
 def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
-    put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n1.jpg"), GOOD)
-    put(tmp_path, os.fsdecode(b"in/train/caf\xe9/\xff\n2.jpg"), b"")
+    put(tmp_path / os.fsdecode(b"in/train/caf\xe9/\xff\n1.jpg"), GOOD)
+    put(tmp_path / os.fsdecode(b"in/train/caf\xe9/\xff\n2.jpg"), b"")
     index = packed_index(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     assert os.fsencode(index["classes"][0]) == b"caf\xe9"
     assert os.fsencode(index["splits"]["train"]["skipped"][0]["file"]) == b"train/caf\xe9/\xff\n2.jpg"
@@ -260,11 +208,11 @@ def test_file_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
 def test_val_alone_is_packed_and_a_class_that_train_lacks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, "in/val/b/1.jpg", GOOD)
+    put(tmp_path / "in/val/b/1.jpg", GOOD)
     assert list(write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet).splits) == ["val"]
     assert prepare.main(["imagenet", f"source={tmp_path}/in", f"data_dir={tmp_path}/val-alone"]) == 0
     assert "next:" not in capsys.readouterr().out
-    put(tmp_path, "in/train/a/1.jpg", GOOD)
+    put(tmp_path / "in/train/a/1.jpg", GOOD)
     with pytest.raises(InputError, match="class 'b', which the training set lacks"):
         write.pack(tmp_path / "in", tmp_path / "out2", OPTIONS, say=quiet)
 
@@ -274,14 +222,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(source: Path, unbroken
     assert contents(tmp_path) == contents(unbroken)
 
 
-@pytest.mark.parametrize("good", [0, 1])
-def test_too_many_unreadable_images_end_packing_and_keep_the_shards(tmp_path: Path, good: int) -> None:
-    for i in range(11 + good):
-        put(tmp_path, f"in/train/a/{i:02d}.jpg", GOOD if i < good else b"")
+def test_too_many_unreadable_images_end_packing_and_keep_the_shards(tmp_path: Path) -> None:
+    for i in range(12):
+        put(tmp_path / f"in/train/a/{i:02d}.jpg", b"" if i else GOOD)
     with pytest.raises(InputError) as caught:
         write.pack(tmp_path / "in", tmp_path / "out", OPTIONS, say=quiet)
     message = str(caught.value)
-    assert f"11 of {11 + good} images of train/ cannot be used ('train/a/0{good}.jpg' is empty; " in message
+    assert "11 of 12 images of train/ cannot be used ('train/a/01.jpg' is empty; " in message
     assert "\n" not in message
     assert not (tmp_path / "out/index.json").exists()
     assert len(list((tmp_path / "out").glob("*.bin"))) == 3
@@ -296,31 +243,8 @@ def test_progress_is_a_line_every_few_seconds(source: Path, tmp_path: Path, monk
     assert said[-1] == "22 of 22 images"
 
 
-# ---------------------------------------------------------------- killed, and gone on with
-
-
 def workers_of(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    except OSError:
-        return []
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], Any], process: "subprocess.Popen[str] | None" = None) -> Any:
-    """What the condition gives as soon as it is true, or the process has ended."""
-    deadline = time.monotonic() + 20
-    while not (found := condition()) and (process is None or process.poll() is None):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-    return found
+    return [one for one in helpers.children(pid) if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
 STOPS: dict[str, tuple[Callable[[Any, list[int]], None], int, str]] = {
@@ -339,14 +263,15 @@ def test_packing_that_was_stopped_continues_to_the_same_bytes(source: Path, tmp_
         os.link(source / "train/n00/00.JPEG", many / f"train/a/{i}.png")
     write.pack(many, whole, OPTIONS, say=quiet)
     with start(many, target) as child:
-        processes = until(lambda: len(workers_of(child.pid)) == 2 and workers_of(child.pid), child)
-        until(lambda: list(target.glob("*.bin")), child)
+        helpers.wait_until(lambda: len(workers_of(child.pid)) == 2, 20, "two workers")
+        helpers.wait_until(lambda: list(target.glob("*.bin")), 20, "a shard")
+        processes = workers_of(child.pid)
         stop(child, processes)
         _, err = child.communicate(timeout=20)
     assert child.returncode == status
     assert words in err
     assert kind == "killed" or err.count("\n") == 1
-    until(lambda: not any(map(lives, processes)))
+    helpers.wait_for_the_end_of(processes, 20)
     assert not (target / "index.json").exists()
     for path in target.glob("*.bin"):
         assert path.read_bytes() == (whole / path.name).read_bytes()
@@ -390,15 +315,12 @@ def test_a_second_process_is_refused(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["packing.lock"]
 
 
-# ---------------------------------------------------------------- other parameters, places, damage
-
-
 @pytest.mark.parametrize("other", ["size", "quality", "source"])
 def test_other_options_and_another_source_are_refused(source: Path, unbroken: Path, tmp_path: Path, other: str) -> None:
     before = contents(unbroken)
     if other == "source":
         source = shutil.copytree(source, tmp_path / "in")
-        put(tmp_path, "in/val/n01/new.jpg", GOOD)
+        put(tmp_path / "in/val/n01/new.jpg", GOOD)
     options = {"size": PackOptions(25), "quality": PackOptions(24, 80), "source": OPTIONS}[other]
     with pytest.raises(
         InputError, match="was started with size=24 quality=90, or with other images; give these keys"
@@ -441,74 +363,49 @@ def test_a_finished_copy_is_verified_and_damage_is_reported(source: Path, unbrok
     assert contents(target) == contents(unbroken)
 
 
-def test_a_damaged_index_or_another_version_is_reported(source: Path, unbroken: Path, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    shutil.copytree(unbroken, target)
-    good = json.loads((target / "index.json").read_bytes())
-    for bad in ({"version": 2}, {"encoding": "raw"}):
-        (target / "index.json").write_text(json.dumps({**good, **bad}))
-        with pytest.raises(InputError, match=rf"'{target}/index\.json': .* is not supported.*pack again into another"):
-            write.pack(source, target, OPTIONS, say=quiet)
-    for text in ("", "[]", json.dumps({**good, "splits": {"train": {}}})):
-        (target / "index.json").write_text(text)
-        with pytest.raises(InputError, match=rf"{target}/index\.json' is damaged"):
-            write.pack(source, target, OPTIONS, say=quiet)
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({"version": 2}, "is not supported.*pack again into another"), ({"splits": 1}, "is damaged")],
+)
+def test_a_damaged_index_or_another_version_is_reported(
+    source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any], expected: str
+) -> None:
+    target = shutil.copytree(unbroken, tmp_path / "copy")
+    index = target / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_bytes()), **changed}))
+    with pytest.raises(InputError, match=rf"'{index}'.* {expected}"):
+        write.pack(source, target, OPTIONS, say=quiet)
 
 
-# ---------------------------------------------------------------- room
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with helpers.small_disk(tmp_path / "small", "64k") as folder:
-        yield folder
-
-
-@pytest.fixture
-def large_source(tmp_path: Path) -> Path:
+def test_a_disk_that_fills_up_is_reported_and_packing_continues(tmp_path: Path) -> None:
     noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
     for i in range(30):
-        put(tmp_path, f"in/train/a/{i}.jpg", encoded(noise, quality=90))
-    return tmp_path / "in"
-
-
-def test_a_disk_that_fills_up_is_reported(small_disk: Path, large_source: Path, tmp_path: Path) -> None:
+        put(tmp_path / f"in/train/a/{i}.jpg", encoded(noise))
     options = PackOptions(size=64, workers=2)
-    with pytest.raises(MachineError) as caught:
-        write.pack(large_source, small_disk, options, say=quiet)
-    assert f"data_dir='{small_disk}': cannot be written (No space left on device" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert list(small_disk.glob(".*")) == []
-    kept = len(list(small_disk.glob("*.bin")))
-    assert 0 < kept < 8
-    subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
-    write.pack(large_source, small_disk, options, say=quiet)
-    write.pack(large_source, tmp_path / "roomy", options, say=quiet)
-    assert contents(small_disk) == contents(tmp_path / "roomy")
-
-
-# ---------------------------------------------------------------- the command
+    with helpers.small_disk(tmp_path / "small", "64k") as small:
+        with pytest.raises(MachineError) as caught:
+            write.pack(tmp_path / "in", small, options, say=quiet)
+        assert f"data_dir='{small}': cannot be written (No space left on device" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert list(small.glob(".*")) == []
+        assert 0 < len(list(small.glob("*.bin"))) < 8
+        subprocess.run(["mount", "-o", "remount,size=10m", str(small)], check=True)
+        assert write.pack(tmp_path / "in", small, options, say=quiet).splits["train"].samples == 30
 
 
 def test_prepare_packs_reports_skipped_images_and_prints_the_next_command(
-    source: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in ("train/n00", "val/n00"):
-        put(tmp_path, f"in/{place}/good.jpg", GOOD)
-        for i in range(6):
-            put(tmp_path, f"in/{place}/bad{i}.jpg", b"")
-    keys = ["size=24", "quality=80", "workers=1"]
-    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", *keys]
-    assert prepare.main(argv) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
+        put(tmp_path / f"in/{place}/good.jpg", GOOD)
+        put(tmp_path / f"in/{place}/bad.jpg", b"")
+    argv = ["imagenet", f"data_dir={tmp_path}/a b", f"source={tmp_path}/in", "size=24", "quality=80", "workers=1"]
+    for first in (True, False):
+        assert prepare.main(argv) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert "val: 1 images skipped; index.json names them" in out.splitlines()
+        assert ("imagenet: already there; verifying it" in out) is not first
+        assert out.splitlines()[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
     index = json.loads((tmp_path / "a b/index.json").read_bytes())
     assert (index["encoding"], index["size"], index["quality"]) == ("jpeg", 24, 80)
-    assert [len(index["splits"][split]["shards"]) for split in ("train", "val")] == [2, 2]  # of 7 images each
-    lines = out.splitlines()
-    assert "val: 6 images skipped; index.json names them" in lines
-    assert lines[-1] == f"next: python -m recipes.imagenet data_dir='{tmp_path}/a b'"
-    assert prepare.main(argv) == 0
-    out, err = capsys.readouterr()
-    assert "imagenet: already there; verifying it" in out
-    assert out.splitlines()[-1] == lines[-1]

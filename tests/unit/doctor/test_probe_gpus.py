@@ -17,13 +17,8 @@ from recipes.core.place.ranks import RankInfo
 GIB = 2**30
 
 
-def info(local_rank: int = 0, local_world_size: int = 8, in_slurm: bool = True) -> RankInfo:
-    environ = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(local_world_size)}
-    environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
-    environ |= {"SLURM_JOB_ID": "7"} if in_slurm else {}
-    found = ranks.detect(environ)
-    assert found.in_slurm is in_slurm
-    return found
+def info(in_slurm: bool = True) -> RankInfo:
+    return ranks.detect({"RANK": "0", "WORLD_SIZE": "1", **({"SLURM_JOB_ID": "7"} if in_slurm else {})})
 
 
 def card(index: int, **changes: Any) -> dict[str, Any]:
@@ -34,9 +29,8 @@ def card(index: int, **changes: Any) -> dict[str, Any]:
         "free": 139 * GIB,
         "total": 140 * GIB,
         "correct": True,
-        "tflops": 700.0,
     }
-    return {**known, **changes}
+    return {**known, "tflops": 700.0, **changes}
 
 
 def smi(index: int, errors: str = "0") -> str:
@@ -44,9 +38,8 @@ def smi(index: int, errors: str = "0") -> str:
 
 
 def findings(
-    cards: Sequence[dict[str, Any]] | None, smi_text: str = "", on_cpu: bool = False, why: str = "",
-    place: RankInfo | None = None, **environ: str,
-) -> list[Finding]:  # fmt: skip
+    cards: Sequence[dict[str, Any]] | None, smi_text: str = "", why: str = "", in_slurm: bool = True, **environ: str
+) -> list[Finding]:
     """The findings where the commands answer so; cards: what torch sees, None where it does not answer."""
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
@@ -56,49 +49,43 @@ def findings(
             return ("", why) if cards is None else (json.dumps(cards), "")
         return smi_text, ""
 
-    here = Surroundings({"SLURM_GPUS_ON_NODE": "8", **environ}, place or info(), Path(), on_cpu=on_cpu)
+    here = Surroundings({"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "run", ask)
         return probe_gpus.examine(here)[1]
 
 
-def test_eight_healthy_gpus_are_no_finding() -> None:
-    assert findings([card(i) for i in range(8)], "".join(map(smi, range(8)))) == []
+EIGHT, SMI = [card(i) for i in range(8)], "".join(map(smi, range(8)))
 
 
-def test_eight_granted_and_seven_visible() -> None:
-    (found,) = findings([card(i) for i in range(7)])
-    assert found.what == "Slurm granted 8 GPUs and torch sees 7"
-    assert found.bad
-    assert found.leave_out
-    assert "nvidia-smi -L there; sbatch --exclude=" in found.fix
-    (found,) = findings([card(i) for i in range(7)], CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
-    assert found.what == "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7"
+def test_healthy_gpus_are_no_finding() -> None:
+    assert findings(EIGHT, SMI) == []
+    assert findings([], in_slurm=False) == []
+    assert findings([card(0)], SMI, in_slurm=False) == []  # one may be cut into slices
+    assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []  # each task may have its own
 
 
-def test_none_visible() -> None:
-    (found,) = findings([])
-    assert (found.what, found.bad) == ("Slurm granted 8 GPUs and torch sees 0", True)
+@pytest.mark.parametrize(
+    ("cards", "smi_text", "environ", "expected"),
+    [
+        (EIGHT[:7], "", {}, "Slurm granted 8 GPUs and torch sees 7"),
+        (
+            EIGHT[:7],
+            "",
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+            "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7",
+        ),
+        ([], SMI, {"in_slurm": False}, "nvidia-smi shows 8 GPUs and torch sees 0"),
+    ],
+)
+def test_missing_gpus(cards: list[dict[str, Any]], smi_text: str, environ: dict[str, Any], expected: str) -> None:
+    (found,) = findings(cards, smi_text, **environ)
+    assert (found.what, found.bad, found.leave_out) == (expected, True, True)
+
+
+def test_a_job_without_a_granted_gpu_is_not_the_nodes_fault() -> None:
     (found,) = findings([], SLURM_GPUS_ON_NODE="")
     assert (found.what, found.bad, found.leave_out) == ("Slurm granted 0 GPUs and torch sees 0", True, False)
-
-
-def test_without_granted_gpus_or_on_the_cpu_no_gpu_is_missing() -> None:
-    assert findings([], on_cpu=True) == []
-    assert findings([], SLURM_GPUS_ON_NODE="", place=info(in_slurm=False)) == []
-
-
-def test_gpus_that_torch_does_not_see_where_nobody_has_granted_any() -> None:
-    at_home = {"SLURM_GPUS_ON_NODE": "", "place": info(0, 1, in_slurm=False)}
-    eight = "".join(map(smi, range(8)))
-    (found,) = findings([], eight, **at_home)
-    assert (found.what, found.bad) == ("nvidia-smi shows 8 GPUs and torch sees 0", True)
-    assert findings([card(0)], eight, **at_home) == []  # one may be cut into slices
-    assert findings([], eight, CUDA_VISIBLE_DEVICES="", **at_home) == []
-
-
-def test_each_task_may_have_its_own_gpu() -> None:
-    assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []
 
 
 @pytest.mark.parametrize(
@@ -114,14 +101,14 @@ def test_each_task_may_have_its_own_gpu() -> None:
     ],
 )
 def test_a_gpu_that_computes_wrongly_is_a_finding(changed: dict[str, Any], expected: str, is_bad: bool) -> None:
-    (found,) = findings([card(i, **(changed if i == 2 else {})) for i in range(8)])
+    (found,) = findings([*EIGHT[:2], card(2, **changed), *EIGHT[3:]])
     assert found.what.startswith(expected)
     assert found.bad is is_bad
 
 
 def test_memory_errors() -> None:
     errors = "".join(smi(i, "5" if i == 4 else "[N/A]") for i in range(8))
-    (found,) = findings([card(i) for i in range(8)], errors)
+    (found,) = findings(EIGHT, errors)
     assert found.what == "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
 
 

@@ -37,14 +37,19 @@ def test_a_node_that_answers(host: str) -> None:
     assert reach.probe(3, host, reach.serve(), 5, reach.serve()) == reach.Link(3)
 
 
+def test_an_error_of_accept_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = reach.listener(0)
+    listening.settimeout(0.05)
+    monkeypatch.setattr(reach, "listener", lambda port: listening)
+    port = reach.serve()
+    time.sleep(0.2)
+    assert reach.probe(3, "127.0.0.1", port, 5) == reach.Link(3)
+
+
 def test_a_port_that_is_closed() -> None:
     refused = "Connection refused"
     assert reach.probe(3, "127.0.0.1", closed_port(), 5) == reach.Link(3, "connect", refused)
     assert reach.probe(3, "127.0.0.1", reach.serve(), 5, closed_port()) == reach.Link(3, "master", refused)
-
-
-def test_a_name_that_does_not_resolve() -> None:
-    assert reach.probe(3, "no-such-host.invalid", 1, 20).fault == "connect"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_a_port_that_is_taken_in_one_family_is_taken() -> None:
         reach.serve(other.getsockname()[1])
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 16, 255, 4096])
+@pytest.mark.parametrize("count", [2, 3, 16, 255])
 def test_a_node_probes_at_most_three_others_and_each_is_probed(count: int) -> None:
     probed = [reach.peers(node, count) for node in range(count)]
     assert max(map(len, probed)) <= 3

@@ -48,7 +48,7 @@ def bad(found: verdict.Verdict) -> dict[str, str]:
     return {found.hosts[node]: entry.what for entry in found.entries if entry.bad for node in entry.nodes}
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("count", [1, 3])
 def test_healthy_nodes_have_no_finding(count: int) -> None:
     found = judged(healthy(count), count)
     assert found.entries == []
@@ -70,7 +70,7 @@ def fail(reports: list[Report], fault: str, node: int | None = None) -> None:
                 link.update(fault=fault, why="timed out")
 
 
-def test_bad_nodes_among_sixty_four_are_found() -> None:
+def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -> None:
     reports = healthy(64)
     for report in reports:  # node 9's network is slow with each peer
         for pair in report["bandwidth"]["pairs"]:
@@ -91,6 +91,7 @@ def test_bad_nodes_among_sixty_four_are_found() -> None:
     assert bad(found)["node33"].endswith(" links of node33 fail)")
     assert "did not answer" in bad(found)["node63"]
     lines = verdict.lines(found)
+    assert [line.split()[0] for line in lines[:8]] == ["node", *(f"node{i}" for i in (9, 12, 20, 22, 33, 63)), "BAD"]
     assert any("node23: open files" in line for line in lines)
     assert lines[-1] == "6 of 64 nodes bad: sbatch --exclude=node9,node12,node20,node22,node33,node63 leaves them out"
     assert all(line.isprintable() for line in lines)
@@ -117,9 +118,7 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     [
         ("torch", "nccl", "2.30.1", "2.18.3", "NCCL", True),
         ("system", "project", "abc", "abc-dirty", "these recipes' commit", True),
-        ("system", "driver", "580.1", "550.54", "the NVIDIA driver", False),
         ("gpus", "count", 8, 7, "the number of GPUs", True),
-        ("gpus", "name", "H200", "H100", "the kind of GPU", True),
         ("interfaces", "mtu", 4092, 1500, "the MTU of the interface", False),
     ],
 )
@@ -193,13 +192,6 @@ def test_the_table_shows_what_each_node_has() -> None:
     as_json = verdict.as_json(found)
     assert (as_json["healthy"], as_json["exclude"], as_json["hosts"]) == (False, ["node1"], ["node0", "node1"])
     assert verdict.as_json(judged(healthy(2), 2))["healthy"] is True
-
-
-def test_of_many_nodes_the_table_shows_the_bad_ones() -> None:
-    reports = healthy(20)
-    reports[13]["findings"] = [finding("broken", "drain it")]
-    lines = verdict.lines(judged(reports, 20))
-    assert [line.split()[0] for line in lines[:3]] == ["node", "node13", "BAD"]
 
 
 def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> None:
