@@ -76,6 +76,6 @@ def test_an_invalid_host_list_is_refused_in_one_line(text: str, reason: str) -> 
     "text", ["", "a", "2(x3", "-1", "2,,1", " 2", "2\n", "0(x2)", "2(x0)", "2(x65537)", "1" * 5000]
 )
 def test_invalid_counts_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(HostListError, match="^counts ") as caught:
+    with pytest.raises(HostListError, match=r"^counts ") as caught:
         expand_counts(text)
     assert str(caught.value).isprintable()

@@ -229,7 +229,6 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (STEP | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE"]),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "4 tasks", "NUM_TASKS=3"]),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, ["SLURM_STEP_TASKS_PER_NODE=1(x3)", "3 nodes", "node[1-2]"]),
-    (STEP | {"SLURM_STEP_NUM_NODES": "3"}, ["SLURM_STEP_NODELIST=node[1-2]", "2 nodes", "SLURM_STEP_NUM_NODES=3"]),
     (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"]),
     (STEP | {"SLURMD_NODENAME": "node1"}, ["SLURM_NODEID=1", "node2", "SLURMD_NODENAME=node1"]),
     (STEP | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "3", "unset it"]),
@@ -243,15 +242,13 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     *((STEP | {"MASTER_PORT": bad}, [f"MASTER_PORT={bad}"]) for bad in ("0", "65536", "-1", "29500x")),
     # RANK
     (env("RANK=0"), ["WORLD_SIZE is not set"]),
-    (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "without RANK", "unset it"]),
+    (env("WORLD_SIZE=4"), ["WORLD_SIZE=4", "must be 1", "unset it"]),
     (env("RANK=1 WORLD_SIZE=1"), ["RANK=1", "WORLD_SIZE=1"]),
     (HAND | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
     (HAND | {"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "RANK=1", "GROUP_RANK"]),
     (HAND | {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=4", "GROUP_RANK"]),
     (HAND | {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3"]),
     (HAND | {"GROUP_RANK": "0"}, ["GROUP_WORLD_SIZE is not set", "set it to the number of nodes"]),
-    (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, ["GROUP_WORLD_SIZE=1", "LOCAL_WORLD_SIZE=2"]),
-    (HAND | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}, ["GROUP_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2"]),
     (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2"), ["LOCAL_RANK is not set"]),
     (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_PORT=2"), ["MASTER_ADDR is not set", "WORLD_SIZE=2"]),
     (env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a"), ["MASTER_PORT is not set", "WORLD_SIZE=2"]),
@@ -263,7 +260,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     (env(OMPI_0), ["MASTER_ADDR is not set", "2 nodes", "mpirun -x MASTER_ADDR=HOST"]),
     (env(f"{OMPI} OMPI_COMM_WORLD_RANK=1"), ["OMPI_COMM_WORLD_LOCAL_RANK is not set"]),
     (env(f"{OMPI} OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=0"), ["OMPI_COMM_WORLD_RANK=1", "ppr:N:node"]),
-    (env(f"{OMPI_3} WORLD_SIZE=2"), ["WORLD_SIZE=2", "4"]),
+    (env(f"{OMPI_3} MASTER_ADDR=a WORLD_SIZE=2"), ["WORLD_SIZE=2", "4"]),
 ]  # fmt: skip
 
 
