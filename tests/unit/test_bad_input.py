@@ -32,7 +32,6 @@ FILES: dict[str, bytes] = {
     "newline.yaml": b'partition: "a\\n#SBATCH --exclusive"\n',
     "again.yaml": b"config: other.yaml\n",
     "python.yaml": b"epochs: !!python/object/apply:os.system ['touch canary']\n",
-    "twice.yaml": b"epochs: 1\nlr: 1\nepochs: 2\n",
     "large.yaml": b"# " + b"x" * 70_000,
     "shell.env": b"NCCL_DEBUG=$(touch canary)\n",
 }
