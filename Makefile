@@ -48,7 +48,7 @@ bench: install ## run the benchmarks against reference code; fails if a target i
 	$(BIN)/python -m tests.benchmarks $(OUT) $(if $(ONLY),only=$(ONLY))
 
 portability: ## install, demo and tests in chroots with Slurm 22.05, 24.11 and 26.05, and on the oldest torch and Python; root; ONLY=sid,oldest FOLDER=kept between runs
-	$(PYTHON) tests/portability.py workers=$(WORKERS) $(if $(ONLY),only=$(ONLY)) $(if $(FOLDER),folder=$(FOLDER)) $(if $(TESTS),tests="$(TESTS)") $(if $(OLDEST_PYTHON),python=$(OLDEST_PYTHON))
+	$(PYTHON) tests/portability.py --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(FOLDER),--folder $(FOLDER)) $(if $(TESTS),--tests "$(TESTS)") $(if $(OLDEST_PYTHON),--python $(OLDEST_PYTHON))
 
 clean: ## remove .venv and caches; runs and data stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

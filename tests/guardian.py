@@ -1,9 +1,10 @@
 """Ends what a session of pytest leaves behind, however the session ends: processes, mounts, network namespaces, clusters.
 
-Processes: a session has a mark, a random number that is its soft RLIMIT_RSS. Linux ignores this limit since 2.4.30
-(getrlimit(2)), every descendant inherits it, whatever its environment, its session and its parent are, and
-/proc/PID/limits shows it. A guardian process waits until the session's controller has ended, then kills all processes with
-the mark. It waits for the lock of a file that is named after the mark: the kernel releases it when the controller dies.
+Processes: a guardian process waits until the session's controller has ended, then kills all processes of the session. It must
+recognise daemons, which have neither the session's environment nor its parent nor its session id. A resource limit is what
+every descendant inherits in any case, and /proc/PID/limits shows it. So each session has a random number, its mark, as soft
+RLIMIT_RSS, a limit that Linux ignores since 2.4.30 (getrlimit(2)). The guardian waits for the lock of a file that is named
+after the mark: the kernel releases it when the controller dies.
 
 Mounts and named network namespaces: the session has its own mount namespace, which ends with its last process.
 

@@ -152,14 +152,16 @@ def run_fork(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str
     return finish(fork(argv, cwd=cwd, environ=environ))
 
 
+def place(rank: int, ranks: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of a rank on this machine."""
+    own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": address}
+
+
 def fork_ranks(argv: Sequence[str], ranks: int, **added: str) -> list[forked.Process]:
     """A command of Python on so many ranks, each a fork with its place in its environment; `finish` waits for one."""
-    started, port = [], str(free_port())
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ = clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **added)
-        started.append(fork(argv, environ=environ))
-    return started
+    port = free_port()
+    return [fork(argv, environ=clean_environment(**place(rank, ranks, port), **added)) for rank in range(ranks)]
 
 
 def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ended:

@@ -1,20 +1,18 @@
 """`make portability`: installs, demonstrates and tests the latest commit on other versions of Slurm, Python and torch.
 
-    sudo python3 tests/portability.py                         # all systems; prints a table, status 1 if a row failed
-    sudo python3 tests/portability.py only=sid folder=/big    # one system; its folder is kept and used again
+    sudo python3 tests/portability.py                             # all systems; prints a table, status 1 if a row failed
+    sudo python3 tests/portability.py --only sid --folder /big    # one system; its folder is kept and used again
 
 Each Debian release of SYSTEMS is a folder made by debootstrap. Commands run in it behind pivot_root, in their own mount,
 process, IPC and UTS namespaces; the tests also in their own network, with loopback only. The row OLDEST uses this machine's
 Python and the oldest versions that pyproject.toml allows; the tests of it that need Slurm are left out.
 
 RECIPES_DATA, where it is set, is the folder of real data that some tests need.
-
-Keys: only=NAME,…: these rows. folder=PATH: what is kept between runs (systems, pip's cache, logs), 10 GB a system.
-workers=N: test files at a time. tests=WORDS: arguments of pytest in place of the usual ones. python=PATH: for the row OLDEST.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
@@ -26,6 +24,7 @@ import sys
 import time
 import xml.etree.ElementTree
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,26 +106,6 @@ class Row:
     failed: str = ""  # why
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    only: str = ""
-    folder: Path = Path("/var/tmp/recipes-portability")
-    workers: int = 2
-    tests: str = ""
-    python: str = ""
-
-
-def settings(words: list[str]) -> Settings:
-    known = {field.name: type(field.default) for field in dataclasses.fields(Settings)}
-    chosen: dict[str, object] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name not in known:
-            raise SystemExit(f"portability: {word!r}: the keys are {', '.join(known)}, as KEY=VALUE")
-        chosen[name] = Path(value).resolve() if name == "folder" else int(value) if name == "workers" else value
-    return Settings(**chosen)  # type: ignore[arg-type]
-
-
 Run = Callable[..., str]
 
 
@@ -153,22 +132,8 @@ def environment() -> dict[str, str]:
 
 def inside(root: Path, cache: Path, command: str, log: Path, files: tuple[str, ...] = (), network: bool = False) -> str:
     """Runs a shell command in a system. files: of this machine, to be seen there under the same names. Raises Failed."""
-    own = ["--mount", "--pid", "--ipc", "--uts", *([] if network else ["--net"])]
-    argv = [
-        "unshare",
-        *own,
-        "--fork",
-        "--kill-child",
-        "bash",
-        "-c",
-        ENTER,
-        "enter",
-        str(root),
-        str(cache),
-        DATA,
-        command,
-        *files,
-    ]
+    options = ["--mount", "--pid", "--ipc", "--uts", *([] if network else ["--net"]), "--fork", "--kill-child"]
+    argv = ["unshare", *options, "bash", "-c", ENTER, "enter", str(root), str(cache), DATA, command, *files]
     return run(argv, log, environment())
 
 
@@ -211,106 +176,91 @@ def counts(junit: Path) -> tuple[str, bool]:
     return f"{total - failed - skipped}/{failed}/{skipped}", failed == 0 and total > skipped
 
 
-def pytest(row: Row, kind: str, words: str, do: Run, work: Path, chosen: Settings) -> None:
+def pytest(row: Row, kind: str, words: str, do: Run, work: Path, workers: int) -> None:
     """Runs tests in the clone ``work``, and puts their numbers into the table. Raises Failed."""
     junit = work / f"build/{kind}.xml"
     junit.unlink(missing_ok=True)
-    command = f".venv/bin/python -m pytest {words} -n {chosen.workers} --dist loadfile --no-loadscope-reorder -vv --junitxml={junit.relative_to(work)}"
-    problem = None
+    setattr(row, kind, "failed")
+    command = f".venv/bin/python -m pytest {words} -n {workers} --dist loadfile --no-loadscope-reorder -vv --junitxml={junit.relative_to(work)}"
     try:
         do(kind, command, alone=True)
-    except Failed as error:
-        problem = error
-    if not junit.exists():
-        setattr(row, kind, "failed")
-        raise problem or Failed(f"{kind}: no report")
-    text, well = counts(junit)
-    setattr(row, kind, text)
-    if problem or not well:
-        raise problem or Failed(f"{kind}: {text}")
+    finally:
+        if junit.exists():
+            text, well = counts(junit)
+            setattr(row, kind, text)
+    if not junit.exists() or not well:
+        raise Failed(f"{kind}: {getattr(row, kind)}")
 
 
-def measure(row: Row, do: Run, work: Path, install: str, test_words: Mapping[str, str], chosen: Settings) -> None:
+def measure(
+    row: Row, do: Run, work: Path, install: str, test_words: Mapping[str, str], chosen: argparse.Namespace
+) -> None:
     """Installs, demonstrates and tests the clone ``work``; all steps after a failed installation are left out."""
     problems = []
     began = time.monotonic()
-    try:
-        clone(work, chosen.folder / "logs" / row.system / "clone.log")
-        do("install", install)
-        row.install = f"{time.monotonic() - began:.0f} s"
-        row.python = do("python", ".venv/bin/python -c 'import platform; print(platform.python_version())'")
-        row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
-    except (Failed, OSError, subprocess.SubprocessError) as error:
-        row.install, row.failed = "failed", str(error)
-        return
-    at = time.monotonic()
-    try:
+
+    def demo() -> None:
+        at, row.demo = time.monotonic(), "failed"
         do("demo", "make demo", alone=True)
         row.demo = f"{time.monotonic() - at:.0f} s"
-    except (Failed, subprocess.SubprocessError) as error:
-        row.demo = "failed"
-        problems.append(str(error))
-    for kind, words in test_words.items():
+
+    row.install = "failed"
+    clone(work, chosen.folder / "logs" / row.system / "clone.log")
+    do("install", install)
+    row.install = f"{time.monotonic() - began:.0f} s"
+    row.python = do("python", ".venv/bin/python -c 'import platform; print(platform.python_version())'")
+    row.torch = do("torch", ".venv/bin/python -c 'import torch; print(torch.__version__)'")
+    steps = [partial(pytest, row, kind, words, do, work, chosen.workers) for kind, words in test_words.items()]
+    for step in (demo, *steps):
         try:
-            pytest(row, kind, words, do, work, chosen)
+            step()
         except (Failed, subprocess.SubprocessError) as error:
             problems.append(str(error))
     row.seconds = f"{time.monotonic() - began:.0f}"
     row.failed = "; ".join(problems)
 
 
-def debian(name: str, chosen: Settings) -> Row:
-    """The row of one Debian release."""
-    row, root, cache = Row(name), chosen.folder / name, chosen.folder / "pip-cache"
-    logs = chosen.folder / "logs" / name
-    work = root / CLONE
+def debian(row: Row, chosen: argparse.Namespace) -> None:
+    """The row of one Debian release. Raises Failed."""
+    name, cache = row.system, chosen.folder / "pip-cache"
+    root, logs, work = chosen.folder / name, chosen.folder / "logs" / name, chosen.folder / name / CLONE
     enter = f"cd /{CLONE}" + (f" && export RECIPES_TEST_IMAGE={IMAGE}" if name == WITH_APPTAINER else "")
 
     def do(step: str, command: str, alone: bool = False) -> str:
-        return inside(
-            root, cache, f"{enter} && {command}", logs / f"{step}.log", () if alone else NETWORK + PIP, not alone
-        )
+        seen = () if alone else NETWORK + PIP
+        return inside(root, cache, f"{enter} && {command}", logs / f"{step}.log", seen, network=not alone)
 
-    try:
-        make_system(name, root, cache, logs)
-        row.slurm = inside(root, cache, "slurmctld -V", logs / "slurm.log").removeprefix("slurm-wlm ")
-    except (Failed, OSError, subprocess.SubprocessError) as error:
-        row.failed = str(error)
-        return row
-    words = {"slurm_tests": NEEDS_SLURM, "other_tests": f'{OTHERS} -m "not long"'}
-    if chosen.tests:
-        words = {"slurm_tests": chosen.tests}
-    install = "make install"
-    if name == WITH_APPTAINER:
-        install += f" && python3 tests/slurm/image.py {IMAGE}"
-    measure(row, do, work, install, words, chosen)
-    return row
+    make_system(name, root, cache, logs)
+    row.slurm = inside(root, cache, "slurmctld -V", logs / "slurm.log").removeprefix("slurm-wlm ")
+    usual = {"slurm_tests": NEEDS_SLURM, "other_tests": f'{OTHERS} -m "not long"'}
+    install = "make install" + (f" && python3 tests/slurm/image.py {IMAGE}" if name == WITH_APPTAINER else "")
+    measure(row, do, work, install, {"slurm_tests": chosen.tests} if chosen.tests else usual, chosen)
 
 
-def oldest(chosen: Settings) -> Row:
-    """The row of the oldest versions that pyproject.toml allows, on this machine."""
-    row, work = Row(OLDEST), chosen.folder / OLDEST / "recipes"
+def oldest(row: Row, chosen: argparse.Namespace) -> None:
+    """The row of the oldest versions that pyproject.toml allows, on this machine. Raises Failed."""
+    folder = chosen.folder / OLDEST
     python = chosen.python or shutil.which(OLDEST_PYTHON)
-    if not python or subprocess.run([python, "--version"], capture_output=True).returncode:
+    if not python:
         row.install = f"not run: no {OLDEST_PYTHON}"
-        return row
+        return
     bounds = re.findall(r'[\[ ]"([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text())
-    constraints = chosen.folder / OLDEST / "constraints.txt"
-    constraints.parent.mkdir(parents=True, exist_ok=True)
-    oldest = {name: version if "." in version else f"{version}.0" for name, version in bounds if name != "setuptools"}
-    text = "".join(f"{name}=={version}.*\n" for name, version in oldest.items())
-    if not constraints.exists() or constraints.read_text() != text:
+    versions = {name: version if "." in version else f"{version}.0" for name, version in bounds if name != "setuptools"}
+    constraints = folder / "constraints.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{name}=={version}.*\n" for name, version in versions.items())
+    if not constraints.exists() or constraints.read_text() != text:  # make compares its time
         constraints.write_text(text)
-    environ = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"} | {
-        "PIP_CACHE_DIR": str(chosen.folder / "pip-cache")
-    }
+    kept = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
+    environ = {**kept, "PIP_CACHE_DIR": str(chosen.folder / "pip-cache")}
 
     def do(step: str, command: str, alone: bool = False) -> str:
-        return run(["bash", "-c", command], chosen.folder / "logs" / OLDEST / f"{step}.log", environ, work)
+        log = chosen.folder / "logs" / OLDEST / f"{step}.log"
+        return run(["bash", "-c", command], log, environ, folder / "recipes")
 
     install = f"make install PYTHON={shlex.quote(python)} VERSIONS={shlex.quote(str(constraints))}"
-    measure(row, do, work, install, {"other_tests": chosen.tests or f'{OTHERS} -m "not long"'}, chosen)
-    return row
+    tests = chosen.tests or f'{OTHERS} -m "not long"'
+    measure(row, do, folder / "recipes", install, {"other_tests": tests}, chosen)
 
 
 def table(rows: list[Row]) -> str:
@@ -324,29 +274,42 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def main(words: list[str]) -> int:
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Tests the latest commit on other versions of Slurm, Python and torch."
+    )
+    names = [*SYSTEMS, OLDEST]
+    parser.add_argument("--only", type=lambda text: text.split(","), default=names, help=f"some of {','.join(names)}")
+    parser.add_argument(
+        "--folder", type=Path, default="/var/tmp/recipes-portability",
+        help="what is kept between runs (systems, pip's cache, logs), 10 GB a system",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, default=2, help="test files at a time")
+    parser.add_argument("--tests", default="", help="arguments of pytest in place of the usual ones")
+    parser.add_argument("--python", default="", help=f"the Python of the row {OLDEST}")
+    return parser.parse_args()
+
+
+def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the command that runs
-    chosen = settings(words)
-    names = chosen.only.split(",") if chosen.only else [*SYSTEMS, OLDEST]
-    for name in names:
-        if name not in (*SYSTEMS, OLDEST):
-            raise SystemExit(f"portability: only={name}: the systems are {', '.join([*SYSTEMS, OLDEST])}")
-    debians = set(names) & set(SYSTEMS)
+    chosen = arguments()
+    chosen.folder = chosen.folder.resolve()
     absent = [program for program in ("debootstrap", "pivot_root", "unshare", "git", "ip") if not shutil.which(program)]
-    if debians and (absent or os.geteuid()):
-        raise SystemExit(f"portability: {' and '.join(absent) + ' not found' if absent else 'needs root'}: apt-get install debootstrap git iproute2, and run it as root")  # fmt: skip
+    if set(chosen.only) & set(SYSTEMS) and (absent or os.geteuid()):
+        raise SystemExit(f"portability: needs root, debootstrap, git and iproute2; not found: {', '.join(absent)}")
     (chosen.folder / "pip-cache").mkdir(parents=True, exist_ok=True)
-    head = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    print(f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs", flush=True)
-    if head.stdout.strip().endswith("-dirty"):
-        print("uncommitted changes are left out", flush=True)
-    rows = []
-    for name in names:
-        rows.append(oldest(chosen) if name == OLDEST else debian(name, chosen))
-        print(f"{name}: {rows[-1].failed or rows[-1].seconds + ' s'}", flush=True)
+    head = subprocess.run(["git", "-C", str(ROOT), "describe", "--always"], capture_output=True, text=True)
+    print(f"commit {head.stdout.strip()}; logs in {chosen.folder}/logs; uncommitted changes are left out", flush=True)
+    rows = [Row(name) for name in chosen.only]
+    for row in rows:
+        try:
+            (oldest if row.system == OLDEST else debian)(row, chosen)
+        except (Failed, OSError, subprocess.SubprocessError) as error:
+            row.failed = str(error)
+        print(f"{row.system}: {row.failed or row.seconds + ' s'}", flush=True)
     print(f"\n{table(rows)}\ntests: passed/failed/skipped")
     return 1 if any(row.failed for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

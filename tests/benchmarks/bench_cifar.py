@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torchvision
-from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 
@@ -17,7 +15,7 @@ from recipes.conf.cifar import Config
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from tests.benchmarks import inputs
-from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_core, samples_per_s
+from tests.benchmarks.measure import FULL, Figure, Size, one_core
 
 IMAGES = 50_000  # of the training set
 PEER_IMAGES = 10_000  # of them, drawn anew each time, are enough to tell the peer's speed
@@ -27,31 +25,21 @@ def figures(size: Size) -> list[Figure]:
     cfg = Config()
     real = size.images == FULL.images
     train_set, _, source = inputs.cifar10(min(IMAGES, size.images), 10, real)
-    epochs = itertools.count()
     mean, std = (torch.tensor(values) for values in (cifar.MEAN, cifar.STD))
     normalise = partial(in_memory.normalise, mean=mean, std=std)
     with one_core():
         images = AugmentedImages(train_set.images, cfg.crop, reflect=True, flip=cfg.flip)
 
-        def epoch() -> Iterator[tuple[Tensor, Tensor]]:
-            return inputs.recipe_batches(train_set, images, normalise, cfg.global_batch_size, cfg.seed, next(epochs))
+        def epoch(number: int) -> Iterator[inputs.Batch]:
+            return inputs.recipe_batches(train_set, images, normalise, cfg.global_batch_size, cfg.seed, number)
 
         peer_set = PeerSet(train_set)
         sampler = RandomSampler(peer_set, num_samples=min(PEER_IMAGES, len(peer_set)))
-        peer: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            peer_set, cfg.global_batch_size, sampler=sampler, num_workers=0
-        )
-        sides = {
-            "ours": lambda: samples_per_s(epoch, size.least_s),
-            "theirs": lambda: samples_per_s(lambda: peer, size.least_s),
-        }
-        values = interleaved(size.rounds, sides)
-    theirs_is = f"torchvision {torchvision.__version__}'s CIFAR10, crop, flip, ToTensor, Normalize, in a DataLoader, num_workers=0"
-    ours_is = f"recipe: crop, flip, normalise, batch {cfg.global_batch_size}"
-    note = f"{len(train_set):,} images, {source}"
-    return [
-        Figure("cifar, input", "samples/s", ours_is, theirs_is, ">= 12", values["ours"], values["theirs"], note)
-    ]  # fmt: skip
+        peer: DataLoader[inputs.Batch] = DataLoader(peer_set, cfg.global_batch_size, sampler=sampler, num_workers=0)
+        ours_is = f"recipe: crop, flip, normalise, batch {cfg.global_batch_size}"
+        theirs_is = "CIFAR10, crop, flip, ToTensor, Normalize,"
+        note = f"{len(train_set):,} images, {source}"
+        return [inputs.input_figure("cifar, input", ours_is, epoch, theirs_is, peer, size, note, size.least_s)]
 
 
 class PeerSet(torchvision.datasets.CIFAR10):

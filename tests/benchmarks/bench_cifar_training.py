@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from recipes.core.data import datasets
-from recipes.core.data.in_memory import ImageSet
 from recipes.core.errors import InputError
 from tests.benchmarks import inputs
 from tests.benchmarks.measure import FULL, TWO_RANKS, Figure, Size, python
@@ -24,16 +23,11 @@ from tests.benchmarks.measure import FULL, TWO_RANKS, Figure, Size, python
 LONG = "some 40 minutes on two cores"
 # A CPU without instructions for bfloat16 is slower with it than without.
 DTYPE = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+# The peer looks at each image once: tta=false.
 OURS = (
-    "arch=resnet18",
-    "epochs=6",
-    "small_px=16",
-    f"dtype={DTYPE}",
-    "global_batch_size=64",
-    "lr=0.2",
-    "lr_batch_size=0",
-    "tta=false",  # the peer looks at each image once
-)
+    "arch=resnet18", "epochs=6", "small_px=16", f"dtype={DTYPE}", "global_batch_size=64", "lr=0.2", "lr_batch_size=0",
+    "tta=false",
+)  # fmt: skip
 PEER_EPOCHS = 8
 SEEDS = 3
 TRAIN_IMAGES, TEST_IMAGES = 5000, 2000
@@ -67,13 +61,13 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         files, data_dir = Path(folder, "files"), Path(folder, "data")
         for part, images in (("train", train_set), ("test", test_set)):
-            write_files(files / part, images)
+            for number, (image, label) in enumerate(zip(images.images, images.labels.tolist(), strict=True)):
+                # PNG is without loss, so that both sides have the same pixels.
+                inputs.write(files / part / datasets.CIFAR10_CLASSES[label] / f"{number:04d}.png", image)
         python("-m", "recipes.prepare", "cifar10", f"data_dir={data_dir}", f"source={files}")
         for seed in range(seeds):
             theirs.append(train_plain(files, peer_epochs, seed, len(test_set)))
-            tell("plain_cifar", seed, theirs[-1])
-            ours.append(train_ours(data_dir, Path(folder, f"run{seed}"), (*keys, f"seed={seed}"), len(train_set), len(test_set)))  # fmt: skip
-            tell("recipe", seed, ours[-1])
+            ours.append(train_ours(data_dir, Path(folder, f"run{seed}"), keys, seed, len(train_set), len(test_set)))  # fmt: skip
     ours_is = f"recipe, {' '.join(keys)}"
     theirs_is = f"plain_cifar, ResNet-18, float32, {peer_epochs} epochs, batch 128"
     right = f"right {statistics.fmean(100 - t.wrong for t in ours):.2f} % against {statistics.fmean(100 - t.wrong for t in theirs):.2f} % in the mean"  # fmt: skip
@@ -83,16 +77,7 @@ def compare(
         mine, peers = ([float(getattr(trained, what)) for trained in side] for side in (ours, theirs))
         return Figure(f"cifar training, {name}", unit, ours_is, theirs_is, target, mine, peers, note, ratio_of="means")
 
-    return [
-        figure("time", "s", "<= 0.40", "train_s"),
-        figure("wrong test images", "%", "<= 1", "wrong"),
-    ]
-
-
-def write_files(folder: Path, images: ImageSet) -> None:
-    """``folder/<class>/NNNN.png``: without loss, so that both sides have the same pixels."""
-    for number, (image, label) in enumerate(zip(images.images, images.labels.tolist(), strict=True)):
-        inputs.write(folder / datasets.CIFAR10_CLASSES[label] / f"{number:04d}.png", image)
+    return [figure("time", "s", "<= 0.40", "train_s"), figure("wrong test images", "%", "<= 1", "wrong")]
 
 
 def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Trained:
@@ -100,26 +85,27 @@ def train_plain(files: Path, epochs: int, seed: int, test_images: int) -> Traine
     out = python(*TWO_RANKS, "-m", "tests.benchmarks.plain_cifar", files, epochs, seed, OMP_NUM_THREADS="1")
     wall_s = time.monotonic() - start
     told = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    want_all(told["samples"], test_images)
-    return Trained(100 - 100 * told["accuracy"], told["train_s"], wall_s)
+    return trained("plain_cifar", seed, told["samples"], test_images, told["accuracy"], told["train_s"], wall_s)
 
 
-def train_ours(data_dir: Path, run_dir: Path, keys: tuple[str, ...], train_images: int, test_images: int) -> Trained:
+def train_ours(
+    data_dir: Path, run_dir: Path, keys: tuple[str, ...], seed: int, train_images: int, test_images: int
+) -> Trained:
     start = time.monotonic()
     place = (f"data_dir={data_dir}", f"run_dir={run_dir}")
     words = ("recipe=cifar", "launcher=local", "ranks_per_node=2", "device=cpu", *place)
-    python("launch.py", *words, *keys, OMP_NUM_THREADS="1")
+    python("launch.py", *words, *keys, f"seed={seed}", OMP_NUM_THREADS="1")
     wall_s = time.monotonic() - start
     summary = json.loads((run_dir / "summary.json").read_text())
-    want_all(summary["val_samples"], test_images)
     train_s = summary["epochs"] * train_images / summary["samples_per_second"]
-    return Trained(100 - 100 * summary["val_top1"], train_s, wall_s)
+    return trained("recipe", seed, summary["val_samples"], test_images, summary["val_top1"], train_s, wall_s)
 
 
-def want_all(evaluated: int, test_images: int) -> None:
+def trained(
+    who: str, seed: int, evaluated: int, test_images: int, accuracy: float, train_s: float, wall_s: float
+) -> Trained:
+    """Prints the result of a training. Raises RuntimeError if it has not evaluated each test image once."""
     if evaluated != test_images:
         raise RuntimeError(f"cifar training: {evaluated} of {test_images} test images evaluated")
-
-
-def tell(who: str, seed: int, trained: Trained) -> None:
-    print(f"  seed {seed}, {who}: {100 - trained.wrong:.2f} % right, trained for {trained.train_s:.0f} s, {trained.wall_s:.0f} s in all", flush=True)  # fmt: skip
+    print(f"  seed {seed}, {who}: {accuracy:.2%} right, trained for {train_s:.0f} s, {wall_s:.0f} s in all", flush=True)
+    return Trained(100 - 100 * accuracy, train_s, wall_s)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from PIL import __version__ as pillow_version
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -27,6 +26,7 @@ from recipes.core.data.packed import write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.sampling import GlobalBatches
 from tests.benchmarks import inputs
+from tests.benchmarks.inputs import Batch
 from tests.benchmarks.measure import Figure, Size, interleaved, one_core, samples_per_s
 
 PX, BATCH_SIZE = 224, 64
@@ -36,7 +36,6 @@ WAYS = (  # figure, folder, decoder, targets of uint8 and floats
     ("packed jpeg", "jpeg", "opencv", ">= 5", ">= 1.9"),
 )
 PEERS = {"uint8": "RandomResizedCrop, PILToTensor", "floats": "RandomResizedCrop, flip, ToTensor, Normalize"}
-Batch = tuple[Tensor, Tensor]  # images, labels
 
 
 def figures(size: Size) -> list[Figure]:

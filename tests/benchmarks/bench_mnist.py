@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torchvision
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.transforms import ToTensor
@@ -20,10 +19,10 @@ from recipes.conf.mnist import Config
 from recipes.core.data import in_memory
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from tests.benchmarks import inputs
-from tests.benchmarks.measure import Figure, Size, interleaved, one_thread, samples_per_s
+from tests.benchmarks.inputs import Batch
+from tests.benchmarks.measure import Figure, Size, one_thread
 
 BATCH_SIZE = 128  # of the input alone; the step has the recipe's
-Batch = tuple[Tensor, Tensor]  # images, labels
 
 
 def figures(size: Size) -> list[Figure]:
@@ -35,20 +34,14 @@ def figures(size: Size) -> list[Figure]:
 
 def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Figure:
     """Whole epochs of batches, shuffled; ours are shifted and normalised as well, theirs are not."""
-    epochs = itertools.count()
     shifted = AugmentedImages(train_set.images, mnist.REACH)
     peer_set = torchvision.datasets.MNIST(folder, transform=ToTensor())
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 
-    def epoch() -> Iterator[Batch]:
-        return inputs.recipe_batches(train_set, shifted, mnist.normalise, BATCH_SIZE, Config().seed, next(epochs))
+    def epoch(number: int) -> Iterator[Batch]:
+        return inputs.recipe_batches(train_set, shifted, mnist.normalise, BATCH_SIZE, Config().seed, number)
 
-    sides = {"ours": lambda: samples_per_s(epoch), "theirs": lambda: samples_per_s(lambda: peer)}
-    values = interleaved(size.rounds, sides)
-    theirs_is = f"torchvision {torchvision.__version__}'s MNIST in a DataLoader, num_workers=0"
-    return Figure(
-        "mnist, input", "samples/s", "recipe, batch 128", theirs_is, ">= 12", values["ours"], values["theirs"], source
-    )
+    return inputs.input_figure("mnist, input", "recipe, batch 128", epoch, "MNIST", peer, size, source)
 
 
 def input_and_step(size: Size, train_set: ImageSet, source: str) -> Figure:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 
@@ -18,12 +20,13 @@ from recipes.core.data import datasets, idx, in_memory
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
-from tests.benchmarks.measure import FULL, Size
+from tests.benchmarks.measure import FULL, Figure, Size, interleaved, samples_per_s
 from tests.helpers import DATA
 
 PHOTOS = DATA / "imagenet-sample.tar"  # ImageNet's JPEGs, <wnid>_<word>.JPEG
 CIFAR_JPEGS = DATA / "cifar10-jpeg.tar.xz"  # <train|test>/<class>/NNNN.jpg
 DIFFERENT = 50  # small JPEGs; more of them are copies of these
+Batch = tuple[Tensor, Tensor]  # images, labels
 RANDOM = "random images"  # what is used if there are no real ones
 
 
@@ -55,17 +58,27 @@ def mnist(folder: Path, size: Size) -> str:
 
 
 def recipe_batches(
-    train_set: ImageSet,
-    images: AugmentedImages,
-    normalise: Callable[[Tensor], Tensor],
-    batch_size: int,
-    seed: int,
-    epoch: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    train_set: ImageSet, images: AugmentedImages, normalise: Callable[[Tensor], Tensor], batch_size: int, seed: int, epoch: int
+) -> Iterator[Batch]:  # fmt: skip
     """What a step of a recipe whose set lies in memory, on one rank, is given in ``epoch``."""
     for shard in GlobalBatches(len(train_set), batch_size, seed, rank=0, world_size=1).epoch(epoch):
         images.draw(seed, epoch)
         yield normalise(images.take(shard.indices)), train_set.labels[shard.indices]
+
+
+def input_figure(
+    name: str, ours_is: str, epoch: Callable[[int], Iterable[Batch]], theirs_is: str, peer: Iterable[Batch], size: Size,
+    note: str, least_s: float = 0.0,
+) -> Figure:  # fmt: skip
+    """Whole epochs of batches from a set in memory, against torchvision's dataset in a DataLoader. epoch: the batches of one."""
+    epochs = itertools.count()
+    sides = {
+        "ours": lambda: samples_per_s(lambda: epoch(next(epochs)), least_s),
+        "theirs": lambda: samples_per_s(lambda: peer, least_s),
+    }
+    values = interleaved(size.rounds, sides)
+    them = f"torchvision {torchvision.__version__}'s {theirs_is} in a DataLoader, num_workers=0"
+    return Figure(name, "samples/s", ours_is, them, ">= 12", values["ours"], values["theirs"], note)
 
 
 def small_jpegs(folder: Path, count: int) -> None:

@@ -16,7 +16,6 @@ import ctypes
 import faulthandler
 import fnmatch
 import os
-import pathlib
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.core.errors import Stopped
-from recipes.core.train import loop, optimisation, session
+from recipes.core.train import checkpoint, loop, optimisation, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
 from recipes.core.data.sampling import GlobalBatches
@@ -170,38 +169,13 @@ def hold_save(run: Run) -> float:
 def blind(run: Run) -> float:
     """This rank does not see what is named as $FAULT_HIDE, for $FAULT_S seconds, as where a network's file system is behind."""
     until = time.monotonic() + float(os.environ["FAULT_S"])
-    hidden, stat, scandir, listdir = os.environ["FAULT_HIDE"], os.stat, os.scandir, os.listdir
+    candidates, exists = checkpoint.candidates, Path.exists
 
-    def is_hidden(path: Any) -> bool:
-        if isinstance(path, int) or time.monotonic() > until:
-            return False
-        return fnmatch.fnmatch(os.path.basename(os.fsdecode(path)), hidden)
+    def is_seen(path: Path) -> bool:
+        return time.monotonic() > until or not fnmatch.fnmatch(path.name, os.environ["FAULT_HIDE"])
 
-    class Scanned:
-        def __init__(self, path: Any = ".") -> None:
-            self._entries = scandir(path)
-
-        def __iter__(self) -> Iterator[Any]:
-            return self
-
-        def __next__(self) -> Any:
-            return next(entry for entry in self._entries if not is_hidden(entry.name))
-
-        def __enter__(self) -> "Scanned":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self._entries.close()
-
-    def seen(path: Any, **options: Any) -> os.stat_result:
-        if is_hidden(path):
-            raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
-        return stat(path, **options)
-
-    os.stat, os.scandir = seen, Scanned  # type: ignore[assignment,misc]
-    os.listdir = lambda path=".": [name for name in listdir(path) if not is_hidden(name)]  # type: ignore[assignment,misc]
-    own = getattr(pathlib, "_normal_accessor", os)  # what Path calls: functions of its own in Python 3.10
-    own.stat, own.scandir, own.listdir = os.stat, os.scandir, os.listdir
+    checkpoint.candidates = lambda folder: list(filter(is_seen, candidates(folder)))
+    Path.exists = lambda path, **options: is_seen(path) and exists(path, **options)  # type: ignore[method-assign]
     reach(run)
     return 1.0
 

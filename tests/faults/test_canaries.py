@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ from tests.helpers import ROOT
 # {c}: the path of the canary.
 # The last ones are ends of a line for some readers of scripts and logs, but not for a shell.
 PAYLOADS = (
-    "a\ntouch {c}", "a\n#SBATCH --wrap=x\ntouch {c}", "a; touch {c} #", "a&&touch {c}", "a$(touch {c})", "a`touch {c}`",
-    "${{x:=$(touch {c})}}", '"; touch {c}; "', "'; touch {c}; '", "a <(touch {c})", ") ; touch {c}; (:",
-    "a\\\n;touch {c}",
-    "a\rtouch {c}", "a\x85touch {c}", "a\u2028touch {c}",
+    "a\ntouch {c}", "a\n#SBATCH --wrap=x\ntouch {c}", "a; touch {c} #", "a$(touch {c})", "a`touch {c}`",
+    "${{x:=$(touch {c})}}", '"; touch {c}; "', "'; touch {c}; '", "a\\\n;touch {c}", "a\rtouch {c}", "a\u2028touch {c}",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.fault(34, 35, 37, 38), pytest.mark.filterwarnings("ignore")]  # torch warns of odd pickles
@@ -115,9 +112,6 @@ def test_values_of_a_sites_profile_run_nothing(trap: Trap, monkeypatch: pytest.M
     assert (trap.folder / "modules").read_text() == "load gcc/12\n"
 
 
-# --- pickles
-
-
 class Evil:
     """A pickle that makes a folder when it is loaded without care."""
 
@@ -135,13 +129,6 @@ class EvilState(Evil):
         return dict, (), None, None, iter([("a", Evil(self.canary))])
 
 
-PLACES: dict[str, Callable[[Any, Any], Any]] = {
-    "instead": lambda good, evil: evil,
-    "inside": lambda good, evil: [*good, evil],
-    "as a name": lambda good, evil: {evil: 1},
-}
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The content of a valid checkpoint."""
@@ -157,11 +144,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_checkpoint_with_code_in_it_is_refused(place: str, good: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_with_code_in_it_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
     path, canary = tmp_path / "step-00000001.pt", tmp_path / "canary"
     for evil in (EvilState(canary), Evil(canary)):
-        content = {**good, "rng": PLACES[place](good["rng"], evil)}
+        content = {**good, "rng": [*good["rng"], evil]}
         for is_zip, why in ((False, "BadZipFile"), (True, "UnpicklingError")):
             torch.save(content, path, _use_new_zipfile_serialization=is_zip)
             with pytest.raises(InputError, match=rf"step-00000001\.pt: is damaged or not a checkpoint \({why}\)$"):
@@ -185,9 +171,6 @@ def test_a_checkpoint_that_would_unpack_to_much_more_is_refused(good: dict[str, 
         checkpoint.read(path)
 
 
-# --- links
-
-
 def test_links_at_the_names_of_a_temporary_file_and_a_lock_are_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +187,6 @@ def test_links_at_the_names_of_a_temporary_file_and_a_lock_are_not_followed(
         pass
     assert not (tmp_path / "canary").exists()
 
-
-# --- secrets
 
 NAMES = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "MY_PASS", "SITE_SECRET", "T_PLACE")
 SECRETS = {name: secrets.token_hex(16) for name in NAMES}

@@ -19,12 +19,6 @@ from tests.faults.conftest import ENDLESS, Start
 HOST = socket.gethostname()
 
 
-def place(rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
-    """The variables of one of two ranks."""
-    own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    return {**own, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-
-
 @pytest.mark.parametrize(
     "fault",
     [pytest.param("shape", marks=pytest.mark.fault(10)), pytest.param("operation", marks=pytest.mark.fault(11))],
@@ -43,27 +37,28 @@ def test_mismatched_collectives_are_reported_in_debug_mode(start: Start, tmp_pat
     assert conftest.newest(tmp_path)
 
 
-@pytest.mark.fault(13)
-def test_a_bad_master_address_is_reported_in_time(start: Start, tmp_path: Path) -> None:
-    words = ("timeout_s=3", "max_steps=1")
-    process = start(tmp_path / "run", *words, ranks=0, **place(1, helpers.free_port(), "no-such.invalid"))
-    ended = helpers.finish(process, 3 + 57)  # torch's import is in it
+@pytest.mark.parametrize(
+    ("rank", "address", "is_taken", "expected"),
+    [
+        pytest.param(0, "127.0.0.1", False, r"rank 1 of 2 did not connect within 3 s \(timeout_s\)", marks=pytest.mark.fault(12)),
+        pytest.param(1, "127.0.0.1", False, r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(", marks=pytest.mark.fault(12)),
+        pytest.param(1, "no-such.invalid", False, r".*no-such\.invalid", marks=pytest.mark.fault(13)),
+        pytest.param(0, "127.0.0.1", True, r"port \d+ is in use; set MASTER_PORT to another for all ranks$", marks=pytest.mark.fault(14)),
+    ],
+)  # fmt: skip
+def test_a_rendezvous_that_is_impossible_is_reported_in_time(
+    start: Start, tmp_path: Path, rank: int, address: str, is_taken: bool, expected: str
+) -> None:
+    """The other rank never starts; or the address is invalid; or the port is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if is_taken else helpers.free_port()
+        place = helpers.place(rank, 2, port, address)
+        ended = helpers.finish(start(tmp_path / "run", "timeout_s=3", "max_steps=1", ranks=0, **place), 60)
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if line.startswith("broken: ")]
-    assert line.startswith(f"broken: {HOST}: ")
-    assert "no-such.invalid" in line, line
+    assert re.match(f"broken: {re.escape(HOST)}: {expected}", line), line
     assert "Traceback" not in ended.out
-
-
-@pytest.mark.fault(14)
-def test_a_port_in_use_is_reported(start: Start, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = start(tmp_path / "run", "timeout_s=60", "max_steps=1", ranks=0, **place(0, port))
-        ended = helpers.finish(process, 55)
-    assert ended.status == 3, ended.out
-    [line] = [line for line in ended.lines if line.startswith("broken: ")]
-    assert line == f"broken: {HOST}: port {port} is in use; set MASTER_PORT to another for all ranks"
+    assert not (tmp_path / "run").exists()
 
 
 @contextlib.contextmanager
@@ -105,7 +100,7 @@ def garbage(port: int) -> Iterator[list[int]]:
 def test_garbage_on_the_rendezvous_port_does_no_harm(start: Start, tmp_path: Path) -> None:
     port, words = helpers.free_port(), ("max_steps=40", "checkpoint_every_steps=20")
     with garbage(port) as taken:
-        ranks = [start(tmp_path, *words, ranks=0, **place(rank, port)) for rank in (0, 1)]
+        ranks = [start(tmp_path, *words, ranks=0, **helpers.place(rank, 2, port)) for rank in (0, 1)]
         for ended in [helpers.finish(rank) for rank in ranks]:
             assert ended.status == 0, ended.out
     assert len(taken) > 10

@@ -40,32 +40,22 @@ cases = settings(
 )  # fmt: skip
 
 NASTY = (
-    "", " ", "-1", "0", "00", "true", "null", "~", "nan", "1e999", "0x10", "1_0", "9" * 19, "9" * 4400,
-    "1" + "0" * 700, "\u0663", "???",
-    "..", "/dev/null", "~nosuchuser/x", "$HOME", "$(touch canary)", "a;b", "a b", "'", '"', "\\", "a\nb", "a\r\nb",
-    "\x1b[2J", "\x85",
-    "\u2028", "\u202e", "\ufeff", "\u00e9", "\ud800", "\udcff", "x" * 256, "x" * 4097, "../" * 1300, "[1]", "{a: 1}",
-    "[[" * 800,
-    "!!python/object:x", "*a", "%s%n", "#", ": ", "- ", "|", "a=b", "--wrap=x", "n[1-2]", "n[2-1]", "n[1-999999999]",
-    "[1-65536]" * 3,
-    "1:2:3", "8,2", "h:1", "[::1]:1", "h:99999", "cpu", "auto", "never", "local", "digits", "example",
+    "", " ", "-1", "00", "null", "~", "nan", "1e999", "0x10", "1_0", "9" * 4400, "\u0663", "???", "..", "/dev/null",
+    "~nosuchuser/x", "$HOME", "$(touch canary)", "a;b", "a b", "'", '"', "\\", "a\r\nb", "\x1b[2J", "\x85", "\u202e",
+    "\ufeff", "\u00e9", "\ud800", "\udcff", "x" * 4097, "../" * 1300, "[1]", "{a: 1}", "[[" * 800, "!!python/object:x", "*a",
+    "%s%n", "#", ": ", "|", "a=b", "--wrap=x", "n[1-2]", "n[1-999999999]", "[1-65536]" * 3, "1:2:3", "8,2", "[::1]:1",
+    "h:99999", "cpu", "auto", "never", "local", "digits", "example",
     # interpolations of OmegaConf
-    "${lr}", "${", "${}", "${..a}", "\\${lr}", "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE,3}", "${oc.env:${lr}}",
-    "${oc.env:\x00}",
-    "${oc.create:{a: 1}}", "${nosuch:}", "${lr}${lr}" * 50, "${" * 900, "${a:[" * 200, "${a:" + "\\" * 501 + "}",
-    "${run_dir}/x",
+    "${lr}", "${", "${..a}", "\\${lr}", "${oc.env:HOME}", "${oc.env:\x00}", "${oc.create:{a: 1}}", "${" * 900,
+    "${a:[" * 200, "${a:" + "\\" * 501 + "}",
 )  # fmt: skip
 ALIASES = ", ".join(f"&{y} [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefghij", "bcdefghijk", strict=True))
 YAML = (
-    "", "---", "--- a\n--- b", "- a", "epochs", "epochs:", "epochs: [1]", "epochs: {a: 1}", "epochs: 1\nepochs: 2",
-    "? [a]\n: 1",
-    "&a epochs: *a", "epochs: *nosuch", "<<: {epochs: 1}", "<<: *a", "epochs: !!int '3'",
-    "epochs: !!python/object/apply:os.system ['x']",
-    "!<%zz> 1", "%YAML " + "9" * 5000 + ".1\n---\na: 1", 'epochs: "\\UFFFFFFFF"', 'epochs: "\\ud800"',
-    'data_dir: "\\e[2J"', 'epochs: "',
-    "epochs: |9\n  1", "epochs:\t1", " epochs: 1\nlr: 1", "{epochs: 1", "[" * 500, "{a: " * 500, "a: " * 800,
-    "x" * 5000 + ": 1",
-    "data_dir: a\u2028b", "nodes: 2", "config: x", "time: 1:00:00", "modules:\n  - gcc/12", "modules: [gcc/12]",
+    "", "---", "--- a\n--- b", "- a", "epochs", "epochs:", "epochs: [1]", "epochs: 1\nepochs: 2", "? [a]\n: 1",
+    "epochs: *nosuch", "<<: {epochs: 1}", "epochs: !!python/object/apply:os.system ['x']", "!<%zz> 1",
+    "%YAML " + "9" * 5000 + ".1\n---\na: 1", 'epochs: "\\UFFFFFFFF"', 'epochs: "\\ud800"', 'data_dir: "\\e[2J"', 'epochs: "',
+    "epochs: |9\n  1", " epochs: 1\nlr: 1", "{epochs: 1", "[" * 500, "a: " * 800, "x" * 5000 + ": 1", "data_dir: a\u2028b",
+    "nodes: 2", "config: x", "time: 1:00:00", "modules:\n  - gcc/12", "modules: [gcc/12]",
     f"partition: [&a [x], {ALIASES}]", f"modules: [&a [x], {ALIASES}]",  # written out, 9^11 entries
 )  # fmt: skip
 
@@ -154,12 +144,6 @@ def test_any_arguments_of_launch_become_a_script_or_are_refused(tmp_path: Path) 
 
 
 @cases
-@given(st.lists(words_of(OF_RUN), min_size=1, max_size=3))
-def test_any_arguments_of_a_recipe_are_accepted_or_refused(words: list[str]) -> None:
-    accepted(lambda: command_line.parse(words, recipe="mnist", environ={}), culprits(words))
-
-
-@cases
 @given(st.sampled_from(list(prepare.DATASETS)), st.lists(words_of(usual(prepare.PrepareKeys)), max_size=2))
 def test_any_arguments_of_prepare_are_accepted_or_refused(dataset: str, words: list[str]) -> None:
     accepted(lambda: prepare.parse([dataset, *words]), [*culprits(words), "give one dataset", "unknown dataset"])
@@ -175,13 +159,8 @@ def test_any_file_of_keys_and_any_profile_is_accepted_or_refused(
     helpers.use_root(monkeypatch, tmp_path)
     file = tmp_path / "env/clusters/here.yaml"
     word = f"config={file}" if which == "keys" else "cluster=here"
-    names = [f"{name}=" for name in (*OF_RUN, *OF_JOB)] + [
-        "config=",
-        str(tmp_path),
-        "has no key",
-        "is not key=value",
-        "UTF-8",
-    ]
+    names = [f"{name}=" for name in (*OF_RUN, *OF_JOB, "config")]
+    names += [str(tmp_path), "has no key", "is not key=value", "UTF-8"]
     found: list[bool] = []
 
     @cases

@@ -201,16 +201,8 @@ def test_a_hanging_read_names_the_file(impatient: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (folder / "train" / "class1" / "hanging.JPEG").symlink_to(tmp_path / "pipe")
     keys = ["arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "num_workers=2", "lr=0"]
-    words = (
-        "-m",
-        "recipes.imagenet",
-        "device=cpu",
-        "cpu_threads=1",
-        f"data_dir={folder}",
-        f"run_dir={tmp_path}/run",
-        *keys,
-    )
-    ended = helpers.run([sys.executable, *words], cwd=impatient)
+    words = ["-m", "recipes.imagenet", "device=cpu", "cpu_threads=1", f"data_dir={folder}", f"run_dir={tmp_path}/run"]
+    ended = helpers.run([sys.executable, *words, *keys], cwd=impatient)
     assert ended.status == 3, ended.out
     [line] = [line for line in ended.lines if "did not return for 3 s" in line]
     assert "'class1/hanging.JPEG'" in line
@@ -232,31 +224,6 @@ def test_no_loader_process_outlives_the_run(start: Start, tmp_path: Path) -> Non
     finally:
         for pid in filter(helpers.alive, pids):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.fault(12)
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [
-        ("0", r"rank 1 of 2 did not connect within 3 s \(timeout_s\)"),
-        ("1", r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \("),
-    ],
-)
-def test_a_rank_that_never_starts_is_named_after_the_timeout(
-    start: Start, tmp_path: Path, rank: str, expected: str
-) -> None:
-    port = helpers.free_port()
-    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    words = ("timeout_s=3", "max_steps=1")
-    process = start(tmp_path / "run", *words, ranks=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **place)
-    ended = finish(process, 3 + 57)  # torch's import is in it
-    assert ended.status == 3, ended.out
-    said = [line for line in ended.lines if line.startswith("broken: ")]
-    assert len(said) == 1, ended.out
-    assert re.search(expected, said[0]), said
-    assert said[0].startswith(f"broken: {HOST}: ")
-    assert "Traceback" not in ended.out
-    assert not (tmp_path / "run").exists()
 
 
 def suspend(pids: list[int], seconds: float) -> None:

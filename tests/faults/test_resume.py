@@ -12,8 +12,9 @@ from tests import helpers, states
 from tests.faults import conftest
 from tests.faults.conftest import Start
 
-STEPS = {"cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
+STEPS = {"broken": (100, 150), "cifar": (25, 40), "imagenet": (13, 20)}  # of an epoch, and of the run
 KEYS = {
+    "broken": ("samples=400", "global_batch_size=4", "pace_s=0.02"),  # with dropout
     "cifar": ("arch=resnet9", "small_px=8", "ema=0.9", "cutout=4", "global_batch_size=8"),
     "imagenet": (
         "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "ema=0.9", "optimizer=lars", "mixup=0.2",
@@ -34,21 +35,15 @@ def test_a_stopped_and_resumed_run_ends_with_the_state_of_an_unbroken_run(
     start: Start, images: Path, tmp_path: Path, recipe: str
 ) -> None:
     an_epoch, total = STEPS[recipe]
-    words = (
-        f"recipe={recipe}",
-        "cpu_threads=1",
-        "epochs=2",
-        "log_every_steps=1",
-        f"max_steps={total}",
-        f"data_dir={images}",
-    )
-    whole = helpers.finish(start(tmp_path / "whole", *words, *KEYS[recipe]))
+    words = (f"recipe={recipe}", "cpu_threads=1", "epochs=2", "log_every_steps=1", f"max_steps={total}")
+    words += (*KEYS[recipe], f"data_dir={images}")
+    whole = helpers.finish(start(tmp_path / "whole", *words))
     assert whole.status == 0, whole.out
-    launcher = start(tmp_path / "stopped", *words, *KEYS[recipe])
+    launcher = start(tmp_path / "stopped", *words)
     conftest.wait_for_step(launcher, tmp_path / "stopped", 4)
     launcher.send_signal(signal.SIGTERM)
     assert helpers.finish(launcher).status == 75
-    ended = helpers.finish(start(tmp_path / "stopped", *words, *KEYS[recipe]))
+    ended = helpers.finish(start(tmp_path / "stopped", *words))
     assert ended.status == 0, ended.out
     stopped_at = helpers.read(tmp_path / "stopped", "summary")["resumed_from_step"]
     assert 4 <= stopped_at < total

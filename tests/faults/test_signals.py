@@ -138,9 +138,8 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
     """The other rank is never started. The rank waits inside torch, where no Python handler runs."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     port = helpers.free_port()
-    environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    environ = helpers.clean_environment(**helpers.place(0, 2, port))
     argv = [sys.executable, "-m", "recipes.broken", "device=cpu", f"run_dir={tmp_path}/run"]
     rank = helpers.fork(argv, cwd=repo, environ=environ)
     try:

@@ -176,16 +176,6 @@ def test_a_preempted_job_saves_immediately_and_resumes(slurm: Cluster, clone: Pa
 
 
 @pytest.mark.fault(19)
-def test_a_job_requeued_by_an_operator_saves_and_resumes(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
-    job = submit(slurm, clone, tmp_path)
-    trains(job)
-    slurm.run("scontrol", "requeue", job.id, check=True)
-    wait_requeued(job, slurm.options.kill_wait_s + 15)
-    resumes(job, saved_at(job, "SIGTERM"))
-    assert job.fields()["Restarts"] == "1"
-
-
-@pytest.mark.fault(19)
 def test_a_cancelled_job_is_saved_within_kill_wait_and_stays_cancelled(
     slurm: Cluster, clone: Path, tmp_path: Path
 ) -> None:

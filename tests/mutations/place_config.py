@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/place/hostlist.py",
-        'f"{n:0{width}d}" for n in range(low, high + 1)',
-        'f"{n}" for n in range(low, high + 1)',
+        'f"{n:0{width}d}" for low',
+        'f"{n}" for low',
         "n[008-011] is read as n8 to n11, which do not resolve",
         "tests/unit/place/test_hostlist.py",
     ),

@@ -125,7 +125,7 @@ TABLE: dict[str, How] = {
     "make faults": tool(swap=SHOWN, says="pytest tests/faults -n 2", only="it runs other tests, for minutes"),
     "make mutants ONLY=config": tool(swap=SHOWN, says="tests.mutations workers=2 only=config", only="it runs other tests, for minutes"),
     "make bench ONLY=checkpoint": tool(swap=SHOWN, says="tests.benchmarks +only=checkpoint", only="a target can be missed on a busy machine"),
-    "make portability": tool(swap=SHOWN, says="tests/portability.py workers=2", only="it installs three systems"),
+    "make portability": tool(swap=SHOWN, says="tests/portability.py --workers 2", only="it installs three systems"),
     "make docs": tool(),
     # README.md
     "make demo": here(says=r"^test accuracy 9\d\.\d\d% on 359 digits; run directory runs/demo$"),

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,13 +61,7 @@ def load_yaml(path: Path, given: str) -> dict[str, Any]:
     import yaml  # OmegaConf's parser; imported only when a file is read, since the import is slow
 
     try:
-        loader = yaml.BaseLoader(files.read_bounded(path, MAX_YAML).decode("utf-8"))
-        node = loader.get_single_node()
-        content = loader.construct_document(node) if node else None
-        keys = node.value if isinstance(node, yaml.MappingNode) else []
-        names = Counter(str(name.value) for name, _ in keys)
-        if names and max(names.values()) > 1:
-            raise ValueError(f"'{shown(names.most_common(1)[0][0])}' is given twice")
+        content = yaml.load(files.read_bounded(path, MAX_YAML).decode("utf-8"), yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"{given}: cannot be read ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:

@@ -42,15 +42,10 @@ class Settings:
 
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for none."""
-        cls, _ = recipe_conf.load(self.recipe)
-        usual = {f.name: f.default for c in (RunKeys, cls) for f in dataclasses.fields(c)}
-        usual |= recipe_conf.by_dataset(self.recipe, str(getattr(self.config, "dataset", "")))
-        values = {name: getattr(self.config, name, getattr(self.run, name, "")) for name in self.from_run}
-        return ", ".join(
-            f"{name}={shown(text)}"
-            for name, text in self.from_run.items()
-            if convert.plain(values[name]) != convert.plain(usual[name])
-        )
+        of_dataset = recipe_conf.by_dataset(self.recipe, str(getattr(self.config, "dataset", "")))
+        usual = {**vars(RunKeys()), **vars(convert.build(type(self.config), of_dataset))}
+        now = {**vars(self.run), **vars(self.config)}
+        return ", ".join(f"{name}={shown(text)}" for name, text in self.from_run.items() if now[name] != usual[name])
 
 
 @dataclass(frozen=True)
@@ -99,10 +94,8 @@ class CommandLine:
     def _saved(self, run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
         """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are given or inherited."""
         run_keys = given & declare.names_of(RunKeys) - declare.declared(RunKeys, "of_launch")
-        saved = {f.name: convert.plain(getattr(config, f.name)) for f in dataclasses.fields(self.recipe_class)}
-        saved |= {
-            f.name: convert.plain(getattr(run, f.name)) for f in dataclasses.fields(RunKeys) if f.name in run_keys
-        }
+        chosen = {**vars(config), **{name: value for name, value in vars(run).items() if name in run_keys}}
+        saved = {name: convert.plain(value) for name, value in chosen.items()}
         path_names = saved.keys() & (declare.declared(self.recipe_class, "path") | {"network"})
         with contextlib.suppress(FileNotFoundError):  # the current folder was removed: a relative path stays as typed
             saved |= absolute({name: str(saved[name]) for name in path_names}, (self.recipe_class,), Path())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
-from itertools import chain, product
+from itertools import product
 
 from recipes.core.errors import shown
 
 MAX_ITEMS = 65_536  # Slurm's MAX_SLURM_NODES; also keeps a malicious list from filling the memory
-MAX_NAME = 255  # characters of a name; DNS allows no longer name
 
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_NAME = re.compile(r"[A-Za-z0-9._-]*")
+_NAME = r"[A-Za-z0-9._-]*"
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
+_ITEM = re.compile(rf"{_NAME}(?:\[{_RANGE}(?:,{_RANGE})*\]{_NAME})*")
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
+
+_Range = tuple[int, int, int]  # low, high, width
+_Part = str | list[_Range]  # an item is a sequence of parts
 
 
 class HostListError(ValueError):
@@ -29,7 +33,7 @@ def expand(text: str) -> list[str]:
     """
     try:
         items = [_parse_item(item) for item in _split_outside_brackets(text)]
-        _check_size(sum(_size(item) for item in items))
+        _check_size(sum(map(_size, items)))
     except HostListError as error:
         raise HostListError(f"host list '{shown(text)}': {error}") from None
     return [host for item in items for host in map("".join, product(*map(_values, item)))]
@@ -48,55 +52,28 @@ def expand_counts(text: str) -> list[int]:
     return [count for count, times in runs for _ in range(times)]
 
 
-# An item is a sequence of parts. A part is a list of ranges (low, high, width) or a plain text.
-_Range = tuple[int, int, int]
-_Part = str | list[_Range]
-
-
 def _split_outside_brackets(text: str) -> list[str]:
-    items, start, inside = [], 0, False
-    for i, char in enumerate(text):
-        if char == "[":
-            if inside:
-                raise HostListError("brackets inside brackets")
-            inside = True
-        elif char == "]":
-            if not inside:
-                raise HostListError("`]` without `[`")
-            inside = False
-        elif char == "," and not inside:
-            items.append(text[start:i])
-            start = i + 1
-    if inside:
-        raise HostListError("`[` without `]`")
-    return [*items, text[start:]]
+    items: list[list[str]] = []
+    inside = False
+    for piece in text.split(","):
+        if inside:
+            items[-1].append(piece)
+        else:
+            items.append([piece])
+        inside = (inside or "[" in piece) and piece.rfind("]") <= piece.rfind("[")
+    return [",".join(pieces) for pieces in items]
 
 
 def _parse_item(item: str) -> list[_Part]:
-    if not item:
-        raise HostListError("an empty name")
+    if not item or not _ITEM.fullmatch(item):
+        raise HostListError(f"'{shown(item)}' is not a host name with ranges of numbers in brackets")
     # split() with one group alternates: text, content of brackets, text, …
     pieces = re.split(r"\[([^]]*)\]", item)
-    parts = [_parse_ranges(piece) if i % 2 else _parse_name(piece) for i, piece in enumerate(pieces)]
-    if sum(map(_width, parts)) > MAX_NAME:
-        raise HostListError(f"a name of more than {MAX_NAME} characters")
-    return parts
-
-
-def _parse_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise HostListError(f"'{shown(name)}' has a character that no host name has")
-    return name
-
-
-def _parse_ranges(inside: str) -> list[_Range]:
-    return [_parse_range(part) for part in inside.split(",")]
+    return [list(map(_parse_range, piece.split(","))) if i % 2 else piece for i, piece in enumerate(pieces)]
 
 
 def _parse_range(part: str) -> _Range:
     ends = part.split("-")
-    if len(ends) > 2 or not all(_NUMBER.fullmatch(end) for end in ends):
-        raise HostListError(f"'{shown(part)}' in brackets is neither a number nor a range of numbers")
     low, high = int(ends[0]), int(ends[-1])
     if high < low:
         raise HostListError(f"the range {part} runs backwards")
@@ -105,31 +82,20 @@ def _parse_range(part: str) -> _Range:
 
 def _parse_count(item: str) -> tuple[int, int]:
     match = _COUNT.fullmatch(item)
-    if not match:
-        raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
-    count, times = int(match[1]), int(match[2] or 1)
+    count, times = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
     if not count or not times:
-        raise HostListError(f"'{shown(item)}' counts zero")
+        raise HostListError(f"'{shown(item)}' is neither a count nor COUNT(xTIMES)")
     return count, times
 
 
 def _size(item: list[_Part]) -> int:
-    size = 1
-    for part in item:
-        if not isinstance(part, str):
-            size *= sum(high - low + 1 for low, high, _ in part)
-    return size
-
-
-def _width(part: _Part) -> int:
-    """Number of characters of the longest text that a part represents."""
-    return len(part) if isinstance(part, str) else max(max(width, len(str(high))) for _, high, width in part)
+    return math.prod(sum(high - low + 1 for low, high, _ in part) for part in item if not isinstance(part, str))
 
 
 def _values(part: _Part) -> list[str]:
     if isinstance(part, str):
         return [part]
-    return list(chain.from_iterable((f"{n:0{width}d}" for n in range(low, high + 1)) for low, high, width in part))
+    return [f"{n:0{width}d}" for low, high, width in part for n in range(low, high + 1)]
 
 
 def _check_size(size: int) -> None:

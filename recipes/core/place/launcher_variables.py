@@ -41,17 +41,12 @@ def number(
     return int(text)
 
 
-def text_of(environ: Environ, name: str, fix: str) -> str:
-    """The value of a variable. Raises RankError if it is not set."""
-    if name not in environ:
-        raise RankError(f"{name} is not set: {fix}")
-    return environ[name]
-
-
 def require_equal(environ: Environ, name: str, value: int) -> None:
-    """Raises RankError if a variable is set to another number than ``value``, which comes from the launcher."""
+    """Raises RankError if a variable is set to another number than ``value``, which follows from the launcher."""
     if name in environ and number(environ, name) != value:
-        raise RankError(f"{name}={environ[name]}: must be {value}, as the launcher says: unset it")
+        raise RankError(
+            f"{name}={environ[name]}: must be {value} here: unset it, or start the ranks with srun or torchrun"
+        )
 
 
 def first_set(environ: Environ, *names: str) -> str:

@@ -125,11 +125,12 @@ def _from_env(environ: Environ) -> RankInfo:
 
 def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int, master_addr: str) -> Layout:
     local_names = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
+    at_most = ("1 + WORLD_SIZE", 1 + world_size)
     if "GROUP_RANK" not in environ and is_slurm_task(environ, "RANK", "WORLD_SIZE", local_names):
         return slurm_layout(environ)
 
     if world_size == 1 or "LOCAL_WORLD_SIZE" in environ:
-        local_size = number(environ, "LOCAL_WORLD_SIZE", default=1, minimum=1)
+        local_size = number(environ, "LOCAL_WORLD_SIZE", default=1, minimum=1, below=at_most)
     elif is_loopback(master_addr) and local_rank == rank:
         local_size = world_size
     else:
@@ -141,7 +142,7 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int, m
         raise RankError(f"LOCAL_RANK={local_rank} must be less than LOCAL_WORLD_SIZE={local_size}: correct one of them")
 
     if "GROUP_RANK" in environ:
-        num_nodes = _group_world_size(environ, world_size, local_size)
+        num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, below=at_most, fix="set it to the number of nodes")
         node_rank = number(environ, "GROUP_RANK", below=("GROUP_WORLD_SIZE", num_nodes))
     else:
         fix = "set GROUP_RANK and GROUP_WORLD_SIZE: the number of this node, and the number of nodes"
@@ -149,18 +150,6 @@ def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int, m
         node_rank, num_nodes = _equal_blocks(names, rank, local_rank, world_size, local_size, fix)
         require_equal(environ, "GROUP_WORLD_SIZE", num_nodes)
     return Layout(rank, local_rank, node_rank, world_size, local_size, num_nodes)
-
-
-def _group_world_size(environ: Environ, world_size: int, local_size: int) -> int:
-    num_nodes = number(environ, "GROUP_WORLD_SIZE", minimum=1, fix="set it to the number of nodes")
-    # Every other node has at least one rank. A single node has all ranks.
-    most = world_size - num_nodes + 1
-    if local_size > most or (num_nodes == 1 and local_size != world_size):
-        raise RankError(
-            f"LOCAL_WORLD_SIZE={local_size}: is not possible with WORLD_SIZE={world_size} on GROUP_WORLD_SIZE={num_nodes} nodes: "
-            "correct one of them, or start the ranks with torchrun"
-        )
-    return num_nodes
 
 
 def _from_mpi(environ: Environ, launcher: str) -> RankInfo:
@@ -178,9 +167,6 @@ def _from_mpi(environ: Environ, launcher: str) -> RankInfo:
         fix = "start with srun, or give every node the same number of ranks (mpirun --map-by ppr:N:node)"
         node_rank, num_nodes = _equal_blocks(names, rank, local_rank, world_size, local_size, fix)
         layout = Layout(rank, local_rank, node_rank, world_size, local_size, num_nodes)
-    require_equal(environ, "WORLD_SIZE", world_size)
-    require_equal(environ, "LOCAL_RANK", layout.local_rank)
-
     master_addr, master_port = master_addr_of(environ), master_port_of(environ)
     if layout.num_nodes > 1 and not master_addr:
         raise RankError(
@@ -209,8 +195,6 @@ def _equal_blocks(
 
 def _from_slurm(environ: Environ) -> RankInfo:
     layout = slurm_layout(environ)
-    require_equal(environ, "WORLD_SIZE", layout.world_size)
-    require_equal(environ, "LOCAL_RANK", layout.local_rank)
     master_addr, master_port = master_addr_of(environ), master_port_of(environ)
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary" and layout.num_nodes > 1 and not master_addr:
         raise RankError(
@@ -231,16 +215,12 @@ def _alone(environ: Environ) -> RankInfo:
             f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
             "join it: put `srun` in front of the command"
         )
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
-        if name in environ:
-            raise RankError(
-                f"{name}={shown(environ[name])} is set without RANK: unset it for one process, "
-                "or start the ranks with srun or torchrun"
-            )
     return _info(environ, "single", _SINGLE, master_addr_of(environ), master_port_of(environ))
 
 
 def _info(environ: Environ, launcher: str, layout: Layout, master_addr: str, master_port: int) -> RankInfo:
+    require_equal(environ, "WORLD_SIZE", layout.world_size)
+    require_equal(environ, "LOCAL_RANK", layout.local_rank)
     if layout.world_size == 1 and not (master_addr and master_port):
         master_addr, master_port = "", 0
     return RankInfo(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from recipes.core.errors import shown
 from recipes.core.place.hostlist import HostListError, expand, expand_counts
-from recipes.core.place.launcher_variables import Environ, RankError, first_set, number, text_of
+from recipes.core.place.launcher_variables import Environ, RankError, first_set, number
 
 # slurm.h: step ids from this value on are not steps of srun. The two ids in _BATCH_STEPS mean the batch script, since and before
 # 20.11. Slurm up to 25.11 sets no step id in a batch script. Slurm 26.05 writes the ids as signed numbers: -5 in a batch script,
@@ -15,6 +17,7 @@ from recipes.core.place.launcher_variables import Environ, RankError, first_set,
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _BATCH_STEPS = (0xFFFFFFFB, 0xFFFFFFFE)
 
+Item = TypeVar("Item")
 FIX_SLURM = "start the ranks with srun, and unset SLURM_* variables that an outer shell left"
 
 
@@ -65,21 +68,14 @@ def slurm_layout(environ: Environ) -> Layout:
     tasks_name = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes_name = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     counts_name = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    num_nodes_name = first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 
     world_size = number(environ, tasks_name, minimum=1, fix=FIX_SLURM)
     rank = number(environ, "SLURM_PROCID", below=(tasks_name, world_size), fix=FIX_SLURM)
-    try:
-        nodes = expand(text_of(environ, nodes_name, FIX_SLURM))
-        counts = expand_counts(text_of(environ, counts_name, FIX_SLURM))
-    except HostListError as error:
-        raise RankError(f"{nodes_name} or {counts_name}: {error}: {FIX_SLURM}") from None
+    nodes, counts = _listed(environ, nodes_name, expand), _listed(environ, counts_name, expand_counts)
     if sum(counts) != world_size:
         raise _contradiction(environ, counts_name, f"{sum(counts)} tasks", tasks_name)
     if len(counts) != len(nodes):
         raise _contradiction(environ, counts_name, f"{len(counts)} nodes", nodes_name)
-    if num_nodes_name in environ and number(environ, num_nodes_name) != len(nodes):
-        raise _contradiction(environ, nodes_name, f"{len(nodes)} nodes", num_nodes_name)
 
     nodes, counts = _in_order_of_node_id(environ, nodes, counts)
     node_rank = number(environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM)
@@ -90,6 +86,16 @@ def slurm_layout(environ: Environ) -> Layout:
     return Layout(rank, local_rank, node_rank, world_size, counts[node_rank], len(nodes), tuple(nodes))
 
 
+def _listed(environ: Environ, name: str, expand: Callable[[str], list[Item]]) -> list[Item]:
+    """The items of a compressed list in a variable. Raises RankError if it is not set or invalid."""
+    if name not in environ:
+        raise RankError(f"{name} is not set: {FIX_SLURM}")
+    try:
+        return expand(environ[name])
+    except HostListError as error:
+        raise RankError(f"{name}: {error}: {FIX_SLURM}") from None
+
+
 def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) -> tuple[list[str], list[int]]:
     """Nodes and their counts of tasks, in the order of node ids.
 
@@ -98,23 +104,14 @@ def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) 
     """
     if "SLURM_HET_SIZE" not in environ:
         return nodes, counts
-    ordered: list[str] = []
-    step = set(nodes)
-    for i in range(number(environ, "SLURM_HET_SIZE", minimum=1, below=("the limit of components", 1024))):
-        name = f"SLURM_JOB_NODELIST_HET_GROUP_{i}"
-        try:
-            component = expand(text_of(environ, name, FIX_SLURM))
-        except HostListError as error:
-            raise RankError(f"{name}: {error}: {FIX_SLURM}") from None
-        ordered += [node for node in component if node in step]
-        if len(ordered) > len(nodes):
-            break
+    count_of = dict(zip(nodes, counts, strict=True))
+    names = (f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(number(environ, "SLURM_HET_SIZE")))
+    ordered = [node for name in names for node in _listed(environ, name, expand) if node in count_of]
     if sorted(ordered) != sorted(nodes):
         raise RankError(
             f"SLURM_HET_SIZE={shown(environ['SLURM_HET_SIZE'])}: each node of the step ({shown(','.join(nodes))}) must be in exactly one "
             "component of the job: request different nodes for each component"
         )
-    count_of = dict(zip(nodes, counts, strict=True))
     return ordered, [count_of[node] for node in ordered]
 
 

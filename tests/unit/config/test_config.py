@@ -14,7 +14,7 @@ from recipes.core.config import declare, help, job_keys, parser, profiles, recip
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError
-from recipes.core.run import command_line, directory, entry, resumed
+from recipes.core.run import command_line, directory, entry
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -47,9 +47,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root / "env" / "clusters" / "here.yaml"
 
 
-# --- which one wins
-
-
 def test_the_precedence_of_a_run_key(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "VARIANTS", {"v": {"network": "efa"}})
     site.write_text("network: roce\n")
@@ -69,24 +66,19 @@ def test_the_precedence_of_a_run_key(tmp_path: Path, site: Path, monkeypatch: py
 def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "DATASETS", {"digits": {"epochs": 11}})
     monkeypatch.setattr(mnist, "VARIANTS", {"v": {"epochs": 12}, "d": {"dataset": "digits"}})
-    (tmp_path / "keys.yaml").write_text("epochs: 13\nlr: 1e-3\n")
-    default = mnist.Config().epochs
-    assert default not in (11, 12, 13, 14)
-    assert parse().config.epochs == default
-    assert parse("dataset=digits").config.epochs == 11
-    assert parse("variant=d").config.epochs == 11
-    assert parse("variant=v", "dataset=digits").config.epochs == 12
-    assert parse("variant=v", f"config={tmp_path}/keys.yaml").config.epochs == 13
-    assert parse("variant=v", f"config={tmp_path}/keys.yaml", "epochs=14").config.epochs == 14
-    assert parse("epochs=14", f"config={tmp_path}/keys.yaml").config.lr == 1e-3
-    assert parse("epochs=1", "epochs=2").config.epochs == 2
+    file = f"config={tmp_path}/keys.yaml"
+    (tmp_path / "keys.yaml").write_text("epochs: 13\n")
+    for epochs, *words in (
+        (4,), (11, "dataset=digits"), (11, "variant=d"), (12, "variant=v", "dataset=digits"), (13, "variant=v", file),
+        (14, "epochs=14", "variant=v", file), (2, "epochs=1", "epochs=2"),
+    ):  # fmt: skip
+        assert parse(*words).config.epochs == epochs, words
 
 
 def test_the_precedence_of_a_job_key(site: Path) -> None:
     site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
     given = parse("cluster=here").job
     assert (given.gpus_per_node, given.time, given.partition, given.qos) == (4, "2:00:00", "gpu", "")
-    assert (given.recipe, given.cluster) == ("mnist", "here")
     assert parse("cluster=here", "gpus_per_node=2").job.gpus_per_node == 2
     assert parse(RECIPES_CLUSTER="here").job.gpus_per_node == 4
     assert parse().job.gpus_per_node is None
@@ -127,26 +119,13 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
     assert job_keys.minutes(parse("cluster=here").job.time) == 90
 
 
-# --- types
-
-
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("nodes=2", 2),
-        ("lr=1e-3", 1e-3),
-        ("lr=1", 1.0),
-        ("compile=True", True),
-        ("compile=no", False),
-        ("device=cpu", Device.cpu),
-        ("gpus_per_node=null", None),
-        ("gpus_per_node=0", 0),
-        ("data_dir=a=b", "a=b"),
-        ("data_dir=010", "010"),
-        ("data_dir=[1,2]", "[1,2]"),
-        ("run_dir=", ""),
+        ("nodes=2", 2), ("lr=1", 1.0), ("compile=no", False), ("device=cpu", Device.cpu), ("gpus_per_node=null", None),
+        ("data_dir=a=b", "a=b"), ("data_dir=010", "010"), ("data_dir=[1,2]", "[1,2]"), ("run_dir=", ""),
     ],
-)
+)  # fmt: skip
 def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: object) -> None:
     settings, name = parse(word), word.partition("=")[0]
     holder = next(h for h in (settings.job, settings.run, settings.config) if hasattr(h, name))
@@ -158,24 +137,14 @@ def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: obj
 @pytest.mark.parametrize(
     ("word", "wanted"),
     [
-        ("nodes=1.5", "a whole number"),
-        ("gpus_per_node=x", "a whole number"),
-        ("parallel=null", "a whole number"),
-        ("lr=fast", "a number"),
-        ("compile=maybe", "true or false"),
-        ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
-        ("dataset=x", "one of mnist, digits, fake"),
-        ("dataset=???", "must be a text"),
-        ("nodes=0", "must be at least 1"),
-        ("warmup=1.5", "must be at most 1"),
-        ("lr=nan", "a finite number"),
-        ("nodes=99999999999999999999", "must be at most 65536"),
-        ("umask=177", "must be three octal digits"),
-        ("umask=", "must be three octal digits"),
+        ("nodes=1.5", "a whole number"), ("parallel=null", "a whole number"), ("lr=fast", "a number"),
+        ("compile=maybe", "true or false"), ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
+        ("dataset=x", "one of mnist, digits, fake"), ("dataset=???", "must be a text"), ("nodes=0", "must be at least 1"),
+        ("nodes=99999999999999999999", "must be at most 65536"), ("lr=nan", "a finite number"),
+        ("umask=177", "must be three octal digits"), ("umask=", "must be three octal digits"),
         ("time=0", "must be more than 0"),
-        ("time=1h", "must be "),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: str) -> None:
     message = refusal(word)
     assert message.startswith(f"{word}: ")
@@ -184,17 +153,13 @@ def test_an_invalid_value_is_refused_with_key_value_and_rule(word: str, wanted: 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
     assert "did you mean 'epochs'" in refusal("epoch=1")
-    assert "did you mean 'nodes'" in refusal("node=1")
     assert "did you mean 'mnist'" in refusal("recipe=minst")
     assert "did you mean" not in refusal("zzzzzz=1")
-    assert "is not key=value" in refusal("--epochs=3")
-    assert "one of " in refusal("recipe=")
     assert "recipes/conf/NAME.py" in refusal("recipe=prepare")
 
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
     assert refusal("sweep.epoch=1") == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
-    assert refusal("sweep.lr=x,0.1").startswith("sweep.lr=x: lr=x: must be a number")
     assert refusal("sweep.lr=x", "sweep.seed=1").startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
 
 
@@ -208,18 +173,12 @@ def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
     assert "give sbatch or srun --nodes=4," in refusal("nodes=4", recipe="mnist")
 
 
-# --- texts with ${…}
-
-
 def test_interpolations_of_omegaconf_are_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T_PLACE", "hunter2")
     for text in ("/d/${oc.env:T_PLACE}", "/d/${epochs}", "/d\\${a}", "/d/\\\\${", "${"):
         settings = parse(f"data_dir={text}")
         assert settings.config.data_dir == settings.typed["data_dir"] == text
     assert "must be a whole number" in refusal("epochs=${oc.env:T_EPOCHS}")
-
-
-# --- paths
 
 
 def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,25 +213,17 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
     assert "here.env:1" in refusal("cluster=here")
 
 
-# --- the site's profile
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("partiton: gpu\n", ["here.yaml", "partiton", "did you mean 'partition'"]),
-        ("modules: gcc\n", ["here.yaml", "modules", "list"]),
-        ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules"]),
+        ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules", "list"]),
         ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
         ("env_files:\n  - clusters/no.env\n", ["no.env"]),
-        ("- a\n- b\n", ["here.yaml"]),
-        ("a: [\n", ["here.yaml", "not YAML"]),
+        ("- a\n- b\n", ["here.yaml", "is not a mapping"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
-        ("data_dir: here\n", ["here.yaml", "'data_dir: here' must be an absolute path"]),
-        ("gpus: 8\n", ["here.yaml", "'gpus: 8' must be --gres, --gpus-per-node or --gpus-per-task"]),
-        ("segment: 1 --wrap=x\n", ["here.yaml", "'segment: 1 --wrap=x'"]),
-        ("network: nosuch\n", ["network=nosuch"]),
+        ("segment: 1 --wrap=x\n", ["here.yaml", "'segment: 1 --wrap=x' must be a number of nodes"]),
     ],
 )
 def test_an_invalid_profile_is_refused_with_its_file_and_key(site: Path, text: str, words: list[str]) -> None:
@@ -285,24 +236,13 @@ def test_empty_values_of_a_profile_are_ignored(site: Path) -> None:
     site.write_text("partition:\naccount: null\nmodules:\n#  - gcc\ngpus_per_node: 2 # a comment\n")
     job = parse("cluster=here").job
     assert (job.partition, job.account, job.gpus_per_node) == ("", "", 2)
-    site.write_text("")
-    assert parse("cluster=here").job.gpus_per_node is None
     site.write_text("# nothing yet\n")
     assert parse("cluster=here").job.gpus_per_node is None
 
 
-@pytest.mark.parametrize("name", ["nosuch", "../../x", "/etc/passwd"])
-def test_an_unknown_cluster_is_refused_with_the_known_ones(name: str) -> None:
-    assert "example" in refusal(f"cluster={name}")
-    assert "example" in refusal(RECIPES_CLUSTER=name)
-
-
-# --- what is declared
-
-
-def test_the_recipes_are_found_by_their_files() -> None:
-    assert "mnist" in RECIPES
-    assert not {"__init__", "prepare", "core", "conf"} & set(RECIPES)
+def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:
+    assert "example" in refusal("cluster=../../x")
+    assert "example" in refusal(RECIPES_CLUSTER="/etc/passwd")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -326,10 +266,7 @@ def test_every_key_has_a_help_text_and_a_valid_default(recipe: str) -> None:
         assert parse(f"variant={name}", recipe=recipe).run.variant == name
 
 
-@pytest.mark.parametrize(
-    ("attribute", "kind"),
-    [("VARIANTS", "variant"), ("DATASETS", "dataset")],
-)
+@pytest.mark.parametrize(("attribute", "kind"), [("VARIANTS", "variant"), ("DATASETS", "dataset")])
 def test_an_invalid_key_of_a_variant_or_a_data_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, attribute: str, kind: str
 ) -> None:
@@ -378,9 +315,6 @@ def test_keys_that_may_change_on_a_resume_are_declared_so() -> None:
     assert declare.may_change(imagenet.Config) == of_all | {"val_batch_size", "stage_dir"}
 
 
-# --- the keys of the run that is resumed
-
-
 def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mnist", **keys: object) -> Path:
     """What a run leaves: its keys, its status at its last step, and empty checkpoints."""
     (folder / "checkpoints").mkdir(parents=True)
@@ -405,7 +339,6 @@ def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_p
         assert settings.words_from_run() == "dataset=digits, lr=0.02, epochs=40, device=cpu"
         assert not {"dataset", "lr", "epochs", "device"} & settings.typed.keys()
         saved = settings.saved
-        assert isinstance(saved, dict)
         assert (saved["epochs"], saved["device"], saved["timeout_s"]) == (40, "cpu", 70)
         assert not {"run_dir", "config", "resume", "force", "backend"} & saved.keys()
 
@@ -429,32 +362,23 @@ def test_a_checkpoint_of_another_run_gives_its_keys(tmp_path: Path, place: str) 
         parse("recipe=cifar", f"resume={run}{place}")
 
 
+SHORTER, SCHEDULE = "would become shorter", "learning-rate schedule"
+CONSTANT = {"schedule": "constant", "warmup": 0}
+
+
 @pytest.mark.parametrize(
     ("keys", "state", "words", "refused"),
     [
         ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "num_workers=3"], ""),
-        (
-            {"epochs": 40},
-            "preempted",
-            ["epochs=50"],
-            "epochs=50: the run has epochs=40, and the learning-rate schedule",
-        ),
+        ({"epochs": 40}, "preempted", ["epochs=50"], f"epochs=50: the run has epochs=40, and the {SCHEDULE}"),
         ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
-        ({"epochs": 40}, "done", ["epochs=50"], ""),
-        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], "learning-rate schedule"),
         ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),
-        ({"epochs": 40}, "done", ["epochs=50", "resume=best"], "learning-rate schedule"),
-        ({"epochs": 40}, "done", ["epochs=39"], "would become shorter"),
-        (
-            {"epochs": 40},
-            "preempted",
-            ["max_steps=9"],
-            "max_steps=9: the run has max_steps=0, and would become shorter",
-        ),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], SCHEDULE),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=best"], SCHEDULE),
+        ({"epochs": 40}, "preempted", ["max_steps=9"], f"max_steps=9: the run has max_steps=0, and {SHORTER}"),
         ({"max_steps": 9}, "done", ["max_steps=0"], ""),
-        ({"max_steps": 9}, "done", ["max_steps=8"], "would become shorter"),
-        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=50"], ""),
-        ({"schedule": "constant", "warmup": 0}, "preempted", ["epochs=3"], "would become shorter"),
+        (CONSTANT, "preempted", ["epochs=50"], ""),
+        (CONSTANT, "preempted", ["epochs=3"], SHORTER),
         ({"lr": 0.01}, "preempted", ["variant=sgd", "force=true"], "lr=0.01 becomes 0.1"),
         ({"lr": 0.01}, "preempted", ["lr=0.1", "evaluate=true"], ""),
     ],
@@ -504,10 +428,3 @@ def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> No
     (tmp_path / "model.pt").touch()
     found = parse(f"resume={tmp_path}/model.pt")
     assert (found.resumes, found.from_run) == (None, {})
-
-
-def test_changed_keys_that_may_not_change_are_named() -> None:
-    saved, now = {"lr": 0.1, "epochs": 1, "seed": 0, "old": 1}, {"lr": 0.2, "epochs": 2, "seed": 0, "new": True}
-    found = resumed.differences(saved, now, {"epochs"})
-    assert found == ["lr=0.1 becomes 0.2", "old=1 becomes None", "new=None becomes True"]
-    assert resumed.differences(saved, saved, set()) == []

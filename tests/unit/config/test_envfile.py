@@ -10,8 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from recipes.core.config import envfile, profiles
 from recipes.core.errors import ConfigError
@@ -53,19 +51,11 @@ def read_by_shell(shell: str, files: list[Path], cwd: Path) -> list[dict[str, st
     return [{name: value for name, value in found.items() if name not in bare} for found in read]
 
 
-# --- what is accepted ------------------------------------------------------------------------------------------------
-
-
-def test_settings_comments_and_blank_lines_are_accepted() -> None:
+def test_settings_comments_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     text = '# one\n\n \t\n  # another: $(x) `y`\nA=1\nB_2=\n_c="two words"\nD==mlx5_0:1,^x\nE=""\nF="# \'~*!&;|<>"'
-    assert envfile.parse(text, "x.env") == {
-        "A": "1",
-        "B_2": "",
-        "_c": "two words",
-        "D": "=mlx5_0:1,^x",
-        "E": "",
-        "F": "# '~*!&;|<>",
-    }
+    expected = {"A": "1", "B_2": "", "_c": "two words", "D": "=mlx5_0:1,^x", "E": "", "F": "# '~*!&;|<>"}
+    assert envfile.parse(text, "x.env") == expected
+    assert_shells_agree(text, tmp_path)
 
 
 def test_names_similar_to_refused_ones_are_accepted() -> None:
@@ -77,27 +67,17 @@ def test_names_similar_to_refused_ones_are_accepted() -> None:
         assert envfile.parse(f"{name}=1", "x") == {name: "1"}
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
-
 BAD_LINES = (
     # expanded, executed or split by a shell
-    "A=$(touch x)", 'A="$(touch x)"', "A=`touch x`", 'A="`touch x`"', "A=$HOME", 'A="${HOME:-`touch x`}"',
-    "A=$((1+1))", "A=\\n",
-    'A="a\\"; touch x; \\""', "A=b\\", "A=b;touch x", "A=b; touch x", "A=b touch x", "A=b ", "A=b # a comment",
-    "A=b#c", "A=b&touch x",
-    "A=b|touch x", "A=<(touch x)", "A=b>x", "A=(touch x)", "A=~", "A=x:~root", "A=*", "A=?", "A=[a-z]", "A={a,b}",
-    "A=!!",
+    "A=$(touch x)", 'A="$(touch x)"', "A=`touch x`", 'A="${HOME:-`touch x`}"', "A=\\n", 'A="a\\"; touch x; \\""',
+    "A=b; touch x", "A=b touch x", "A=b ", "A=b#c", "A=b&touch x", "A=<(touch x)", "A=~", "A=*", "A={a,b}", "A=!!",
     # quotes
-    'A=a"b"', 'A="b', 'A="b\nc"', 'A="', 'A="b"c', 'A="b" ', 'A="b" # a comment', 'A="b"; touch x', 'A="b""c"',
-    "A='b'", "A=$'b'",
+    'A=a"b"', 'A="b', 'A="b\nc"', 'A="b"c', 'A="b" ', 'A="b"; touch x', "A='b'",
     # blanks, invisible and other characters
-    "A =b", "A= b", " A=b", "A=\tb", "A=b\tc", 'A="b\tc"', "A=b\r", "# a comment\rtouch x", "\r", "A=b\0", "# \0",
-    "\ufeffA=b",
-    "\u00a0", 'A="b\u2003c"', "A=b\u2028B=c", "# \x1b[2J", "A=b\x85c", "# \u202e", "A=\ud800", "A=é", 'A="é"',
+    "A =b", " A=b", "A=\tb", 'A="b\tc"', "A=b\r", "# a comment\rtouch x", "A=b\0", "\ufeffA=b", "A=b\u2028B=c",
+    "# \x1b[2J", "# \u202e", "A=\ud800", 'A="é"',
     # names, and no setting at all
-    "É=b", "1A=b", "A-B=c", "A+=c", "A[0]=c", "A$(touch x)=c", "=b", "A B=c", "export A=b", "touch x", ". ./other.env",
-    "A", "A: b",
-    "A=1\nA=2",
+    "É=b", "1A=b", "A+=c", "A[0]=c", "A$(touch x)=c", "=b", "export A=b", ". ./other.env", "A", "A=1\nA=2",
 )  # fmt: skip
 
 
@@ -112,18 +92,10 @@ def test_an_invalid_line_is_refused_in_one_line_without_its_value() -> None:
 
 
 REFUSED_NAMES = words(
-    "PATH HOME SHELL PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT VIRTUAL_ENV CONDA_PREFIX LD_PRELOAD LD_AUDIT"
-    " LD_LIBRARY_PATH DYLD_INSERT_LIBRARIES GCONV_PATH GIT_SSH_COMMAND GIT_DIR"
-    " BASH_ENV ENV IFS SHELLOPTS BASHOPTS BASH_VERSINFO BASH_FUNC_ls PS1 PS4 PROMPT_COMMAND CDPATH UID EUID PPID PWD"
-    " OLDPWD RANDOM SECONDS LINENO OPTIND POSIXLY_CORRECT _"
-    " CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"
-    " SLURM_NTASKS SLURM_CONF SBATCH_PARTITION SRUN_CPUS_PER_TASK"
-    " RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-    " OMPI_COMM_WORLD_RANK PMI_RANK RECIPES_LAUNCH RECIPES_LISTEN_FD RECIPES_BATCH RECIPES_SCRIPT"
-    " CC CXX CUDA_HOME TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR TRITON_PTXAS_PATH"
-    " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD CUDA_INJECTION64_PATH NVTX_INJECTION64_PATH OPENSSL_CONF OPENSSL_MODULES"
-    " RDMAV_DRIVERS IBV_DRIVERS UCX_MODULE_DIR OMP_TOOL_LIBRARIES COMPILER_PATH GCC_EXEC_PREFIX"
-    " RECIPES_SPAWNED RECIPES_BY_CLOCK"
+    "PATH HOME PYTHONPATH VIRTUAL_ENV CONDA_PREFIX LD_PRELOAD LD_LIBRARY_PATH GIT_SSH_COMMAND BASH_ENV ENV IFS PS4"
+    " CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES SLURM_NTASKS SBATCH_PARTITION SRUN_CPUS_PER_TASK RANK WORLD_SIZE"
+    " LOCAL_RANK NODE_RANK MASTER_ADDR TORCHELASTIC_RUN_ID OMPI_COMM_WORLD_RANK PMI_RANK RECIPES_LAUNCH RECIPES_BATCH"
+    " CC TORCHINDUCTOR_CACHE_DIR TRITON_PTXAS_PATH TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD CUDA_INJECTION64_PATH OPENSSL_CONF"
 )
 SECRET_NAMES = words("AWS_SECRET_ACCESS_KEY HF_TOKEN WANDB_API_KEY api_key DB_PASS DB_PASSWORD KEY TOKEN_2 My_Secret")
 
@@ -157,9 +129,6 @@ def test_every_special_variable_of_bash_is_refused() -> None:
     assert not taken
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(10)
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.env")
@@ -180,9 +149,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         assert str(caught.value).isprintable()
 
 
-# --- layers ----------------------------------------------------------------------------------------------------------
-
-
 def test_variables_that_the_user_has_set_are_not_changed() -> None:
     environ = {"A": "mine", "B": ""}
     assert envfile.apply({"A": "1", "B": "2", "C": "3", "D": ""}, environ) == {"C": "3", "D": ""}
@@ -198,11 +164,8 @@ def test_the_fabrics_file_is_between_common_and_site() -> None:
         Path("/etc/b.env"),
     ]
     assert envfile.files_for("", ENV_DIR) == [ENV_DIR / "common.env"]
-
-
-@pytest.mark.parametrize("network", ["./mine", "mine.env"])
-def test_network_accepts_the_path_of_an_env_file(network: str) -> None:
-    assert envfile.files_for(network, ENV_DIR) == [ENV_DIR / "common.env", Path(network)]
+    for network in ("./mine", "mine.env"):  # paths
+        assert envfile.files_for(network, ENV_DIR) == [ENV_DIR / "common.env", Path(network)]
 
 
 def test_an_unknown_network_is_refused_with_the_nearest_known_one() -> None:
@@ -211,7 +174,7 @@ def test_an_unknown_network_is_refused_with_the_nearest_known_one() -> None:
     assert all(name in str(caught.value) for name in SHIPPED - {"common"})
 
 
-@pytest.mark.parametrize("network", ["common", "..", "*", "a\nb", "~nosuchuser/x.env", "x" * 5000 + ".env"])
+@pytest.mark.parametrize("network", ["common", "a\nb", "~nosuchuser/x.env", "x" * 5000 + ".env"])
 def test_an_impossible_network_is_refused_in_one_line(network: str) -> None:
     with pytest.raises(ConfigError) as caught:
         envfile.read(envfile.files_for(network, ENV_DIR)[1])
@@ -219,80 +182,36 @@ def test_an_impossible_network_is_refused_in_one_line(network: str) -> None:
     assert str(caught.value).isprintable()
 
 
-# --- the shell's reading and Python's --------------------------------------------------------------------------------
-
 PLAIN = string.ascii_letters + string.digits + "_.,:/@%+=^-"
 QUOTABLE = "".join(set(map(chr, range(0x20, 0x7F))) - set('$`\\"'))
-COMMENT = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), max_size=12).map("#".__add__)
-NAMES = st.one_of(
-    st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True),
-    st.sampled_from(words("NCCL_NET LANGUAGE TZ TERM HOSTNAME COLUMNS if do a f EDITOR")),
-)
-VALUES = st.text(PLAIN, max_size=10) | st.text(QUOTABLE, max_size=10).map('"{}"'.format)
-LINES = st.one_of(
-    st.tuples(NAMES, VALUES).map("=".join),
-    st.sampled_from(["", " ", "\t", " \t# x"]),
-    COMMENT,
-    # Mostly refused: here for the few that are not.
-    st.text(st.sampled_from("AB=_ \t#\"'$`\\;&|~*!{}[]()<>?-1a"), max_size=8),
-)
 
 
-def accepted(text: str) -> dict[str, str] | None:
-    """What parse makes of `text`; None where it refuses it, in one line."""
+def is_accepted(text: str) -> bool:
     try:
-        return envfile.parse(text, "f")
-    except ConfigError as error:
-        message = str(error)
-    assert message.isprintable()
-    return None
+        return bool(envfile.parse(text, "f"))
+    except ConfigError:
+        return False
 
 
-def assert_shells_agree(texts: list[str], tmp_path: Path) -> None:
-    """Every shell reads each text that parse accepts as parse does."""
-    pairs = [(text, found) for text in texts if (found := accepted(text)) is not None]
-    files = []
-    for number, (text, _) in enumerate(pairs):
-        files.append(tmp_path / f"{number}.env")
-        files[-1].write_bytes(text.encode("ascii"))
+def assert_shells_agree(text: str, tmp_path: Path) -> None:
+    """Every shell reads the text as parse does."""
+    (tmp_path / "f.env").write_text(text, encoding="ascii")
     for shell in SHELLS:
-        for (text, found), by_shell in zip(pairs, read_by_shell(shell, files, tmp_path / "cwd"), strict=True):
-            assert by_shell == found, f"{shell} reads {text!r} otherwise"
-
-
-@settings(
-    derandomize=True,
-    database=None,
-    max_examples=8,
-    deadline=None,
-    phases=[Phase.generate],  # shrinking would start the shells a thousand times
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.lists(st.lists(LINES, min_size=1, max_size=6).map("\n".join), min_size=30, max_size=30))
-def test_shells_read_each_accepted_file_as_python_does(tmp_path: Path, texts: list[str]) -> None:
-    assert_shells_agree(texts, tmp_path)
+        assert read_by_shell(shell, [tmp_path / "f.env"], tmp_path / "cwd") == [envfile.parse(text, "f")], shell
 
 
 def test_shells_read_each_accepted_character_literally(tmp_path: Path) -> None:
     """Each printable character alone, first, last and doubled, bare and quoted: all that parse takes, in one file."""
     bodies = [form.format(c) for c in map(chr, range(0x20, 0x7F)) for form in ("{0}", "{0}b", "b{0}", "b{0}{0}:{0}/b")]
     values = [f"{quote}{body}{quote}" for body in bodies for quote in ("", '"')]
-    lines = [f"A{number}={value}" for number, value in enumerate(values) if accepted(f"A={value}") is not None]
+    lines = [f"A{number}={value}" for number, value in enumerate(values) if is_accepted(f"A={value}")]
     assert len(lines) == 4 * (len(PLAIN) + len(QUOTABLE))
-    assert_shells_agree(["\n".join(lines)], tmp_path)
-
-
-# --- the files that are shipped --------------------------------------------------------------------------------------
-
-
-def shipped_files() -> list[Path]:
-    found = sorted(ENV_DIR.glob("*.env"))
-    assert {path.stem for path in found} == SHIPPED
-    return found
+    assert_shells_agree("\n".join(lines), tmp_path)
 
 
 def test_shells_read_the_shipped_files_as_python_does(tmp_path: Path) -> None:
-    files = shipped_files()
+    files = sorted(ENV_DIR.glob("*.env"))
+    assert {path.stem for path in files} == SHIPPED
     for shell in SHELLS:
         assert read_by_shell(shell, files, tmp_path / "cwd") == [envfile.read(path) for path in files]
 
@@ -301,9 +220,6 @@ def test_the_readme_of_env_lists_every_fabric() -> None:
     readme = (ENV_DIR / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([\w-]+)` \|", readme, flags=re.MULTILINE))
     assert listed == SHIPPED - {"common", "debug"}
-
-
-# --- the example of a site's profile ---------------------------------------------------------------------------------
 
 
 def test_the_example_profile_is_valid_and_shows_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ def test_a_time_limit_is_read_in_each_form_of_slurm(text: str, seconds: float) -
     assert durations.seconds(text) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["", "-1", "1:2:3:4", "1-", "1h", "1:0", "1-1-1", "1.5", " 1", "1-100", "٣", "NOT_SET", "1\n"]
-)
+@pytest.mark.parametrize("text", ["", "-1", "1:2:3:4", "1-", "1h", "1:0", "1-100", "٣", "NOT_SET", "1\n"])
 def test_other_text_is_not_a_time_limit(text: str) -> None:
     assert durations.seconds(text) is None

@@ -142,81 +142,63 @@ def choice(interface: str, address: str, peer: str, peer_address: str, reason: s
     }  # fmt: skip
 
 
+def route(peer: str, own: str, address: str) -> dict[str, str]:
+    return choice("eth0", own, peer, address, f"route to {peer} ({address})")
+
+
+def itself(peer: str, address: str) -> dict[str, str]:
+    return choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
+
+
+def of_master(master: str) -> dict[str, str]:
+    return choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1")
+
+
+LONE = choice("lo", "127.0.0.1", "", "", "one node")
+# What each node chooses. Where the nodes are unknown, the master is the peer, and is asked about on its own node too.
+CHOICES = (
+    (0, info(0, ("node1", "node2", "far"), 3), route("node2", "10.77.0.1", "10.77.0.2")),
+    (1, info(1, ("node1", "far", "node2"), 3), route("node1", "10.77.0.2", "10.77.0.1")),
+    (0, info(1, ("plain1", "node2")), itself("plain1", "10.77.0.1")),
+    (0, info(1, ("debian1", "node2")), itself("debian1", "127.0.1.1")),
+    (0, info(0, ("node1",), 1), LONE),
+    *((1, info(1, master=name), route(name, "10.77.0.2", "10.77.0.1")) for name in ("docker1", "10.77.0.1")),
+    *((0, info(0, master=name), of_master(name)) for name in ("both1", "10.77.0.1")),
+    *((0, info(0, master=name), None) for name in ("localhost", "debian1", "docker1", "far", "::1")),
+)
+
+
 def test_each_node_uses_the_interface_that_reaches_the_other_node(pair: tuple[Node, Node]) -> None:
-    names = ("node1", "node2")
-    found = [node.ask("choose", info(i, names))[0] for i, node in enumerate(pair)]
-    assert found == [
-        choice("eth0", "10.77.0.1", "node2", "10.77.0.2", "route to node2 (10.77.0.2)"),
-        choice("eth0", "10.77.0.2", "node1", "10.77.0.1", "route to node1 (10.77.0.1)"),
-    ]
-
-
-def test_the_peer_is_the_first_other_node(pair: tuple[Node, Node]) -> None:
-    questions = [info(0, ("node1", "node2", "far"), 3), info(2, ("node1", "far", "node2"), 3)]
-    assert [found["peer"] for found in pair[0].ask("choose", *questions)] == ["node2", "node1"]
+    for number, node in enumerate(pair):
+        asked = [(argument, expected) for at, argument, expected in CHOICES if at == number]
+        assert node.ask("choose", *(argument for argument, _ in asked)) == [expected for _, expected in asked]
 
 
 def test_a_network_with_ipv6_only(pair6: tuple[Node, Node]) -> None:
-    found = [node.ask("choose", info(i, ("six1", "six2")))[0] for i, node in enumerate(pair6)]
-    assert found == [
-        choice("eth0", "fd77::1", "six2", "fd77::2", "route to six2 (fd77::2)"),
-        choice("eth0", "fd77::2", "six1", "fd77::1", "route to six1 (fd77::1)"),
-    ]
-    assert pair6[0].ask("choose", info(0, master="six1"))[0]["interface"] == "eth0"
+    asked = [info(0, ("six1", "six2")), info(0, master="six1")]
+    named, of_own_master = pair6[0].ask("choose", *asked)
+    assert named == choice("eth0", "fd77::1", "six2", "fd77::2", "route to six2 (fd77::2)")
+    assert of_own_master["interface"] == "eth0"
     local, away = pair6[0].ask("route_to", "fd77::1", "2001:db8::1")
     assert local["local"] is True
     assert "no route to 2001:db8::1" in away["error"]
 
 
-def test_a_missing_route_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
-    why = {"far": "203.0.113.7 (Network is unreachable)", "refused": "10.77.0.99 ("}
-    answers = pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in why))
-    for (peer, reason), answer in zip(why.items(), answers, strict=True):
-        assert answer["error"].startswith(f"node1 does not reach {peer}: ")
-        assert reason in answer["error"]
-        assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in answer["error"]
+def test_a_missing_route_or_name_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
+    route_fix, name_fix = ": bring the interface up", "): add the name to DNS, or to /etc/hosts on each node"
+    for peer, said, fix in (
+        ("far", "node1 does not reach far: node1: no route to 203.0.113.7 (Network is unreachable)", route_fix),
+        ("refused", "node1 does not reach refused: node1: no route to 10.77.0.99 (", route_fix),
+        ("no-such.invalid", "node1 cannot resolve no-such.invalid (", name_fix),
+        ("a" * 70, f"node1 cannot resolve {'a' * 70} (", name_fix),
+    ):
+        [answer] = pair[0].ask("choose", info(0, ("node1", peer)))
+        assert answer["error"].startswith(said)
+        assert fix in answer["error"]
+        assert answer["error"].endswith(
+            "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that reaches the other nodes"
+        )
         assert "\n" not in answer["error"]
-
-
-def test_a_name_that_does_not_resolve_is_reported_with_host_peer_and_fix(pair: tuple[Node, Node]) -> None:
-    peers = ("no-such.invalid", "a" * 70, "..")
-    for peer, answer in zip(peers, pair[0].ask("choose", *(info(0, ("node1", peer)) for peer in peers)), strict=True):
-        assert answer["error"].startswith(f"node1 cannot resolve {peer} (")
-        assert "): add the name to DNS, or to /etc/hosts on each node" in answer["error"]
-        assert "bring the interface up" not in answer["error"]
-        assert "\n" not in answer["error"]
-
-
-def test_nodes_on_one_machine_use_loopback(pair: tuple[Node, Node]) -> None:
-    peers = {"plain1": "10.77.0.1", "debian1": "127.0.1.1"}
-    assert pair[0].ask("choose", *(info(1, (peer, "node2")) for peer in peers)) == [
-        choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
-        for peer, address in peers.items()
-    ]
-
-
-def test_a_single_node_uses_loopback(pair: tuple[Node, Node]) -> None:
-    lone = choice("lo", "127.0.0.1", "", "", "one node")
-    assert pair[0].ask("choose", info(0, ("node1",), 1), info(0, (), 1)) == [lone, lone]
-
-
-def test_the_master_is_the_peer_if_the_nodes_are_unknown(pair: tuple[Node, Node]) -> None:
-    masters = ("node1", "docker1", "10.77.0.1")
-    assert pair[1].ask("choose", *(info(1, master=master) for master in masters)) == [
-        choice("eth0", "10.77.0.2", master, "10.77.0.1", f"route to {master} (10.77.0.1)") for master in masters
-    ]
-
-
-def test_the_masters_node_uses_the_interface_with_its_address(pair: tuple[Node, Node]) -> None:
-    masters = ("plain1", "both1", "10.77.0.1")
-    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [
-        choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1") for master in masters
-    ]
-
-
-def test_the_masters_node_sets_no_interface_if_its_address_is_ambiguous(pair: tuple[Node, Node]) -> None:
-    masters = ("localhost", "debian1", "docker1", "far", "::1")
-    assert pair[0].ask("choose", *(info(0, master=master) for master in masters)) == [None] * 5
 
 
 def test_the_route_is_that_of_ip_route_get(pair: tuple[Node, Node]) -> None:
