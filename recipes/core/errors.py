@@ -67,7 +67,6 @@ class Kind(str, Enum):
     machine = "machine"  # this machine or allocation cannot run it
     input = "input"  # invalid keys, data or checkpoint
     stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit, and was saved
-    suspended = "suspended"  # the processes of the run were stopped for too long
 
     @property
     def is_consequence(self) -> bool:

@@ -71,14 +71,9 @@ def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
     It replaces torch's own timeouts, which also count the time in which the job was suspended.
     """
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
-    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
+    last, since = world.pulse.read(), clock.now()
     while not over.wait(POLL_S):
         now, moment = world.pulse.read(), clock.now()
-        suspended_s = clock.suspension_s()
-        if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
-            reported_s = suspended_s
-            if world.ranks.local_rank == 0:
-                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
         if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
@@ -133,7 +128,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     is_recorded = _record(run, record)
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
-    elif cause.kind in (Kind.peer_lost, Kind.suspended):
+    elif cause.kind is Kind.peer_lost:
         run.world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
@@ -143,7 +138,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         _record(run, record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
-    if cause.kind.is_consequence or cause.kind is Kind.suspended:
+    if cause.kind.is_consequence:
         time.sleep(0.0 if behind else LINGER_S)
     else:
         with contextlib.suppress(OSError, MachineError):
@@ -170,11 +165,7 @@ def _cause(run: Run, error: BaseException) -> Cause:
         fix = "use a smaller global_batch_size=, or accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
-        line = torch_errors.peer_text(error)
-        if stopped_s := run.world.clock.suspension_s():
-            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
-            return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)
-        return Cause(kind, line)
+        return Cause(kind, torch_errors.peer_text(error))
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
 
 
@@ -189,7 +180,7 @@ def _record(run: Run, record: Mapping[str, Any]) -> bool:
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank adds its part of it."""
     recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
-    if cause.kind.is_consequence or cause.kind is Kind.suspended:
+    if cause.kind.is_consequence:
         lost = f"rank {run.world.rank} on {run.world.host} lost its peers at step {run.step}: {cause.line}"
         print(lost, file=sys.stderr, flush=True)
     elif cause.exit_status == errors.EXIT_CRASH:

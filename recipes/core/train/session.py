@@ -57,7 +57,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with (
             process_group(start, device) as world,
-            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ, start.pulse.clock.continued) as stop,
+            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
             _end_of_job(start, stop, tell),
         ):
             code = _attempt(main, start, world, stop)

@@ -504,26 +504,6 @@ def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.Monke
     assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
 
 
-def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
-    suspensions = iter([0.0, 60.4, 60.4, 60.4, 0.0, 31.0, 31.0])
-    monkeypatch.setattr(failure, "POLL_S", 0.01)
-
-    def suspension_s() -> float:
-        clock.stopped_s += 3.0  # by a busy machine
-        found = next(suspensions, -1.0)
-        if found < 0:
-            over.set()
-        return max(found, 0.0)
-
-    monkeypatch.setattr(clock, "suspension_s", suspension_s)
-    world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
-    run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
-    start: Any = SimpleNamespace()
-    failure.watch_peers(run, start, over)
-    assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
-
-
 @pytest.mark.parametrize(
     ("phase", "behind", "ends"),
     [

@@ -90,9 +90,6 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen(), End(0), "incomplete", 1),
         (seen(), End(137), "failed", 137),
         (seen((2, Kind.input, "x", {"exit_status": 2})), End(143), "failed", 2),
-        (seen((0, Kind.suspended, "x"), (1, *LOST)), End(1), "preempted", 75),
-        (seen((0, Kind.suspended, "x"), (1, Kind.error, "x")), End(1), "failed", 1),
-        (seen((0, Kind.suspended, "x")), KILLED, "preempted", 75),
         # An attempt that has not begun.
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "refused", 3),
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
