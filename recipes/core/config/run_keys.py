@@ -75,9 +75,6 @@ class RunKeys:
         "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
         of_launch=True,
     )
-    takeover: bool = declare.key(
-        False, "use the run directory even if another job uses it; the run of the other job ends", of_launch=True
-    )
     checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
     checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)
     keep_checkpoints: int = declare.key(3, "number of newest checkpoints to keep; 0: all", low=0)

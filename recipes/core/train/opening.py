@@ -41,7 +41,7 @@ def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
             attempts.describe(attempt, recipe, os.environ, world.hosts)
         else:
             attempt = attempts.open_next(path, recipe, os.environ, world.hosts)
-        if problem := in_use.check(attempt, os.environ, keys.takeover, min(in_use.ENDING_S, keys.timeout_s / 2)):
+        if problem := in_use.check(attempt, os.environ, min(in_use.ENDING_S, keys.timeout_s / 2)):
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(parents=True, exist_ok=True)
