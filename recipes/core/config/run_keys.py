@@ -20,7 +20,6 @@ class Backend(Enum):
     auto = "auto"
     nccl = "nccl"
     gloo = "gloo"
-    mpi = "mpi"
 
 
 class Dtype(Enum):
@@ -55,7 +54,7 @@ class RunKeys:
     )
     backend: Backend = declare.key(
         Backend.auto,
-        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl, gloo, or mpi (if torch was built with it)",
+        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo",
     )
     cpu_threads: int = declare.key(
         0,

@@ -110,9 +110,6 @@ def _warn_of_few_cpus(run: Run) -> None:
 def _say_network(run: Run, start: Start) -> None:
     """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
-    if world.backend == "mpi":
-        run.say("network: chosen by MPI")
-        return
     name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     used = os.environ.get(name, "").removeprefix("=")
     if world.ranks.local_rank == 0:

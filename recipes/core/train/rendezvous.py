@@ -29,7 +29,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
 
     Raises MachineError if the ranks do not meet within ``timeout_s``, if two ranks have the same GPU, or if the backend is not
-    supported or not the same on all ranks.
+    the same on all ranks.
     """
     info, run = start.ranks, start.settings.run
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
@@ -40,17 +40,13 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
     start.pulse.beat(watchdog.START)
     try:
-        if backend == "mpi":  # MPI assigns the rank numbers itself
-            torch.distributed.init_process_group("mpi")
-        else:
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-                timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
-            )  # fmt: skip
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+            timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
+        )  # fmt: skip
     except RuntimeError as error:
         raise MachineError(f"{alone} ({peer_text(error)})") from None
     try:
-        _check_rank_of_mpi(info)
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():
             yield world
@@ -58,16 +54,6 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(TEARDOWN_S)
-
-
-def _check_rank_of_mpi(info: RankInfo) -> None:
-    """Raises MachineError if the group gave this rank another number than its environment variables, as MPI can."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if (rank, world_size) != (info.rank, info.world_size):
-        raise MachineError(
-            f"{socket.gethostname()}: backend=mpi: MPI says rank {rank} of {world_size}, the environment says rank {info.rank} of "
-            f"{info.world_size}: start the ranks with mpirun of the MPI that torch was built with"
-        )
 
 
 def sooner(timeout_s: float) -> float:
