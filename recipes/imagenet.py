@@ -115,7 +115,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(loop.accuracy, run, answers)
-    loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler, ema), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
         for shard in step.shards:

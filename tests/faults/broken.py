@@ -273,7 +273,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             else:
                 yield best(inputs[:0]), labels[:0]
 
-    loop.seed_ranks(run, cfg.seed)
     misbehave(run, "start")
     run.resume(State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):

@@ -82,7 +82,8 @@ class GlobalBatches:
     def order(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "data")}
 
-    def _size(self, batch: int) -> int:
+    def size(self, batch: int) -> int:
+        """Number of samples of a batch, over all ranks."""
         from_end = self.per_epoch - batch
         if from_end > 2 or self.per_epoch == 1:
             return min(self.num_samples, self.global_batch_size)
@@ -94,7 +95,7 @@ class GlobalBatches:
         order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
         begin = 0
         for batch in range(self.per_epoch):
-            size = self._size(batch)
+            size = self.size(batch)
             if batch >= first_batch:
                 part = share(size, self.rank, self.world_size)
                 yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)

@@ -135,14 +135,13 @@ def watch_the_end(
     stop_before_s: float,
     left: Callable[[], float | None],
     tell: Callable[[str], None] = lambda name: None,
-) -> threading.Event:
+) -> None:
     """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left.
 
     For sites that send no signal. The margin is at most a quarter of the time that the job has left now. left:
     `queue.seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
-    had no earlier reason. Set the returned event to end the thread.
+    had no earlier reason.
     """
-    over = threading.Event()
 
     def watch() -> None:
         known = left()
@@ -152,12 +151,12 @@ def watch_the_end(
         while known > margin:
             early = known - margin
             wait = early - ASK_AGAIN_S if early > 2 * ASK_AGAIN_S else max(0.5, early)
-            if math.isinf(early) or over.wait(wait):
+            if math.isinf(early):
                 return
+            time.sleep(wait)
             now = left()  # the time limit may have been changed since
             known = known - wait if now is None else now
         if flag.note("the time limit"):
             tell("the time limit")
 
     threading.Thread(target=watch, name="time limit", daemon=True).start()
-    return over

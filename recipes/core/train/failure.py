@@ -5,6 +5,7 @@ A rank that fails writes one record, prints one line and ends. It never reads th
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import threading
@@ -119,13 +120,16 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
-    cause = _cause(run, error)
+    cause = cause_of(error)
     # Write the record at once: the other ranks lose their connections to this rank now.
-    record = {
+    record: dict[str, Any] = {
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status, "shared": isinstance(error, SharedError),
         "behind": behind, "moment": moment,
     }  # fmt: skip
-    is_recorded = _record(run, record)
+    recorded = False
+    with contextlib.suppress(OSError):
+        attempts.record(run.attempt, **record)
+        recorded = True
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
@@ -133,9 +137,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
-    if behind or not is_recorded:
-        record["behind"] = behind
-        _record(run, record)
+    record["behind"] = behind
+    with contextlib.suppress(OSError):
+        if behind or not recorded:  # a full disk may have space again
+            attempts.record(run.attempt, **record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
@@ -146,7 +151,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     return cause.exit_status
 
 
-def _cause(run: Run, error: BaseException) -> Cause:
+def cause_of(error: BaseException) -> Cause:
     """What ended this rank."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
@@ -169,37 +174,22 @@ def _cause(run: Run, error: BaseException) -> Cause:
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
 
 
-def _record(run: Run, record: Mapping[str, Any]) -> bool:
-    """Writes this rank's error record. Returns False if it cannot be written."""
-    with contextlib.suppress(OSError):
-        attempts.record(run.attempt, **record)
-        return True
-    return False
-
-
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank adds its part of it."""
+    say = functools.partial(print, file=sys.stderr, flush=True)
     recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
+    me, crashed = f"rank {run.world.rank} on {run.world.host}", cause.exit_status == errors.EXIT_CRASH
     if cause.kind.is_consequence:
-        lost = f"rank {run.world.rank} on {run.world.host} lost its peers at step {run.step}: {cause.line}"
-        print(lost, file=sys.stderr, flush=True)
-    elif cause.exit_status == errors.EXIT_CRASH:
+        say(f"{me} lost its peers at step {run.step}: {cause.line}")
+    elif crashed:
         if cause.traceback:
             traceback.print_exception(error)
-        print(
-            f"rank {run.world.rank} on {run.world.host} failed at step {run.step}: {cause.line}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{me} failed at step {run.step}: {cause.line}")
     elif run.world.rank == 0 or not has_parent:
         time.sleep(REPEATED_S if run.world.rank else 0.0)
-        print(f"{recipe}: {cause.line}", file=sys.stderr, flush=True)
-    if (
-        cause.exit_status == errors.EXIT_CRASH
-        and not has_parent
-        and (record.get("behind") or not cause.kind.is_consequence)
-    ):
-        print(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+        say(f"{recipe}: {cause.line}")
+    if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
+        say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
 
 
 def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:

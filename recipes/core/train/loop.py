@@ -30,18 +30,6 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
 
 
-def seed_ranks(run: Run, seed: int) -> None:
-    """Gives each rank a different random state, so that dropout differs between ranks.
-
-    Call it after the weights are initialised and before ``run.resume``, which restores the random state of a checkpoint.
-    """
-    if run.begun:
-        raise RuntimeError(
-            "loop.seed_ranks replaces the random state that run.resume restored: call it before run.resume"
-        )
-    torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
-
-
 @torch.inference_mode()
 def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
@@ -90,9 +78,7 @@ def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int
 
     Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
     """
-    last = batches.num_samples - (batches.per_epoch - 1) * batches.global_batch_size
-    smallest = last if batches.per_epoch == 1 else (last + batches.global_batch_size) // 2
-    least = world_size * cfg.accumulate
+    smallest, least = batches.size(batches.per_epoch - 1), world_size * cfg.accumulate
     if smallest < least:
         pieces = f" of {cfg.accumulate} pieces" if cfg.accumulate > 1 else ""
         raise InputError(
@@ -115,7 +101,7 @@ class Step(Generic[S]):
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
         self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
         self._begun, self._losses = 0, list[Tensor]()
-        self._scheduled = getattr(run.state.scheduler, "last_epoch", None)
+        self._scheduled = run.state.scheduler.last_epoch
         calls.clear()
 
     @property
@@ -159,8 +145,7 @@ class Step(Generic[S]):
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
-        scheduled = getattr(self._run.state.scheduler, "last_epoch", None)
-        moved = 1 if scheduled is None or self._scheduled is None else scheduled - self._scheduled
+        moved = self._run.state.scheduler.last_epoch - self._scheduled
         for call, made, due, place in (
             ("step.backward()", len(self._losses), len(self._pieces), "for each shard of step.shards"),
             ("optimizer.step()", self._calls["step"], 1, "in each step, after the loop over step.shards"),

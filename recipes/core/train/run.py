@@ -132,6 +132,8 @@ class Run:
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
+        # From here on, each rank draws other random numbers, for dropout. A checkpoint has the random state of each rank.
+        torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
         resume.compare_keys(context, state.meta["config"])
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):

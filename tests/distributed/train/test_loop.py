@@ -29,8 +29,8 @@ from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, queue, signals, watchdog
-from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, session, torch_errors
+from recipes.core.run import directory, entry, signals, watchdog
+from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
@@ -461,25 +461,6 @@ def test_averaged_weights_equal_torchs_average() -> None:
             assert one == 4
         else:
             assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize(("rank", "in_slurm", "asks"), [(0, True, True), (1, True, False), (0, False, False)])
-def test_rank_0_watches_the_time_limit_of_its_job(
-    rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, over, stop = [], threading.Event(), signals.StopFlag()
-    monkeypatch.setattr(queue, "seconds_left", lambda environ: 600.0)
-    monkeypatch.setattr(
-        signals, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
-    )
-    start: Any = SimpleNamespace(
-        ranks=SimpleNamespace(rank=rank, in_slurm=in_slurm),
-        settings=SimpleNamespace(run=SimpleNamespace(stop_before_s=120)),
-    )
-    with session._end_of_job(start, stop, lambda name: None):
-        assert seen == ([(stop, 120, 600.0)] if asks else [])
-        assert not over.is_set()
-    assert over.is_set() == asks
 
 
 def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,22 +21,19 @@ from tests.helpers import ROOT
 
 
 class Clock:
-    """In place of `threading`, for `watch_the_end`: its thread runs at once, and waiting moves the time."""
+    """In place of `threading` and `time`, for `watch_the_end`: its thread runs at once, and sleeping moves the time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(signals, "threading", self)
+        monkeypatch.setattr(signals, "time", self)
 
     def Thread(self, target: Callable[[], None], **of: Any) -> Any:
         return SimpleNamespace(start=target)
 
-    def Event(self) -> Any:
-        return SimpleNamespace(wait=self.wait)
-
-    def wait(self, seconds: float) -> bool:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
         assert self.now < 1e6, "it never stops"
-        return False
 
 
 @pytest.mark.parametrize(
