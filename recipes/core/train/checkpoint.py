@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from recipes.core import files
 from recipes.core.errors import InputError
@@ -84,45 +85,31 @@ class HostCopy:
     """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if the tensors are on a GPU."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Any, ...], Tensor] = {}
-        self._of_gpu = False
+        self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
 
     def take(self, content: Any) -> Any:
         """``content`` with each tensor replaced by a copy. The copies are valid until the next call. Shared tensors stay shared."""
+        leaves, structure = tree_flatten(content)
         seen: dict[tuple[Any, ...], Tensor] = {}
-        copied = self._copy(content, (), seen)
-        if self._of_gpu:
+        copied = [self._copy(leaf, i, seen) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return tree_unflatten(copied, structure)
 
-    def _copy(self, value: Any, place: tuple[Any, ...], seen: dict[tuple[Any, ...], Tensor]) -> Any:
-        if isinstance(value, dict):
-            copied = type(value)((key, self._copy(one, (*place, key), seen)) for key, one in value.items())
-            if hasattr(value, "_metadata"):  # versions of the modules in a state_dict
-                copied._metadata = value._metadata  # type: ignore[attr-defined]
-            return copied
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._copy(one, (*place, i), seen) for i, one in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        value, self._of_gpu = value.detach(), self._of_gpu or value.is_cuda
-        same = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if same in seen and value.numel():
+    def _copy(self, tensor: Tensor, position: int, seen: dict[tuple[Any, ...], Tensor]) -> Tensor:
+        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if same in seen and tensor.numel():
             return seen[same]
-        there = self._places.get(place)
+        there = self._copies.get(position)
         if there is None or (there.dtype, there.shape, there.stride()) != same[1:]:
-            there = self._places[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        seen[same] = there.copy_(value, non_blocking=True)
+            there = self._copies[position] = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
+        seen[same] = there.copy_(tensor.detach(), non_blocking=True)
         return there
 
 
 def size_of(content: Any) -> int:
     """Bytes of the tensors in ``content``."""
-    if isinstance(content, Mapping):
-        return sum(map(size_of, content.values()))
-    if isinstance(content, (list, tuple)):
-        return sum(map(size_of, content))
-    return content.nbytes if isinstance(content, Tensor) else 0
+    return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
 
 
 def size_in_training(state: State, device: torch.device, ranks: int) -> int:

@@ -35,7 +35,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
-    store = _meet(info, run.timeout_s, clock)
+    store = _meet(info, run.timeout_s)
     hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
     start.pulse.beat(watchdog.START)
@@ -61,7 +61,7 @@ def sooner(timeout_s: float) -> float:
     return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
 
 
-def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distributed.Store:
+def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
@@ -71,16 +71,12 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
     where = f"{info.master_addr}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
     patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
-    stopped_s = clock.stopped_s
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:
-        clock.now()
-        if info.rank and clock.stopped_s > stopped_s:  # the job was suspended meanwhile
-            return _meet(info, timeout_s, clock)
         if is_port_in_use(error):
             raise MachineError(
                 f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"

@@ -179,7 +179,6 @@ class Run:
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
             attempts.begin(self.attempt, self.step, own)
-            self.begun = True  # already now: if a write below fails, this rank sets the status
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
         self.begun = True
