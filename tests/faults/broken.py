@@ -254,7 +254,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    loop.require_full_batches(cfg, batches, world.size)
+    batches.require_full(world.size, cfg.accumulate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from recipes.core.errors import InputError
+
 S = TypeVar("S", bound="Shard")
 S_co = TypeVar("S_co", bound="Shard", covariant=True)
 
@@ -89,6 +91,19 @@ class GlobalBatches:
             return min(self.num_samples, self.global_batch_size)
         both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
         return (both + 1) // 2 if from_end == 2 else both // 2
+
+    def require_full(self, ranks: int, accumulate: int) -> None:
+        """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
+
+        Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
+        """
+        smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
+        if smallest < least:
+            pieces = f" of {accumulate} pieces" if accumulate > 1 else ""
+            raise InputError(
+                f"global_batch_size={self.global_batch_size}: a batch of {smallest} of {self.num_samples} samples leaves some of "
+                f"{ranks} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
+            )
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on."""

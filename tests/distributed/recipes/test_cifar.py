@@ -95,11 +95,9 @@ def test_a_rank_takes_its_own_samples(train: Train) -> None:
     assert trained.results["val_samples"] == 16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dtype_sets_the_arithmetic_of_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
-    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
-    assert {(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards} == {(torch.float32, dtype)}
-    assert len(trained.forwards) == 3
+def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
+    trained = train("max_steps=1", "dtype=bfloat16")
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 3
 
 
 def test_the_learning_rate_schedule(train: Train) -> None:
