@@ -38,10 +38,6 @@ class RunError(RuntimeError):
     """
 
 
-class SharedError(RunError):
-    """A RunError that all ranks raise together, because of a value that they have summed."""
-
-
 class Stopped(Exception):
     """The run was stopped before it had completed a step to save. The message is the reason. Exit status 75."""
 

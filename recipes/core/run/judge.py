@@ -15,9 +15,8 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
 
-REFUSED = (
-    "refused"  # the state of an attempt that ended before it began: status.json, of an earlier attempt, is not changed
-)
+# The state of an attempt that ended before it began. The status.json of an earlier attempt is not changed.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -158,14 +157,11 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The earliest cause. The lowest rank represents ranks that fail with the same error or are refused for the same reason."""
+    """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    alike = [first]
-    if first.get("shared"):
-        alike = [one for one in causes if one.get("shared")]
-    elif first["exit_status"] != EXIT_CRASH:
-        alike = [one for one in causes if one["kind"] == first["kind"]]
-    return min(alike, key=lambda one: int(one["rank"]))
+    if first["exit_status"] == EXIT_CRASH:
+        return first
+    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:

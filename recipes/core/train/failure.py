@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, Kind, MachineError, RunError, SharedError, Stopped
+from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, judge, watchdog
 from recipes.core.run.entry import Start
@@ -58,7 +58,7 @@ def watch_owner(run: Run, over: threading.Event) -> None:
     """
     while not over.wait(FENCE_S):
         try:
-            run.check_mine()
+            attempts.check_owner(run.attempt)
             with contextlib.suppress(OSError):
                 attempts.heartbeat(run.attempt)
         except MachineError as error:
@@ -96,7 +96,7 @@ def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
     if run.world.rank == 0:
         with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
-            run.check_mine()
+            attempts.check_owner(run.attempt)
             step, number = (directory.read_status(run.dir) or {}).get("step", 0), run.attempt.number
             directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
             run.say(f"stopped by {reason} before its first step")
@@ -123,7 +123,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     cause = cause_of(error)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record: dict[str, Any] = {
-        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status, "shared": isinstance(error, SharedError),
+        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
     recorded = False

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
-from recipes.core.errors import InputError, RunError, SharedError, Stopped
+from recipes.core.errors import InputError, RunError, Stopped
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
@@ -247,10 +247,10 @@ class _StepEnds:
         return bool(stop) or last
 
     def _read(self, sums: Agreement, step: int) -> tuple[float, str, bool]:
-        """The sums of a step. Raises SharedError if its loss is not finite: on all ranks, since it is a sum over them."""
+        """The sums of a step. Raises RunError if its loss is not finite: on all ranks, since it is a sum over them."""
         loss, stop, save = sums.read()
         if not math.isfinite(loss):
-            raise SharedError(f"the loss at step {step} is {loss}: check lr= and the data")
+            raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
         return loss, stop, save
 
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:

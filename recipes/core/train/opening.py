@@ -94,16 +94,12 @@ def _warn_of_few_cpus(run: Run) -> None:
 
     Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
     """
-    threads = {
-        "cpu_threads": run.settings.run.cpu_threads,
-        "num_workers": getattr(run.settings.config, "num_workers", 0),
-    }
-    name, most = max(threads.items(), key=lambda item: item[1])
-    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allowed < min(most, machine):
+    required = max(run.settings.run.cpu_threads, getattr(run.settings.config, "num_workers", 0))
+    allowed = len(os.sched_getaffinity(0))
+    if allowed < min(required, os.cpu_count() or 1):
         run.say(
-            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
-            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
+            f"warning: cpu_threads= or num_workers= requires {required} CPUs, and rank 0 has {allowed}: "
+            f"give srun or sbatch --cpus-per-task={required}"
         )
 
 

@@ -20,7 +20,7 @@ from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
 
-EARLIER_S, SHARE_EARLIER = 10.0, 0.75
+EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
 TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
 
 
@@ -56,11 +56,6 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
-def sooner(timeout_s: float) -> float:
-    """A shorter timeout, in seconds, for a rank that must report before the other ranks' ``timeout_s`` ends the run."""
-    return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
-
-
 def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
@@ -70,7 +65,9 @@ def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
-    patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
+    patience = datetime.timedelta(
+        seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+    )
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,

@@ -165,7 +165,7 @@ class Run:
 
     def _begin(self) -> None:
         if self.world.rank == 0:
-            self.check_mine()
+            attempts.check_owner(self.attempt)
             files.remove_temporary(self.dir / "checkpoints")
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
@@ -215,10 +215,6 @@ class Run:
         intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
         return any(every and self.step % every == 0 for every in intervals)
 
-    def check_mine(self) -> None:
-        """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
-        attempts.check_owner(self.attempt)
-
     def save(self, *, best: bool = False, wait: bool = False) -> None:
         """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
 
@@ -238,7 +234,7 @@ class Run:
             torch.distributed.barrier()
 
     def _saved(self, path: Path, step: int) -> None:
-        self.check_mine()
+        attempts.check_owner(self.attempt)
         directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)
@@ -263,7 +259,7 @@ class Run:
         self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
-        self.check_mine()
+        attempts.check_owner(self.attempt)
         attempts.leave(self.attempt)
         step = self.step
         if self.stopping:
