@@ -88,23 +88,18 @@ class HostCopy:
         self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
 
     def take(self, content: Any) -> Any:
-        """``content`` with each tensor replaced by a copy. The copies are valid until the next call. Shared tensors stay shared."""
+        """``content`` with each tensor replaced by a copy. The copies are valid until the next call."""
         leaves, structure = tree_flatten(content)
-        seen: dict[tuple[Any, ...], Tensor] = {}
-        copied = [self._copy(leaf, i, seen) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+        copied = [self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return tree_unflatten(copied, structure)
 
-    def _copy(self, tensor: Tensor, position: int, seen: dict[tuple[Any, ...], Tensor]) -> Tensor:
-        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if same in seen and tensor.numel():
-            return seen[same]
-        there = self._copies.get(position)
-        if there is None or (there.dtype, there.shape, there.stride()) != same[1:]:
-            there = self._copies[position] = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
-        seen[same] = there.copy_(tensor.detach(), non_blocking=True)
-        return there
+    def _copy(self, tensor: Tensor, position: int) -> Tensor:
+        tensor, there = tensor.detach(), self._copies.get(position)
+        if there is None or (there.dtype, there.shape, there.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
+            there = self._copies[position] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return there.copy_(tensor, non_blocking=True)
 
 
 def size_of(content: Any) -> int:
@@ -193,9 +188,6 @@ def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None,
     it cannot be written, and MachineError if a later attempt has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
-    # This step is written again: `best` names it first, so its new content, which says it is the best, never contradicts `best`.
-    if best and named(folder, "latest") == path.name:
-        point(path, "best", staging)
     torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
     files.write_whole(path, lambda file: torch.save(content, file), staging)
     for name in ("best", "latest") if best else ("latest",):

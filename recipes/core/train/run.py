@@ -119,6 +119,7 @@ class Run:
     def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
+        From here on, each rank draws other random numbers from torch, for dropout; a checkpoint restores those of each rank.
         batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
         checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
@@ -132,7 +133,6 @@ class Run:
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
-        # From here on, each rank draws other random numbers, for dropout. A checkpoint has the random state of each rank.
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
         resume.compare_keys(context, state.meta["config"])

@@ -6,8 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torchvision import models as theirs
-from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
 from recipes.conf.imagenet import Config
@@ -70,9 +67,9 @@ def pixels(inputs: Tensor) -> Tensor:
     return (inputs * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
 
 
-def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
     trained = train("epochs=8", "min_crop=0.25", "label_smoothing=0.3")
-    losses, boxes, flips = [], [], []
+    losses, areas, flips = [], [], []
     for forward in trained.training:
         assert forward.inputs.shape == (12, 3, 48, 48)
         shown = pixels(forward.inputs)
@@ -84,26 +81,11 @@ def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_t
         flips += (red[:, 0] > red[:, -1]).tolist()
         # From the middles of the second pixel and the last but one, of 48, to those of the edges.
         width, height = (((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green))
-        boxes += zip(
-            width.tolist(), height.tolist(), (red.mean(1) / 2).tolist(), (green.mean(1) / 2).tolist(), strict=True
-        )
+        areas += (width * height / 12000).tolist()
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
     assert 70 < sum(flips) < 122  # of 192
-    areas = np.array([width * height / 12000 for width, height, _, _ in boxes])
-    ratios = np.array([width / height for width, height, _, _ in boxes])
-    assert 0.23 < areas.min() < 0.30
-    torch.manual_seed(0)
-    drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
-    assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
-    assert areas.max() > 0.93
-    assert 0.72 < ratios.min() < 0.80
-    assert 1.26 < ratios.max() < 1.40
-    _, _, x, y = np.array(boxes).T
-    assert x.std() > 10
-    assert y.std() > 6
-    assert (x.mean(), y.mean()) == (pytest.approx(60, abs=4), pytest.approx(50, abs=4))
-    for place in (areas, ratios, x, y):  # what is flipped is drawn independently of the crop
-        assert abs(np.corrcoef(flips, place)[0, 1]) < 0.25
+    assert 0.23 < min(areas) < 0.30
+    assert max(areas) > 0.93
 
 
 def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path) -> None:
@@ -230,15 +212,6 @@ def test_the_optimizer_settings() -> None:
         (True, 9.0, 0.8),
         (False, 9.0, 0.8),
     ]
-
-
-@pytest.mark.parametrize("zero", [True, False])
-def test_zero_init_makes_a_residual_block_the_identity(zero: bool) -> None:
-    run: Any = SimpleNamespace(world=SimpleNamespace(device=alone.CPU), on_gpus=False)
-    net = imagenet.make_net(Config(arch="resnet18", px=32, val_px=32, zero_init_residual=zero), run, 7)
-    assert [bool(block.bn2.weight.any()) for block in net.layer2] == [not zero] * 2  # type: ignore[union-attr]
-    assert all(module.training for module in net.modules())
-    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
 
 
 @pytest.mark.parametrize(

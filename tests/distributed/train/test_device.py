@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.core.config.run_keys import Device
+from recipes.core.config.run_keys import Backend, Device
 from recipes.core.errors import MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, rendezvous, session, torch_errors
-from recipes.core.train.device import resolve_device
+from recipes.core.train.device import choose_backend, resolve_device
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 
@@ -93,6 +93,14 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
     assert HOST in text
     assert all(word in text for word in words), text
     assert "\n" not in text
+
+
+def test_the_default_backend_and_nccl_without_gpus() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert [choose_backend(Backend.auto, one) for one in (gpu, cpu)] == ["nccl", "gloo"]
+    assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
+    with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
+        choose_backend(Backend.nccl, cpu)
 
 
 @pytest.mark.parametrize(
