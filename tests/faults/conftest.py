@@ -110,11 +110,6 @@ def log(run_dir: Path, rank: int) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def failure_time(run_dir: Path, rank: int, attempt: int = 0) -> float:
-    """When a rank has recorded that it failed or lost another one, as time.time()."""
-    return float(helpers.failure(run_dir, rank, attempt)["time"])
-
-
 def newest(run_dir: Path) -> Path:
     """The newest checkpoint, which is whole."""
     found = checkpoint.candidates(run_dir / "checkpoints")

@@ -234,14 +234,7 @@ def test_invalid_settings_are_refused(
 
 # ---------------------------------------------------------------- whole runs
 
-LOCAL = (
-    sys.executable,
-    str(helpers.ROOT / "launch.py"),
-    "recipe=imagenet",
-    "launcher=local",
-    "device=cpu",
-    "cpu_threads=1",
-)
+LOCAL = (*helpers.LOCAL[:2], "recipe=imagenet", "launcher=local", "device=cpu", "cpu_threads=1")
 SMALL = (
     "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "log_every_steps=1", "min_crop=0.5",
     "warmup_epochs=1", "num_workers=1",

@@ -12,14 +12,7 @@ import pytest
 from tests import helpers
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
-LAUNCHED = (
-    sys.executable,
-    str(helpers.ROOT / "launch.py"),
-    "recipe=toy",
-    "launcher=local",
-    "device=cpu",
-    "cpu_threads=1",
-)
+LAUNCHED = (*helpers.LOCAL[:2], "recipe=toy", "launcher=local", "device=cpu", "cpu_threads=1")
 
 
 @pytest.fixture(scope="module")
