@@ -105,7 +105,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     train_set, test_set = (part.to(world.device) for part in sets)
     run.say(f"{len(train_set):,} images, {len(test_set):,} to evaluate: {cfg.dataset}")
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    loop.require_full_batches(cfg, batches, run.ranks)
+    batches.require_full(run.ranks, cfg.accumulate)
     net = make_net(cfg, run)
     model = world.parallel(net, compile=cfg.compile)
     optimizer = make_optimizer(cfg, net, optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches))

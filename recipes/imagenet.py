@@ -88,7 +88,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
     train_set, val_set = images.open_sets(run, cfg.dataset, cfg.data_dir, cfg.stage_dir)
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
-    loop.require_full_batches(cfg, batches, run.ranks)
+    batches.require_full(run.ranks, cfg.accumulate)
     steps = loop.total_steps(cfg, batches)
     epochs = -(-steps // batches.per_epoch)
     loader = Loader(
@@ -115,7 +115,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield best(in_memory.normalise(batch, mean, std)), labels
 
     evaluate = partial(loop.accuracy, run, answers)
-    loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler, ema), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate, pretrained=bool(cfg.pretrained)):
         for shard in step.shards:

@@ -109,7 +109,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
                 yield net(normalise(images)), labels
 
     evaluate = partial(loop.accuracy, run, answers)
-    loop.seed_ranks(run, cfg.seed)
     run.resume(State(net, optimizer, scheduler), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for shard in step.shards:

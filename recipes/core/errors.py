@@ -38,10 +38,6 @@ class RunError(RuntimeError):
     """
 
 
-class SharedError(RunError):
-    """A RunError that all ranks raise together, because of a value that they have summed."""
-
-
 class Stopped(Exception):
     """The run was stopped before it had completed a step to save. The message is the reason. Exit status 75."""
 
@@ -67,7 +63,6 @@ class Kind(str, Enum):
     machine = "machine"  # this machine or allocation cannot run it
     input = "input"  # invalid keys, data or checkpoint
     stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit, and was saved
-    suspended = "suspended"  # the processes of the run were stopped for too long
 
     @property
     def is_consequence(self) -> bool:

@@ -228,7 +228,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     model = world.parallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), cfg.lr)
     batches = GlobalBatches(cfg.samples, cfg.global_batch_size, cfg.seed, world.rank, world.size)
-    loop.require_full_batches(cfg, batches, world.size)
+    batches.require_full(world.size, cfg.accumulate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     ema = optimisation.averaged(run, net, 0.9, 0, batches)
 
@@ -247,7 +247,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             else:
                 yield best(inputs[:0]), labels[:0]
 
-    loop.seed_ranks(run, cfg.seed)
     misbehave(run, "start")
     run.resume(State(net, optimizer, scheduler, ema), batches)
     for step in loop.steps(run, cfg, model, batches, evaluate):

@@ -54,7 +54,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/judge.py",
-        "if by_parent and by_parent.kind is Kind.killed and not suspended:",
+        "if by_parent and by_parent.kind is Kind.killed:",
         "if False:",
         "a rank that lost its killed peer is named in its place",
         "tests/unit/run/test_judge.py",

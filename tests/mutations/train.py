@@ -68,6 +68,13 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/run.py",
+        "1_000_003 + self.world.rank + 1)",
+        "1_000_003 + 1)",
+        "dropout has the same mask on all ranks",
+        "tests/distributed/train/test_exact_resume.py",
+    ),
+    Mutation(
+        "recipes/core/train/run.py",
         'best["val_top1"] >= found',
         'best["val_top1"] <= found',
         "`best` names the worst evaluation",

@@ -73,24 +73,3 @@ def test_a_second_job_is_refused_while_the_first_runs_is_suspended_or_pending(
     assert f"job {later[1]}, which is pending, will use it" in first.submit()[1]
     step = helpers.rows(first.run_dir)[-1]["step"]
     helpers.wait_until(lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue")
-
-
-@pytest.mark.long
-def test_a_job_with_takeover_ends_the_first_and_keeps_the_run_directory_when_requeued(
-    slurm: Cluster, repo: Path, first: First, tmp_path: Path
-) -> None:
-    run_dir, log = first.run_dir, tmp_path / "second"
-    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={run_dir}", "takeover=true")
-    assert jobs.ended(slurm, first.job, first.log) == ("FAILED", "3:0"), jobs.tail(first.log)
-    assert jobs.log_lines(first.log)[-1] == f"mnist: {run_dir} was taken over by {job}.0; this job is not requeued"
-    jobs.wait_for_training(slurm, job, run_dir, attempt=1, step=1)
-    slurm.run("scontrol", "requeuehold", job, check=True)
-    helpers.wait_until(lambda: slurm.jobs(job)[0]["JobState"] == "PENDING", 60, "the requeue")
-    assert f"job {job}, which was requeued and is pending, will use it" in first.submit()[1]
-    slurm.run("scontrol", "release", job, check=True)
-    jobs.start_again(slurm, job)
-    jobs.wait_for_training(slurm, job, run_dir, attempt=2, step=1)  # the same job, though it has takeover=true
-    slurm.run("scancel", job, check=True)
-    slurm.wait_job(job, 60)
-    status, out = first.submit("dependency=singleton", "device=cpu")
-    assert status == 0, out

@@ -20,7 +20,6 @@ class Backend(Enum):
     auto = "auto"
     nccl = "nccl"
     gloo = "gloo"
-    mpi = "mpi"
 
 
 class Dtype(Enum):
@@ -55,7 +54,7 @@ class RunKeys:
     )
     backend: Backend = declare.key(
         Backend.auto,
-        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl, gloo, or mpi (if torch was built with it)",
+        "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo",
     )
     cpu_threads: int = declare.key(
         0,
@@ -74,9 +73,6 @@ class RunKeys:
         False,
         "resume even if epochs= or max_steps= makes the run shorter or changes its learning-rate schedule midway",
         of_launch=True,
-    )
-    takeover: bool = declare.key(
-        False, "use the run directory even if another job uses it; the run of the other job ends", of_launch=True
     )
     checkpoint_every_steps: int = declare.key(0, "steps between checkpoints; 0: off", low=0)
     checkpoint_every_s: float = declare.key(600.0, "seconds between checkpoints; 0: off", low=0)

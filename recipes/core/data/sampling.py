@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from recipes.core.errors import InputError
+
 S = TypeVar("S", bound="Shard")
 S_co = TypeVar("S_co", bound="Shard", covariant=True)
 
@@ -82,19 +84,33 @@ class GlobalBatches:
     def order(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "data")}
 
-    def _size(self, batch: int) -> int:
+    def size(self, batch: int) -> int:
+        """Number of samples of a batch, over all ranks."""
         from_end = self.per_epoch - batch
         if from_end > 2 or self.per_epoch == 1:
             return min(self.num_samples, self.global_batch_size)
         both = self.num_samples - (self.per_epoch - 2) * self.global_batch_size
         return (both + 1) // 2 if from_end == 2 else both // 2
 
+    def require_full(self, ranks: int, accumulate: int) -> None:
+        """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
+
+        Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
+        """
+        smallest, least = self.size(self.per_epoch - 1), ranks * accumulate
+        if smallest < least:
+            pieces = f" of {accumulate} pieces" if accumulate > 1 else ""
+            raise InputError(
+                f"global_batch_size={self.global_batch_size}: a batch of {smallest} of {self.num_samples} samples leaves some of "
+                f"{ranks} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
+            )
+
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on."""
         order = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
         begin = 0
         for batch in range(self.per_epoch):
-            size = self._size(batch)
+            size = self.size(batch)
             if batch >= first_batch:
                 part = share(size, self.rank, self.world_size)
                 yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)

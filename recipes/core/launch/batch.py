@@ -106,7 +106,7 @@ def _other_user(settings: Settings, attempt: Attempt, environ: Mapping[str, str]
 
     The ranks check this again, but in a container they may have no scontrol.
     """
-    return in_use.check(attempt, environ, settings.run.takeover) if settings.config.starts_a_run else ""
+    return in_use.check(attempt, environ) if settings.config.starts_a_run else ""
 
 
 def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:

@@ -115,7 +115,7 @@ def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
 def _require_free_run_dir(settings: Settings) -> None:
     """Raises ConfigError if another pending or running job uses the given run directory."""
     run_dir = _run_dir(settings)
-    if not run_dir or settings.run.takeover or not settings.config.starts_a_run:
+    if not run_dir or not settings.config.starts_a_run:
         return
     for number in range(len(settings.sweep)) or [None]:
         path = Path(run_dir) if number is None else Path(run_dir) / str(number)

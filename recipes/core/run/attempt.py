@@ -234,17 +234,16 @@ def record(
     kind: Kind,
     error: str,
     exit_status: int = EXIT_CRASH,
-    shared: bool = False,
     behind: Mapping[str, Any] | None = None,
     moment: float | None = None,
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
-    shared: whether all ranks fail with the same error. behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this
+    behind: the rank that did not arrive, with ``rank``, ``host`` and ``at`` (how far it was), as this
     rank sees it. moment: the time of the failure, as time.time(); None means now.
     """
     content = {
-        "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "shared": shared, "behind": behind,
+        "rank": rank, "host": host, "kind": kind, "error": error, "exit_status": exit_status, "behind": behind,
         "time": moment or time.time(),
     }  # fmt: skip
     files.write_json(attempt.folder / "failed" / f"rank{rank:04d}.json", content)

@@ -25,18 +25,13 @@ OLD_S = 300.0  # if the last heartbeat is older, there is no wait for the next o
 ASK_S = 20.0  # how long to wait for an answer of the controller
 
 
-def check(attempt: Attempt, environ: Mapping[str, str], takeover: bool, patience_s: float = ENDING_S) -> str:
+def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDING_S) -> str:
     """A line on who else uses the run directory of ``attempt``, with the fix; "" if nobody does.
 
-    An earlier start of this same job does not count. takeover: whether only other elements of this job's array count; a
-    requeued job does not take over again. patience_s: how long to wait for a job that is ending and for a heartbeat.
+    An earlier start of this same job does not count. patience_s: how long to wait for a job that is ending and for a heartbeat.
     """
-    takes_over = takeover and not int(environ.get("SLURM_RESTART_COUNT") or 0)
-    for earlier in _last_attempts(attempt.run_dir, attempt.number):
-        counts = not takes_over or _share_array(environ, earlier)
-        if counts and (problem := _check_attempt(earlier, environ, patience_s)):
-            return problem
-    return ""
+    problems = (_check_attempt(one, environ, patience_s) for one in _last_attempts(attempt.run_dir, attempt.number))
+    return next(filter(None, problems), "")
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
@@ -158,4 +153,4 @@ def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
 
 
 def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> str:
-    return f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir; takeover=true starts anyway"
+    return f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir"

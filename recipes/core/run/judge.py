@@ -15,9 +15,8 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
 
-REFUSED = (
-    "refused"  # the state of an attempt that ended before it began: status.json, of an earlier attempt, is not changed
-)
+# The state of an attempt that ended before it began. The status.json of an earlier attempt is not changed.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def close(attempt: Attempt, end: End) -> Outcome:
     outcome = judge(gather(attempt), end)
     with contextlib.suppress(OSError):  # the disk may be full
         files.write_json(attempt.folder / "ended.json", asdict(outcome))
-        if outcome.state in ("failed", "incomplete") or outcome.kind is Kind.suspended:
+        if outcome.state in ("failed", "incomplete"):
             directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **_for_status(outcome))
     return outcome
 
@@ -142,17 +141,14 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
         by_parent = Outcome("failed", end.kind, end.reason, dict(end.first), 0)
-    suspended = next((one for one in seen.records if _kind(one) is Kind.suspended), None)
-    if by_parent and by_parent.kind is Kind.killed and not suspended:  # the other ranks do not know why this one ended
+    if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
         return by_parent
-    causes = [one for one in seen.records if not (_kind(one).is_consequence or _kind(one) is Kind.suspended)]
+    causes = [one for one in seen.records if not _kind(one).is_consequence]
     if causes:
         first = _represents(causes)
         return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first, 0)
     if late := _late_rank(seen.records):
         return late
-    if suspended:
-        return Outcome("preempted", Kind.suspended, suspended["error"], None, EXIT_REQUEUE)
     if not (by_parent or seen.begun or seen.records or seen.hosts):
         return Outcome("failed", Kind.killed, "it ended before the run began; the lines above say why", None, 0)
     if end and end.exit_status == 0 and not seen.records:
@@ -161,14 +157,11 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
 
 
 def _represents(causes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The earliest cause. The lowest rank represents ranks that fail with the same error or are refused for the same reason."""
+    """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    alike = [first]
-    if first.get("shared"):
-        alike = [one for one in causes if one.get("shared")]
-    elif first["exit_status"] != EXIT_CRASH:
-        alike = [one for one in causes if one["kind"] == first["kind"]]
-    return min(alike, key=lambda one: int(one["rank"]))
+    if first["exit_status"] == EXIT_CRASH:
+        return first
+    return min((one for one in causes if one["kind"] == first["kind"]), key=lambda one: int(one["rank"]))
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:

@@ -52,10 +52,10 @@ def handled() -> tuple[signal.Signals, ...]:
 
 
 class _Listener:
-    """Reads the interpreter's wake-up pipe in a thread. tell, continued: see `stop_flag`."""
+    """Reads the interpreter's wake-up pipe in a thread. tell: see `stop_flag`."""
 
-    def __init__(self, tell: Callable[[str], None], continued: Callable[[], None]) -> None:
-        self.flag, self._tell, self._continued = StopFlag(), tell, continued
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.flag, self._tell = StopFlag(), tell
         self.read_end, self.write_end = os.pipe()
         self.saying = threading.Thread()  # the thread that calls tell
         self._interrupted_at = math.inf  # the time of the first SIGINT
@@ -75,8 +75,6 @@ class _Listener:
                 if time.monotonic() - self._interrupted_at > TOGETHER_S and not self.flag.settling:
                     _aside(self._last_words).join(INTERRUPT_S)
                     os._exit(INTERRUPTED)
-            if signal.SIGCONT in numbers:
-                self._continued()
             name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
             if name and not self.saying.ident:
                 self.flag.note(name)
@@ -100,24 +98,19 @@ def _aside(call: Callable[[], object]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def stop_flag(
-    tell: Callable[[str], None] = lambda name: None,
-    by_clock: bool = False,
-    continued: Callable[[], None] = lambda: None,
-) -> Iterator[StopFlag]:
+def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = False) -> Iterator[StopFlag]:
     """Yields a flag that each of SIGNALS sets.
 
     A second SIGINT, at least TOGETHER_S later, ends the process with INTERRUPTED. tell: called once, in a separate thread,
-    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. continued: called
-    from a thread at each SIGCONT. Must be called from the main thread.
+    with the name of the first signal. by_clock: whether SIGUSR2 is ignored, see `queue.is_short`. Must be
+    called from the main thread.
     """
-    listener = _Listener(tell, continued)
+    listener = _Listener(tell)
     os.set_blocking(listener.write_end, False)
     thread = threading.Thread(target=listener.listen, name="signals", daemon=True)
     old_pipe = signal.set_wakeup_fd(listener.write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a child are not for this process
     before = {number: signal.signal(number, listener.handle) for number in handled()}
-    before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, frame: None)
     if by_clock:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this also discards a blocked, pending SIGUSR2
     thread.start()
@@ -142,14 +135,13 @@ def watch_the_end(
     stop_before_s: float,
     left: Callable[[], float | None],
     tell: Callable[[str], None] = lambda name: None,
-) -> threading.Event:
+) -> None:
     """Starts a thread that sets ``flag`` when the job has ``stop_before_s`` seconds left.
 
     For sites that send no signal. The margin is at most a quarter of the time that the job has left now. left:
     `queue.seconds_left`, called at the start and again near the end. tell: called with the reason when the flag is set, if it
-    had no earlier reason. Set the returned event to end the thread.
+    had no earlier reason.
     """
-    over = threading.Event()
 
     def watch() -> None:
         known = left()
@@ -159,12 +151,12 @@ def watch_the_end(
         while known > margin:
             early = known - margin
             wait = early - ASK_AGAIN_S if early > 2 * ASK_AGAIN_S else max(0.5, early)
-            if math.isinf(early) or over.wait(wait):
+            if math.isinf(early):
                 return
+            time.sleep(wait)
             now = left()  # the time limit may have been changed since
             known = known - wait if now is None else now
         if flag.note("the time limit"):
             tell("the time limit")
 
     threading.Thread(target=watch, name="time limit", daemon=True).start()
-    return over

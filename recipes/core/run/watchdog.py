@@ -7,7 +7,6 @@ Standard library only.
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import signal
@@ -32,7 +31,6 @@ POLL_S = 0.5
 STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
 TELL_S = 5.0  # time to write the error record to the run directory's file system
-RECENT_S = 60.0  # a connection lost within this time after a suspension was lost because of the suspension
 STACK_S = 3.0  # time for faulthandler to write the stack
 
 
@@ -40,14 +38,12 @@ class RunningClock:
     """A monotonic clock that does not count while this process is stopped.
 
     scontrol suspend, gang scheduling and SIGSTOP stop a process. A gap of more than `STOP_S` between two readings does
-    not count. The clock must therefore be read more often: in a loop, or by the thread of `start`. An overloaded
-    machine can cause such a gap too. A gap counts as a suspension only if SIGCONT arrived at its end (`continued`).
+    not count. The clock must therefore be read more often: in a loop, or by the thread of `start`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read_at = time.monotonic()
-        self._gap = self._suspension = (-math.inf, 0.0)  # end and length of the last one
         self.stopped_s = 0.0  # total length of all gaps
 
     def now(self) -> float:
@@ -56,20 +52,8 @@ class RunningClock:
             moment = time.monotonic()
             before, self._read_at = self._read_at, moment
             if moment - before > STOP_S:
-                self._gap = (moment, moment - before - POLL_S)
-                self.stopped_s += self._gap[1]
+                self.stopped_s += moment - before - POLL_S
             return moment - self.stopped_s
-
-    def continued(self) -> None:
-        """Called when this process received SIGCONT."""
-        self.now()
-        if time.monotonic() - self._gap[0] < STOP_S:
-            self._suspension = self._gap
-
-    def suspension_s(self) -> float:
-        """Length of the suspension that ended within the last `RECENT_S`; 0 if there was none."""
-        end, length_s = self._suspension
-        return length_s if time.monotonic() - end < RECENT_S else 0.0
 
     def start(self) -> None:
         """Starts a thread that reads this clock until the process ends. The time before counts as running."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from recipes.core import files
 from recipes.core.errors import InputError
@@ -84,45 +85,26 @@ class HostCopy:
     """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if the tensors are on a GPU."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Any, ...], Tensor] = {}
-        self._of_gpu = False
+        self._copies: dict[int, Tensor] = {}  # by the position of the tensor in the content
 
     def take(self, content: Any) -> Any:
-        """``content`` with each tensor replaced by a copy. The copies are valid until the next call. Shared tensors stay shared."""
-        seen: dict[tuple[Any, ...], Tensor] = {}
-        copied = self._copy(content, (), seen)
-        if self._of_gpu:
+        """``content`` with each tensor replaced by a copy. The copies are valid until the next call."""
+        leaves, structure = tree_flatten(content)
+        copied = [self._copy(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return tree_unflatten(copied, structure)
 
-    def _copy(self, value: Any, place: tuple[Any, ...], seen: dict[tuple[Any, ...], Tensor]) -> Any:
-        if isinstance(value, dict):
-            copied = type(value)((key, self._copy(one, (*place, key), seen)) for key, one in value.items())
-            if hasattr(value, "_metadata"):  # versions of the modules in a state_dict
-                copied._metadata = value._metadata  # type: ignore[attr-defined]
-            return copied
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._copy(one, (*place, i), seen) for i, one in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        value, self._of_gpu = value.detach(), self._of_gpu or value.is_cuda
-        same = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if same in seen and value.numel():
-            return seen[same]
-        there = self._places.get(place)
-        if there is None or (there.dtype, there.shape, there.stride()) != same[1:]:
-            there = self._places[place] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        seen[same] = there.copy_(value, non_blocking=True)
-        return there
+    def _copy(self, tensor: Tensor, position: int) -> Tensor:
+        tensor, there = tensor.detach(), self._copies.get(position)
+        if there is None or (there.dtype, there.shape, there.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
+            there = self._copies[position] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return there.copy_(tensor, non_blocking=True)
 
 
 def size_of(content: Any) -> int:
     """Bytes of the tensors in ``content``."""
-    if isinstance(content, Mapping):
-        return sum(map(size_of, content.values()))
-    if isinstance(content, (list, tuple)):
-        return sum(map(size_of, content))
-    return content.nbytes if isinstance(content, Tensor) else 0
+    return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
 
 
 def size_in_training(state: State, device: torch.device, ranks: int) -> int:
@@ -206,9 +188,6 @@ def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None,
     it cannot be written, and MachineError if a later attempt has removed ``staging``.
     """
     path = folder / f"step-{content['meta']['step']:08d}.pt"
-    # This step is written again: `best` names it first, so its new content, which says it is the best, never contradicts `best`.
-    if best and named(folder, "latest") == path.name:
-        point(path, "best", staging)
     torch.serialization.set_crc32_options(True)  # the default, which a recipe can change
     files.write_whole(path, lambda file: torch.save(content, file), staging)
     for name in ("best", "latest") if best else ("latest",):

@@ -45,7 +45,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
-    """torch's name of the backend. Raises MachineError for nccl without a GPU. torch itself refuses mpi if it was built without it."""
+    """torch's name of the backend. Raises MachineError for nccl without a GPU."""
     if wanted is Backend.auto:
         return "nccl" if device.type == "cuda" else "gloo"
     if wanted is Backend.nccl and device.type != "cuda":

@@ -5,6 +5,7 @@ A rank that fails writes one record, prints one line and ends. It never reads th
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, Kind, MachineError, RunError, SharedError, Stopped
+from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, judge, watchdog
 from recipes.core.run.entry import Start
@@ -57,7 +58,7 @@ def watch_owner(run: Run, over: threading.Event) -> None:
     """
     while not over.wait(FENCE_S):
         try:
-            run.check_mine()
+            attempts.check_owner(run.attempt)
             with contextlib.suppress(OSError):
                 attempts.heartbeat(run.attempt)
         except MachineError as error:
@@ -71,14 +72,9 @@ def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
     It replaces torch's own timeouts, which also count the time in which the job was suspended.
     """
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
-    last, since, reported_s = world.pulse.read(), clock.now(), 0.0
+    last, since = world.pulse.read(), clock.now()
     while not over.wait(POLL_S):
         now, moment = world.pulse.read(), clock.now()
-        suspended_s = clock.suspension_s()
-        if suspended_s not in (0.0, reported_s):  # this suspension is not reported yet
-            reported_s = suspended_s
-            if world.ranks.local_rank == 0:
-                run.warn(f"the job was suspended for {suspended_s:.0f} s; the run continues")
         if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
@@ -100,7 +96,7 @@ def _stopped_early(run: Run, reason: str) -> int:
     """For a stop before the first step: there is no progress to save. Sets the status and returns the exit status."""
     if run.world.rank == 0:
         with contextlib.suppress(MachineError):  # a later attempt has taken over the run directory
-            run.check_mine()
+            attempts.check_owner(run.attempt)
             step, number = (directory.read_status(run.dir) or {}).get("step", 0), run.attempt.number
             directory.write_status(run.dir, "preempted", attempt=number, step=step, reason=reason, kind=Kind.stopped)
             run.say(f"stopped by {reason} before its first step")
@@ -124,26 +120,30 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
-    cause = _cause(run, error)
+    cause = cause_of(error)
     # Write the record at once: the other ranks lose their connections to this rank now.
-    record = {
-        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status, "shared": isinstance(error, SharedError),
+    record: dict[str, Any] = {
+        "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
-    is_recorded = _record(run, record)
+    recorded = False
+    with contextlib.suppress(OSError):
+        attempts.record(run.attempt, **record)
+        recorded = True
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
-    elif cause.kind in (Kind.peer_lost, Kind.suspended):
+    elif cause.kind is Kind.peer_lost:
         run.world.silent.set()  # rank 0 may have ended, and the store with it; torch's C++ code would log that at length
     if run.saver:
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
-    if behind or not is_recorded:
-        record["behind"] = behind
-        _record(run, record)
+    record["behind"] = behind
+    with contextlib.suppress(OSError):
+        if behind or not recorded:  # a full disk may have space again
+            attempts.record(run.attempt, **record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
-    if cause.kind.is_consequence or cause.kind is Kind.suspended:
+    if cause.kind.is_consequence:
         time.sleep(0.0 if behind else LINGER_S)
     else:
         with contextlib.suppress(OSError, MachineError):
@@ -151,7 +151,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     return cause.exit_status
 
 
-def _cause(run: Run, error: BaseException) -> Cause:
+def cause_of(error: BaseException) -> Cause:
     """What ended this rank."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
@@ -170,45 +170,26 @@ def _cause(run: Run, error: BaseException) -> Cause:
         fix = "use a smaller global_batch_size=, or accumulate="
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
-        line = torch_errors.peer_text(error)
-        if stopped_s := run.world.clock.suspension_s():
-            line = f"the job was suspended for {stopped_s:.0f} s, and the ranks lost each other ({line})"
-            return Cause(Kind.suspended, line, errors.EXIT_REQUEUE)
-        return Cause(kind, line)
+        return Cause(kind, torch_errors.peer_text(error))
     return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
-
-
-def _record(run: Run, record: Mapping[str, Any]) -> bool:
-    """Writes this rank's error record. Returns False if it cannot be written."""
-    with contextlib.suppress(OSError):
-        attempts.record(run.attempt, **record)
-        return True
-    return False
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank adds its part of it."""
+    say = functools.partial(print, file=sys.stderr, flush=True)
     recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
-    if cause.kind.is_consequence or cause.kind is Kind.suspended:
-        lost = f"rank {run.world.rank} on {run.world.host} lost its peers at step {run.step}: {cause.line}"
-        print(lost, file=sys.stderr, flush=True)
-    elif cause.exit_status == errors.EXIT_CRASH:
+    me, crashed = f"rank {run.world.rank} on {run.world.host}", cause.exit_status == errors.EXIT_CRASH
+    if cause.kind.is_consequence:
+        say(f"{me} lost its peers at step {run.step}: {cause.line}")
+    elif crashed:
         if cause.traceback:
             traceback.print_exception(error)
-        print(
-            f"rank {run.world.rank} on {run.world.host} failed at step {run.step}: {cause.line}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{me} failed at step {run.step}: {cause.line}")
     elif run.world.rank == 0 or not has_parent:
         time.sleep(REPEATED_S if run.world.rank else 0.0)
-        print(f"{recipe}: {cause.line}", file=sys.stderr, flush=True)
-    if (
-        cause.exit_status == errors.EXIT_CRASH
-        and not has_parent
-        and (record.get("behind") or not cause.kind.is_consequence)
-    ):
-        print(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs", file=sys.stderr, flush=True)
+        say(f"{recipe}: {cause.line}")
+    if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
+        say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
 
 
 def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:

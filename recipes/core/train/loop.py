@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
-from recipes.core.data.sampling import GlobalBatches, S, Shard, Source
-from recipes.core.errors import InputError, RunError, SharedError, Stopped
+from recipes.core.data.sampling import S, Shard, Source
+from recipes.core.errors import InputError, RunError, Stopped
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
@@ -28,18 +28,6 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
     """Number of optimiser steps of the whole run."""
     steps = cfg.epochs * batches.per_epoch
     return min(steps, cfg.max_steps) if cfg.max_steps else steps
-
-
-def seed_ranks(run: Run, seed: int) -> None:
-    """Gives each rank a different random state, so that dropout differs between ranks.
-
-    Call it after the weights are initialised and before ``run.resume``, which restores the random state of a checkpoint.
-    """
-    if run.begun:
-        raise RuntimeError(
-            "loop.seed_ranks replaces the random state that run.resume restored: call it before run.resume"
-        )
-    torch.manual_seed((seed * 1_000_003 + run.world.rank + 1) % 2**63)
 
 
 @torch.inference_mode()
@@ -85,22 +73,6 @@ def evaluation(run: Run) -> Iterator[nn.Module]:
         chosen.train(training)
 
 
-def require_full_batches(cfg: TrainKeys, batches: GlobalBatches, world_size: int) -> None:
-    """Raises InputError if a rank, or one of its ``accumulate`` pieces, would have no sample of some batch.
-
-    Batch normalisation cannot process an empty batch, and with sync_bn= the ranks would not call the same number of collectives.
-    """
-    last = batches.num_samples - (batches.per_epoch - 1) * batches.global_batch_size
-    smallest = last if batches.per_epoch == 1 else (last + batches.global_batch_size) // 2
-    least = world_size * cfg.accumulate
-    if smallest < least:
-        pieces = f" of {cfg.accumulate} pieces" if cfg.accumulate > 1 else ""
-        raise InputError(
-            f"global_batch_size={batches.global_batch_size}: a batch of {smallest} of {batches.num_samples} samples leaves some of "
-            f"{world_size} ranks{pieces} without any; give at least {2 * least}, or fewer ranks"
-        )
-
-
 class Step(Generic[S]):
     """One optimiser step, from `steps`. shard: this rank's part of the global batch. lr: the step's learning rate.
 
@@ -115,7 +87,7 @@ class Step(Generic[S]):
         self.shard, self.lr = shard, float(run.state.scheduler.get_last_lr()[0])
         self._run, self._model, self._calls, self._pieces = run, model, calls, shard.pieces(accumulate)
         self._begun, self._losses = 0, list[Tensor]()
-        self._scheduled = getattr(run.state.scheduler, "last_epoch", None)
+        self._scheduled = run.state.scheduler.last_epoch
         calls.clear()
 
     @property
@@ -159,8 +131,7 @@ class Step(Generic[S]):
 
     def check(self) -> None:
         """Raises RunError if the recipe has left out a call in this step, or made it twice."""
-        scheduled = getattr(self._run.state.scheduler, "last_epoch", None)
-        moved = 1 if scheduled is None or self._scheduled is None else scheduled - self._scheduled
+        moved = self._run.state.scheduler.last_epoch - self._scheduled
         for call, made, due, place in (
             ("step.backward()", len(self._losses), len(self._pieces), "for each shard of step.shards"),
             ("optimizer.step()", self._calls["step"], 1, "in each step, after the loop over step.shards"),
@@ -256,18 +227,17 @@ class _StepEnds:
         if isinstance(state.ema, swa_utils.AveragedModel):
             state.ema.update_parameters(state.model)
         state.step += 1
-        self.meter.add(step.shard.global_size)
+        self.meter.lap_samples += step.shard.global_size
         run.world.pulse.beat(watchdog.WAITING, state.step)
         # The ranks decide by the sums of the step before, so that no step waits for them. A row of metrics does wait.
         before, self.sums = self.sums, Agreement(run.world, run.stop, step.loss, run.save_is_due())
-        total_loss, stop, save = before.read() if before else (0.0, "", False)
-        _check_finite(total_loss, state.step - 1)
+        stop, save = self._read(before, state.step - 1)[1:] if before else ("", False)
         last = state.step == self.total
         ends_epoch = last or step.ends_epoch
         save = save or step.save or run.interval_ends()
         if ends_epoch or stop or save or state.step == self.first_step or state.step % self.cfg.log_every_steps == 0:
-            total_loss, stop_now, _ = self.sums.read()
-            stop = self._record(step, total_loss, stop or stop_now, ends_epoch, save)
+            loss, stop_now, _ = self._read(self.sums, state.step)
+            stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
         elif self.meter.progress_due():
             epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
             run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
@@ -276,10 +246,16 @@ class _StepEnds:
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
+    def _read(self, sums: Agreement, step: int) -> tuple[float, str, bool]:
+        """The sums of a step. Raises RunError if its loss is not finite: on all ranks, since it is a sum over them."""
+        loss, stop, save = sums.read()
+        if not math.isfinite(loss):
+            raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")
+        return loss, stop, save
+
     def _record(self, step: Step[Any], loss: float, stop: str, ends_epoch: bool, save: bool) -> str:
         """Evaluates, writes a row and saves, as this step requires. Returns why the run stops, "" if it does not."""
         run, shard = self.run, step.shard
-        _check_finite(loss, run.step)
         row = {"epoch": shard.epoch, "loss": loss / shard.global_size, "lr": step.lr, "speed": self.meter.lap()}
         run.results = {}
         if ends_epoch and not stop:
@@ -317,12 +293,6 @@ class _StepEnds:
                 run.save(best=True, wait=True)
 
 
-def _check_finite(loss: float, step: int) -> None:
-    """Raises RunError if the loss of this step is not finite: on all ranks, since it is a sum over them."""
-    if not math.isfinite(loss):
-        raise SharedError(f"the loss at step {step} is {loss}: check lr= and the data")
-
-
 def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:
     """Writes a row of ``metrics.jsonl`` with ``run.results``, and a log line, from rank 0. Called by all ranks.
 
@@ -349,19 +319,16 @@ class _Meter:
     def __init__(self, running: RunningClock) -> None:
         self._now = running.now
         self.samples, self.train_s = 0, 0.0
-        self._lap_samples, self._lap_start = 0, self._now()
+        self.lap_samples, self._lap_start = 0, self._now()
         self._progress_at = self._lap_start
-
-    def add(self, samples: int) -> None:
-        self._lap_samples += samples
 
     def lap(self) -> float:
         """Ends an interval of training and returns its samples per second. Called before and after work that is not training."""
         seconds = self._now() - self._lap_start
-        speed = self._lap_samples / seconds if self._lap_samples else 0.0
-        if self._lap_samples:
-            self.samples, self.train_s = self.samples + self._lap_samples, self.train_s + seconds
-        self._lap_samples, self._lap_start = 0, self._now()
+        speed = self.lap_samples / seconds if self.lap_samples else 0.0
+        if self.lap_samples:
+            self.samples, self.train_s = self.samples + self.lap_samples, self.train_s + seconds
+        self.lap_samples, self._lap_start = 0, self._now()
         return speed
 
     def progress_due(self) -> bool:

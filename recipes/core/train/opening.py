@@ -41,7 +41,7 @@ def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
             attempts.describe(attempt, recipe, os.environ, world.hosts)
         else:
             attempt = attempts.open_next(path, recipe, os.environ, world.hosts)
-        if problem := in_use.check(attempt, os.environ, keys.takeover, min(in_use.ENDING_S, keys.timeout_s / 2)):
+        if problem := in_use.check(attempt, os.environ, min(in_use.ENDING_S, keys.timeout_s / 2)):
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -94,25 +94,18 @@ def _warn_of_few_cpus(run: Run) -> None:
 
     Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
     """
-    threads = {
-        "cpu_threads": run.settings.run.cpu_threads,
-        "num_workers": getattr(run.settings.config, "num_workers", 0),
-    }
-    name, most = max(threads.items(), key=lambda item: item[1])
-    allowed, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allowed < min(most, machine):
+    required = max(run.settings.run.cpu_threads, getattr(run.settings.config, "num_workers", 0))
+    allowed = len(os.sched_getaffinity(0))
+    if allowed < min(required, os.cpu_count() or 1):
         run.say(
-            f"warning: {name}={most}, and a rank is bound to {allowed} of the {machine} CPUs of {run.world.host}:"
-            f" give srun or sbatch --cpus-per-task={most}, or a smaller {name}="
+            f"warning: cpu_threads= or num_workers= requires {required} CPUs, and rank 0 has {allowed}: "
+            f"give srun or sbatch --cpus-per-task={required}"
         )
 
 
 def _say_network(run: Run, start: Start) -> None:
     """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
     world = run.world
-    if world.backend == "mpi":
-        run.say("network: chosen by MPI")
-        return
     name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     used = os.environ.get(name, "").removeprefix("=")
     if world.ranks.local_rank == 0:

@@ -20,7 +20,7 @@ from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
 from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
 
-EARLIER_S, SHARE_EARLIER = 10.0, 0.75
+EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
 TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
 
 
@@ -29,28 +29,24 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
 
     Raises MachineError if the ranks do not meet within ``timeout_s``, if two ranks have the same GPU, or if the backend is not
-    supported or not the same on all ranks.
+    the same on all ranks.
     """
     info, run = start.ranks, start.settings.run
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
-    store = _meet(info, run.timeout_s, clock)
+    store = _meet(info, run.timeout_s)
     hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
     start.pulse.beat(watchdog.START)
     try:
-        if backend == "mpi":  # MPI assigns the rank numbers itself
-            torch.distributed.init_process_group("mpi")
-        else:
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-                timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
-            )  # fmt: skip
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
+            timeout=TORCH_TIMEOUT, device_id=device if backend == "nccl" else None,
+        )  # fmt: skip
     except RuntimeError as error:
         raise MachineError(f"{alone} ({peer_text(error)})") from None
     try:
-        _check_rank_of_mpi(info)
         world = World(info, device, backend, hosts, store, run.timeout_s, start.pulse)
         with world.telling_pulses():
             yield world
@@ -60,22 +56,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
-def _check_rank_of_mpi(info: RankInfo) -> None:
-    """Raises MachineError if the group gave this rank another number than its environment variables, as MPI can."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if (rank, world_size) != (info.rank, info.world_size):
-        raise MachineError(
-            f"{socket.gethostname()}: backend=mpi: MPI says rank {rank} of {world_size}, the environment says rank {info.rank} of "
-            f"{info.world_size}: start the ranks with mpirun of the MPI that torch was built with"
-        )
-
-
-def sooner(timeout_s: float) -> float:
-    """A shorter timeout, in seconds, for a rank that must report before the other ranks' ``timeout_s`` ends the run."""
-    return max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
-
-
-def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distributed.Store:
+def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
@@ -84,17 +65,15 @@ def _meet(info: RankInfo, timeout_s: float, clock: RunningClock) -> torch.distri
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{info.master_addr}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
-    patience = datetime.timedelta(seconds=timeout_s if info.rank == 0 else sooner(timeout_s))
-    stopped_s = clock.stopped_s
+    patience = datetime.timedelta(
+        seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
+    )
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:
-        clock.now()
-        if info.rank and clock.stopped_s > stopped_s:  # the job was suspended meanwhile
-            return _meet(info, timeout_s, clock)
         if is_port_in_use(error):
             raise MachineError(
                 f"{socket.gethostname()}: port {info.master_port} is in use; set MASTER_PORT to another for all ranks"

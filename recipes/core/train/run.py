@@ -119,6 +119,7 @@ class Run:
     def resume(self, state: State, batches: Source[Shard]) -> None:
         """Begins the run with ``state``, after loading the checkpoint that ``resume=`` selects, if there is one.
 
+        From here on, each rank draws other random numbers from torch, for dropout; a checkpoint restores those of each rank.
         batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
         checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
@@ -132,6 +133,7 @@ class Run:
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
+        torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
         resume.compare_keys(context, state.meta["config"])
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
@@ -163,7 +165,7 @@ class Run:
 
     def _begin(self) -> None:
         if self.world.rank == 0:
-            self.check_mine()
+            attempts.check_owner(self.attempt)
             files.remove_temporary(self.dir / "checkpoints")
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True).encode()
@@ -177,7 +179,6 @@ class Run:
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
                 checkpoint.point(came, "latest")  # the run may have been resumed from an earlier step
             attempts.begin(self.attempt, self.step, own)
-            self.begun = True  # already now: if a write below fails, this rank sets the status
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             directory.write_status(self.dir, "running", attempt=self.attempt.number, step=self.step)
         self.begun = True
@@ -214,10 +215,6 @@ class Run:
         intervals = (self.keys.checkpoint_every_steps, self.keys.keep_every_steps)
         return any(every and self.step % every == 0 for every in intervals)
 
-    def check_mine(self) -> None:
-        """Raises MachineError if a later attempt has taken over the run directory. Rank 0 calls it before it writes."""
-        attempts.check_owner(self.attempt)
-
     def save(self, *, best: bool = False, wait: bool = False) -> None:
         """Starts to write a checkpoint of ``state``. The training continues meanwhile, unless ``wait``. Called by all ranks.
 
@@ -237,7 +234,7 @@ class Run:
             torch.distributed.barrier()
 
     def _saved(self, path: Path, step: int) -> None:
-        self.check_mine()
+        attempts.check_owner(self.attempt)
         directory.write_status(self.dir, "running", attempt=self.attempt.number, step=step)
         self.progress("")
         print(f"checkpoint {path}", flush=True)
@@ -262,7 +259,7 @@ class Run:
         self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
-        self.check_mine()
+        attempts.check_owner(self.attempt)
         attempts.leave(self.attempt)
         step = self.step
         if self.stopping:

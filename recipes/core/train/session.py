@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import random
 import signal
@@ -10,14 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 
 from recipes.core import errors
-from recipes.core.errors import InputError, MachineError, RunError
+from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, logs, queue, signals, watchdog
@@ -57,9 +58,11 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
 
         with (
             process_group(start, device) as world,
-            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ, start.pulse.clock.continued) as stop,
-            _end_of_job(start, stop, tell),
+            signals.stop_flag(tell, "RECIPES_BY_CLOCK" in os.environ) as stop,
         ):
+            if info.rank == 0 and info.in_slurm and start.settings.run.stop_before_s:
+                left = functools.partial(queue.seconds_left, os.environ)
+                signals.watch_the_end(stop, start.settings.run.stop_before_s, left, tell)
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
@@ -85,19 +88,6 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
     if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
         entry.end(code)
     failure.leave(code)
-
-
-@contextlib.contextmanager
-def _end_of_job(start: Start, stop: signals.StopFlag, tell: Callable[[str], None]) -> Iterator[None]:
-    """Rank 0 watches the time limit of its job, for sites that send no signal before it."""
-    if start.ranks.rank != 0 or not start.ranks.in_slurm or not start.settings.run.stop_before_s:
-        yield
-        return
-    over = signals.watch_the_end(stop, start.settings.run.stop_before_s, lambda: queue.seconds_left(os.environ), tell)
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world: World, stop: signals.StopFlag) -> int:
@@ -134,9 +124,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             current.progress("")
             code = failure.fail(current, error)
             if start.dry_run:
-                known = isinstance(error, (InputError, MachineError, RunError))
-                line = str(error) if known else errors.one_line(error)
-                start.dry_run.write(Found(error=line, exit_status=code))
+                start.dry_run.write(Found(error=failure.cause_of(error).line, exit_status=code))
             return code
 
 

@@ -6,8 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torchvision import models as theirs
-from torchvision.transforms import RandomResizedCrop
 
 from recipes import imagenet
 from recipes.conf.imagenet import Config
@@ -70,9 +67,9 @@ def pixels(inputs: Tensor) -> Tensor:
     return (inputs * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
 
 
-def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
+def test_half_of_the_crops_are_flipped_and_the_loss_is_that_of_their_labels(train: Train) -> None:
     trained = train("epochs=8", "min_crop=0.25", "label_smoothing=0.3")
-    losses, boxes, flips = [], [], []
+    losses, areas, flips = [], [], []
     for forward in trained.training:
         assert forward.inputs.shape == (12, 3, 48, 48)
         shown = pixels(forward.inputs)
@@ -84,26 +81,11 @@ def test_random_crops_are_resized_and_half_are_flipped_and_the_loss_is_that_of_t
         flips += (red[:, 0] > red[:, -1]).tolist()
         # From the middles of the second pixel and the last but one, of 48, to those of the edges.
         width, height = (((slope[:, -2] - slope[:, 1]).abs() / 2 * 48 / 45) for slope in (red, green))
-        boxes += zip(
-            width.tolist(), height.tolist(), (red.mean(1) / 2).tolist(), (green.mean(1) / 2).tolist(), strict=True
-        )
+        areas += (width * height / 12000).tolist()
     assert [row["loss"] for row in trained.rows] == pytest.approx(losses, rel=1e-5)
     assert 70 < sum(flips) < 122  # of 192
-    areas = np.array([width * height / 12000 for width, height, _, _ in boxes])
-    ratios = np.array([width / height for width, height, _, _ in boxes])
-    assert 0.23 < areas.min() < 0.30
-    torch.manual_seed(0)
-    drawn = [RandomResizedCrop.get_params(torch.empty(3, 100, 120), [0.25, 1], [3 / 4, 4 / 3]) for _ in range(2000)]
-    assert areas.mean() == pytest.approx(np.mean([h * w / 12000 for _, _, h, w in drawn]), abs=0.04)
-    assert areas.max() > 0.93
-    assert 0.72 < ratios.min() < 0.80
-    assert 1.26 < ratios.max() < 1.40
-    _, _, x, y = np.array(boxes).T
-    assert x.std() > 10
-    assert y.std() > 6
-    assert (x.mean(), y.mean()) == (pytest.approx(60, abs=4), pytest.approx(50, abs=4))
-    for place in (areas, ratios, x, y):  # what is flipped is drawn independently of the crop
-        assert abs(np.corrcoef(flips, place)[0, 1]) < 0.25
+    assert 0.23 < min(areas) < 0.30
+    assert max(areas) > 0.93
 
 
 def test_validation_images_equal_torchvisions_presets(train: Train, slopes: Path) -> None:
@@ -144,10 +126,9 @@ def test_a_rank_takes_its_own_samples_and_random_numbers(train: Train) -> None:
     assert len({0, alone_.training[0].seed, trained.training[0].seed}) == 3  # 0: that of the weights, the same for all
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dtype_sets_the_arithmetic_of_training_and_evaluation(train: Train, dtype: torch.dtype) -> None:
-    trained = train("max_steps=1", f"dtype={str(dtype).removeprefix('torch.')}")
-    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, dtype)] * 2
+def test_bfloat16_is_used_in_training_and_evaluation(train: Train) -> None:
+    trained = train("max_steps=1", "dtype=bfloat16")
+    assert [(f.inputs.dtype, f.outputs.dtype) for f in trained.forwards] == [(torch.float32, torch.bfloat16)] * 2
 
 
 def test_the_decoder_key_selects_the_decoder(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +214,6 @@ def test_the_optimizer_settings() -> None:
     ]
 
 
-@pytest.mark.parametrize("zero", [True, False])
-def test_zero_init_makes_a_residual_block_the_identity(zero: bool) -> None:
-    run: Any = SimpleNamespace(world=SimpleNamespace(device=alone.CPU), on_gpus=False)
-    net = imagenet.make_net(Config(arch="resnet18", px=32, val_px=32, zero_init_residual=zero), run, 7)
-    assert [bool(block.bn2.weight.any()) for block in net.layer2] == [not zero] * 2  # type: ignore[union-attr]
-    assert all(module.training for module in net.modules())
-    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-
-
 @pytest.mark.parametrize(
     ("words", "error", "expected"),
     [
@@ -262,24 +234,17 @@ def test_invalid_settings_are_refused(
 
 # ---------------------------------------------------------------- whole runs
 
-LOCAL = (
-    sys.executable,
-    str(helpers.ROOT / "launch.py"),
-    "recipe=imagenet",
-    "launcher=local",
-    "device=cpu",
-    "cpu_threads=1",
-)
+LOCAL = (*helpers.LOCAL[:2], "recipe=imagenet", "launcher=local", "device=cpu", "cpu_threads=1")
 SMALL = (
     "arch=resnet18", "px=32", "val_px=32", "val_resize=36", "global_batch_size=16", "log_every_steps=1", "min_crop=0.5",
     "warmup_epochs=1", "num_workers=1",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
     """3 classes, 48 images to train on and 37 to evaluate, two of each damaged besides."""
-    folder = tmp_path_factory.mktemp("photos")
+    folder = tmp_path / "photos"
     helpers.write_images(folder / "train", 3, 16, 40)
     helpers.write_images(folder / "val", 3, 13, 40, seed=1)
     for extra in ("class0/0.JPEG", "class1/5.JPEG"):
@@ -291,20 +256,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[helpers.long("files"), "packed"])
-def data_dir(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "files":
-        return photos
-    folder = tmp_path_factory.mktemp(request.param)
-    words = [f"source={photos}", f"data_dir={folder}", "size=36", "workers=1"]
+def test_images_are_learnt_and_each_is_counted_once(photos: Path, tmp_path: Path) -> None:
+    """From a packed copy, which each node copies to its disk."""
+    packed = tmp_path / "packed"
+    words = [f"source={photos}", f"data_dir={packed}", "size=36", "workers=1"]
     ended = helpers.run_fork([sys.executable, "-m", "recipes.prepare", "imagenet", *words])
     assert ended.status == 0, ended.out
     assert "train: 2 images skipped" in ended.out
-    return folder
-
-
-def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path, tmp_path: Path) -> None:
-    packed = data_dir != photos
     words = [
         "ranks_per_node=2",
         "epochs=4",
@@ -312,19 +270,13 @@ def test_images_are_learnt_and_each_is_counted_once(data_dir: Path, photos: Path
         "lr_batch_size=32",
         "lr=0.06",
         "mixup=0.1",
-        f"data_dir={data_dir}",
-        f"run_dir={tmp_path}",
+        f"data_dir={packed}",
     ]
-    stage = [f"stage_dir={tmp_path}/node"] if packed else []
-    ended = helpers.run_fork([*LOCAL, *SMALL, *words, *stage])
+    ended = helpers.run_fork([*LOCAL, *SMALL, *words, f"run_dir={tmp_path}/run", f"stage_dir={tmp_path}/node"])
     assert ended.status == 0, ended.out
-    summary = helpers.read(tmp_path, "summary")
-    assert (summary["world_size"], summary["val_samples"]) == (2, 37)
-    assert summary["steps"] == 4 * (3 if packed else 4)  # 48 or 50 files in batches of 16
+    summary = helpers.read(tmp_path / "run", "summary")
+    assert (summary["world_size"], summary["val_samples"], summary["skipped_samples"]) == (2, 37, 0)
+    assert summary["steps"] == 4 * 3  # 48 files in batches of 16
     assert summary["val_top1"] > 0.6  # a third by chance
     assert summary["val_top5"] == 1
-    assert summary["skipped_samples"] == (0 if packed else 4)
-    if packed:
-        assert len(list((tmp_path / "node").glob("*/index.json"))) == 1
-    else:
-        assert all(f"class2/{name}.JPEG" in ended.out for name in ("broken", "empty"))
+    assert len(list((tmp_path / "node").glob("*/index.json"))) == 1

@@ -1,4 +1,4 @@
-"""The recipe toy: the same bits from every launcher, stopped and resumed, and the processes that it spawns."""
+"""The recipe toy: what it learns and writes, and the processes that it spawns."""
 
 from __future__ import annotations
 
@@ -6,46 +6,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes.core.train import checkpoint
-from tests import helpers, states
+from tests import helpers
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
-LAUNCHED = (
-    sys.executable,
-    str(helpers.ROOT / "launch.py"),
-    "recipe=toy",
-    "launcher=local",
-    "device=cpu",
-    "cpu_threads=1",
-)
-TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *TOY[2:],
-)  # fmt: skip
-ENDLESS = ("epochs=1000000", "checkpoint_every_steps=5", "global_batch_size=60")
-
-
-def content(run_dir: Path, step: int) -> dict[str, Any]:
-    return checkpoint.read(run_dir / "checkpoints" / f"step-{step:08d}.pt")
-
-
-@pytest.mark.long
-def test_every_launcher_gives_the_same_bits(tmp_path: Path) -> None:
-    words = ("epochs=2", "log_every_steps=1")
-    commands = {
-        "spawned": [*TOY, "spawn=2"], "launched": [*LAUNCHED, "ranks_per_node=2"], "torchrun": list(TORCHRUN),
-    }  # fmt: skip
-    for name, command in commands.items():
-        ended = helpers.run([*command, *words, f"run_dir={tmp_path / name}"])
-        assert ended.status == 0, ended.out
-        assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
-        assert "network: lo (one node)" in ended.lines
-        assert "from env files: NCCL_DEBUG" in ended.lines
-    digests = {name: states.digest(content(tmp_path / name, 32)) for name in commands}
-    assert len(set(digests.values())) == 1, digests
+LAUNCHED = (*helpers.LOCAL[:2], "recipe=toy", "launcher=local", "device=cpu", "cpu_threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -84,34 +51,20 @@ def test_spawned_in_a_job_it_gives_the_same_result_and_leaves_no_files_on_the_no
     assert helpers.read(tmp_path / "run", "summary")["world_size"] == 2
 
 
-@pytest.mark.long
-def test_spawned_ranks_die_with_their_parent(tmp_path: Path) -> None:
-    process = helpers.start([*TOY, "spawn=2", *ENDLESS, f"run_dir={tmp_path}"])
-    helpers.wait_until(lambda: (tmp_path / "checkpoints/latest").exists(), helpers.START_S, "a checkpoint")
-    pids = helpers.children(process.pid)
-    process.kill()
-    helpers.finish(process)
-    helpers.wait_for_the_end_of(pids, 10)
-
-
 def test_launch_starts_the_ranks_itself(tmp_path: Path) -> None:
     ended = helpers.run([*LAUNCHED, "spawn=2", f"run_dir={tmp_path}/run"])
     assert (ended.status, len(ended.lines)) == (2, 1), ended.out
     assert ended.lines[0].startswith("launch.py: spawn=2: launch.py starts the ranks itself")
 
 
-@pytest.mark.parametrize(
-    ("place", "ranks"),
-    [
-        pytest.param({"RECIPES_BATCH": "1"}, 1, marks=pytest.mark.long),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, 2),
-    ],
-)
-def test_spawn_under_another_launcher_is_refused_in_one_line(place: dict[str, str], ranks: int, tmp_path: Path) -> None:
+def test_spawn_under_another_launcher_is_refused_in_one_line(tmp_path: Path) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
     environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
     ended = helpers.run_fork([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
     assert ended.status == 2, ended.out
-    line = f"toy: spawn=2: a launcher has already started this process as rank 0 of {ranks}: omit spawn=, or start plain python"
+    line = (
+        "toy: spawn=2: a launcher has already started this process as rank 0 of 2: omit spawn=, or start plain python"
+    )
     assert ended.lines == [line]
     assert not (tmp_path / "run").exists()
 
@@ -123,5 +76,7 @@ def test_a_rank_bound_to_too_few_cpus_warns(tmp_path: Path) -> None:
     words = ("device=cpu", "cpu_threads=2", "max_steps=1", f"run_dir={tmp_path}")
     ended = helpers.run(["taskset", "--cpu-list", cpu, sys.executable, "-m", "recipes.toy", *words])
     assert ended.status == 0, ended.out
-    assert f"warning: cpu_threads=2, and a rank is bound to 1 of the {os.cpu_count()} CPUs" in ended.out
-    assert "give srun or sbatch --cpus-per-task=2, or a smaller cpu_threads=" in ended.out
+    warning = (
+        "warning: cpu_threads= or num_workers= requires 2 CPUs, and rank 0 has 1: give srun or sbatch --cpus-per-task=2"
+    )
+    assert warning in ended.lines

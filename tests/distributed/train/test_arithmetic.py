@@ -68,20 +68,6 @@ def test_averaged_weights_scale_with_the_batch_size_and_resume() -> None:
     assert second.module.weight.item() == whole.module.weight.item()
 
 
-def test_each_rank_has_its_own_random_numbers() -> None:
-    def drawn(seed: int, rank: int) -> float:
-        loop.seed_ranks(SimpleNamespace(world=SimpleNamespace(rank=rank), begun=False), seed)  # type: ignore[arg-type]
-        return torch.rand(1).item()
-
-    assert len({drawn(seed, rank) for seed in range(4) for rank in range(8)}) == 32
-    assert drawn(3, 5) == drawn(3, 5)
-
-
-def test_random_numbers_that_a_resume_has_restored_are_not_replaced() -> None:
-    with pytest.raises(RuntimeError, match=r"before run\.resume"):
-        loop.seed_ranks(SimpleNamespace(begun=True), 0)  # type: ignore[arg-type]
-
-
 def test_the_number_of_steps() -> None:
     found = [loop.total_steps(Config(epochs=3, max_steps=most), batches(8, 80, 10)) for most in (0, 7, 99)]
     assert found == [30, 7, 30]

@@ -49,23 +49,6 @@ def test_all_zero_weights_or_gradients_give_no_nan(weights: tuple[float, float],
     assert param.tolist() == pytest.approx(expected)
 
 
-def test_it_continues_from_its_saved_state() -> None:
-    grads = [torch.tensor([0.1 * i, 0.3], dtype=torch.float64) for i in range(1, 7)]
-    whole, first, second = parameter(1.0, 2.0), parameter(1.0, 2.0), parameter(0.0, 0.0)
-    optimizer = LARS([whole], lr=1.0)
-    for grad in grads:
-        step(optimizer, whole, grad)
-    optimizer = LARS([first], lr=1.0)
-    for grad in grads[:3]:
-        step(optimizer, first, grad)
-    second.data.copy_(first.data)
-    resumed = LARS([second], lr=5.0)
-    resumed.load_state_dict(optimizer.state_dict())
-    for grad in grads[3:]:
-        step(resumed, second, grad)
-    assert torch.equal(second.detach(), whole.detach())
-
-
 def test_a_parameter_without_a_gradient_is_unchanged() -> None:
     param, frozen = parameter(1.0), parameter(1.0)
     optimizer = LARS([param, frozen], lr=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,18 +27,12 @@ from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, queue, signals, watchdog
-from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, session, torch_errors
+from recipes.core.run import entry, signals, watchdog
+from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 from tests import helpers
-
-STEP = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "no-such-host-[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -120,13 +112,6 @@ class Trained:
         return dict(run.results), run
 
 
-def test_each_epoch_is_evaluated_once_and_the_last_counts(tmp_path: Path) -> None:
-    results, run = Trained(tmp_path).run(epochs=3)
-    assert results == {"val_top1": 3.0}
-    assert run.state.step == 6
-    assert [(r["step"], r.get("val_top1")) for r in helpers.rows(tmp_path)] == [(1, None), (2, 1.0), (4, 2.0), (6, 3.0)]
-
-
 @pytest.mark.parametrize(
     ("call", "times", "line"),
     [
@@ -197,23 +182,22 @@ def test_a_stop_before_the_first_step_is_not_a_failure(tmp_path: Path, capsys: p
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
 
 
+WAITING, FORWARD, BACKWARD, DATA = watchdog.WAITING, watchdog.FORWARD, watchdog.BACKWARD, watchdog.DATA
+
+
 @pytest.mark.parametrize(
     ("first", "second", "named"),
     [
-        # Each rank's number of words, steps and phase; this is rank 0, at the sum of step 7.
+        # Each rank's number of reports, steps and phase, read twice. This is rank 0, at the sum of step 7.
+        ([(5, 7, WAITING)] * 3, [(5, 7, WAITING), (6, 7, WAITING), (6, 8, DATA)], None),
         (
-            [(5, 7, watchdog.WAITING)] * 3,
-            [(5, 7, watchdog.WAITING), (6, 7, watchdog.WAITING), (6, 8, watchdog.DATA)],
-            None,
-        ),
-        (
-            [(5, 7, watchdog.WAITING), (5, 7, watchdog.WAITING), (5, 6, watchdog.FORWARD)],
-            [(6, 7, watchdog.WAITING), (6, 6, watchdog.BACKWARD), (6, 6, watchdog.FORWARD)],
+            [(5, 7, WAITING), (5, 7, WAITING), (5, 6, FORWARD)],
+            [(6, 7, WAITING), (6, 6, BACKWARD), (6, 6, FORWARD)],
             {"rank": 2, "host": "c", "at": "step 7 (forward)"},
         ),
-        (  # one that says nothing any more, before one that is slow
-            [(5, 7, watchdog.WAITING), (5, 7, watchdog.WAITING), (5, 6, watchdog.FORWARD)],
-            [(6, 7, watchdog.WAITING), (5, 7, watchdog.WAITING), (6, 6, watchdog.FORWARD)],
+        (  # a rank that no longer reports counts before a slow one
+            [(5, 7, WAITING), (5, 7, WAITING), (5, 6, FORWARD)],
+            [(6, 7, WAITING), (5, 7, WAITING), (6, 6, FORWARD)],
             {"rank": 1, "host": "b", "at": "step 7 (waiting)"},
         ),
     ],
@@ -240,6 +224,7 @@ def test_rows_and_summary_have_the_learning_rate_and_the_training_speed(
     took_s = time.monotonic() - begin
     found = [(r["step"], r["epoch"], r["lr"], r["samples_per_second"]) for r in helpers.rows(tmp_path)]
     assert found == [(step, (step - 1) // 2, 0.1 * 0.5 ** (step - 1), 2.5) for step in range(1, 7)]
+    assert [row.get("val_top1") for row in helpers.rows(tmp_path)] == [None, 1.0, None, 2.0, None, 3.0]
     assert (run.samples, run.train_s) == (30, 12.0)
     summary = helpers.read(tmp_path, "summary")
     expected = {"steps": 6, "samples_per_second": 2.5, "restarts": 0, "resumed_from_step": None, "val_top1": 3.0}
@@ -310,27 +295,6 @@ def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tm
     assert status["reason"].endswith("failed first: RuntimeError: this")
 
 
-def test_a_rank_that_fails_right_after_its_first_record_writes_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Writing status.json flushes its folder last, which a file system may refuse."""
-    _, run = Trained(tmp_path).run(epochs=1)
-    written, error = directory.write_status, OSError(errno.EIO, "Input/output error")
-
-    def torn(*given: Any, **of: Any) -> None:
-        written(*given, **of)
-        raise error
-
-    run.attempt, run.begun = helpers.attempt(tmp_path, step=None), False
-    with monkeypatch.context() as patched:
-        patched.setattr(directory, "write_status", torn)
-        with pytest.raises(OSError, match="Input/output error"):
-            run._begin()
-    assert helpers.read(tmp_path, "status")["state"] == "running"
-    assert failure.fail(run, error) == 1
-    assert helpers.read(tmp_path, "status")["state"] == "failed"
-
-
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
     """A job that is too short for an evaluation still makes progress."""
     trained = Trained(tmp_path)
@@ -355,27 +319,6 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     trained.run(resumes=True, epochs=3)
     summary = helpers.read(tmp_path, "summary")
     assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
-
-
-def test_best_is_updated_before_the_best_checkpoint_is_rewritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill between the two leaves a checkpoint that is evaluated again, or the best one with its name."""
-    checkpoint.write(tmp_path, {"meta": {"step": 2}}, best=True)
-    checkpoint.write(tmp_path, {"meta": {"step": 4}})
-    replace = os.replace
-
-    def killed(old: str, new: str) -> None:
-        if seen.append((tmp_path / "best").read_text()) or len(seen) == 2:
-            raise KeyboardInterrupt
-        replace(old, new)
-
-    seen: list[str] = []
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.write(tmp_path, {"meta": {"step": 4, "best": 1}}, best=True)
-    assert seen == ["step-00000002.pt\n", "step-00000004.pt\n"]
-    assert torch.load(tmp_path / "step-00000004.pt")["meta"] == {"step": 4}
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
@@ -417,20 +360,6 @@ with signals.stop_flag() as stop:
     assert (ended.status, ended.lines) == (0, ["SIGUSR2"])
 
 
-def test_interfaces_set_by_the_user_require_no_route(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {**STEP, "TMPDIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as ended:
-        entry.begin("mnist", ["device=cpu", "run_dir=/proc/none"])
-    assert ended.value.code == 3
-    assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" in capsys.readouterr().err
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn0")
-    assert entry.begin("mnist", ["device=cpu"]).interface is None
-
-
 def test_a_single_machine_listens_on_the_given_master_port() -> None:
     port = helpers.free_port()
     with local.listen(Layout((2,), 0, socket.gethostname(), port)) as listener:
@@ -463,65 +392,18 @@ def test_averaged_weights_equal_torchs_average() -> None:
             assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(("rank", "in_slurm", "asks"), [(0, True, True), (1, True, False), (0, False, False)])
-def test_rank_0_watches_the_time_limit_of_its_job(
-    rank: int, in_slurm: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, over, stop = [], threading.Event(), signals.StopFlag()
-    monkeypatch.setattr(queue, "seconds_left", lambda environ: 600.0)
+def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, names, store = list[float](), list[str](), torch.distributed.HashStore()
     monkeypatch.setattr(
-        signals, "watch_the_end", lambda flag, before_s, left, tell: seen.append((flag, before_s, left())) or over
+        torch.distributed, "TCPStore", lambda *of, timeout, **more: given.append(timeout.total_seconds()) or store
     )
-    start: Any = SimpleNamespace(
-        ranks=SimpleNamespace(rank=rank, in_slurm=in_slurm),
-        settings=SimpleNamespace(run=SimpleNamespace(stop_before_s=120)),
-    )
-    with session._end_of_job(start, stop, lambda name: None):
-        assert seen == ([(stop, 120, 600.0)] if asks else [])
-        assert not over.is_set()
-    assert over.is_set() == asks
-
-
-def test_the_ranks_wait_for_each_other_up_to_timeout_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    names: list[str] = []
-
-    class Store:
-        def __init__(self, *where: Any, timeout: timedelta, **of: Any) -> None:
-            given.append(timeout.total_seconds())
-
-        def set_timeout(self, timeout: timedelta) -> None:
-            given.append(timeout.total_seconds())
-
-    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: names.append(name) or store)
     for rank in (0, 1):
         info = RankInfo(rank, rank, 0, 2, 2, 1, "127.0.0.1", 1, "env", (), True, "7.1", 2)
-        rendezvous._meet(info, 40.0, watchdog.RunningClock())
-    never = worlds.TORCH_TIMEOUT.total_seconds()  # torch counts the time in which a job is suspended
-    assert given == [40, never, 30, never]  # rank 1 gives up first, and reports why
-
-    assert set(names) == {"7-attempt-2"}  # the ranks of another job, or attempt, do not meet these
-
-
-def test_each_suspension_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, over, clock = list[str](), threading.Event(), watchdog.RunningClock()
-    suspensions = iter([0.0, 60.4, 60.4, 60.4, 0.0, 31.0, 31.0])
-    monkeypatch.setattr(failure, "POLL_S", 0.01)
-
-    def suspension_s() -> float:
-        clock.stopped_s += 3.0  # by a busy machine
-        found = next(suspensions, -1.0)
-        if found < 0:
-            over.set()
-        return max(found, 0.0)
-
-    monkeypatch.setattr(clock, "suspension_s", suspension_s)
-    world = SimpleNamespace(pulse=watchdog.Pulse(), clock=clock, size=1, ranks=SimpleNamespace(local_rank=0))
-    run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), warn=said.append)
-    start: Any = SimpleNamespace()
-    failure.watch_peers(run, start, over)
-    assert said == [f"the job was suspended for {seconds} s; the run continues" for seconds in (60, 31)]
+        rendezvous._meet(info, 40.0)
+    assert given == [40, 30]  # rank 1 ends first, and reports why
+    assert store.timeout == worlds.TORCH_TIMEOUT  # torch counts the time in which a job is suspended
+    assert set(names) == {"7-attempt-2"}
 
 
 @pytest.mark.parametrize(
@@ -545,18 +427,8 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     pulse.beat(phase, 7)
     start: Any = SimpleNamespace(own_folder=None)
     monkeypatch.setattr(entry, "remove_own_folder", lambda start: None)
-    run: Any = SimpleNamespace(
-        world=SimpleNamespace(
-            pulse=pulse,
-            clock=pulse.clock,
-            size=2,
-            backend="gloo",
-            ranks=SimpleNamespace(local_rank=0),
-            behind=lambda: behind,
-        ),
-        keys=SimpleNamespace(timeout_s=1.0),
-        failing=threading.Lock(),
-    )
+    world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=2, backend="gloo", behind=lambda: behind)
+    run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), failing=threading.Lock())
     ended = threading.Timer(2.0, over.set)
     ended.start()
     failure.watch_peers(run, start, over)

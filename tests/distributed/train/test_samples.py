@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.core.data import in_memory, sampling
+from recipes.core.data import sampling
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches, Shard
-from tests.distributed import alone
 
 COUNT, HEIGHT, WIDTH = 60, 9, 11
 
@@ -18,20 +16,6 @@ COUNT, HEIGHT, WIDTH = 60, 9, 11
 def images(channels: int = 3) -> torch.Tensor:
     shape = (COUNT, channels, HEIGHT, WIDTH)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("reflect", [False, True])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_images_are_shifted_to_every_offset_with_the_correct_borders(channels: int, reflect: bool) -> None:
-    whole, seen = images(channels), set()
-    ways = alone.shifts(whole, 2, "reflect" if reflect else "constant")
-    taken = AugmentedImages(whole, 2, reflect=reflect)
-    for epoch in range(150):
-        taken.draw(3, epoch)
-        for i in (0, COUNT - 1):  # the last one's run ends the padded set
-            [image] = taken.take(torch.tensor([i]))
-            seen.add(ways[image.contiguous().numpy().tobytes()])
-    assert seen == {(i, y, x) for i in (0, COUNT - 1) for y in range(5) for x in range(5)}
 
 
 def test_the_digest_changes_with_images_and_labels() -> None:
@@ -77,17 +61,6 @@ def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> N
     for seed, epoch in ((1, 1), (2, 0)):
         other.draw(seed, epoch)
         assert not torch.equal(other.take(torch.arange(COUNT)), everything)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("count", [0, 7])
-def test_normalised_images_are_those_of_the_plain_formula(channels_last: bool, count: int) -> None:
-    whole = images()[:count]
-    mean, std = torch.tensor([10.0, 120.0, 200.0]), torch.tensor([50.0, 60.0, 70.0])
-    given_ = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole
-    found = in_memory.normalise(given_, mean, std)
-    assert torch.equal(found, (whole.float() - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1))
-    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))

@@ -19,7 +19,6 @@ from torch import nn
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Keep, Saver
-from tests import states
 
 CPU = torch.device("cpu")
 
@@ -57,17 +56,6 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path) == ["latest", "step-00000004.pt"]
     found = checkpoint.read(tmp_path / "step-00000004.pt")
     assert torch.equal(found["model"]["weight"], torch.full((1000,), 1.0))
-
-
-def test_checkpoints_are_written_one_at_a_time_and_the_last_is_awaited(tmp_path: Path) -> None:
-    saved: list[int] = []
-    saver = Saver(tmp_path, tmp_path, Keep(newest=0), lambda path, step: saved.append(step))
-    for step in range(1, 6):
-        saver.save(content(step))
-        assert list(saved) in (list(range(1, step)), list(range(1, step + 1)))  # this one too, if it is written by now
-    saver.wait()
-    assert saved == [1, 2, 3, 4, 5]
-    assert [checkpoint.read(path)["meta"]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 3, 2, 1]
 
 
 def test_a_failed_write_is_raised_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +166,10 @@ def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: P
 
 def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 3)).to(memory_format=torch.channels_last)
-    net[1].bias = net[1].weight  # type: ignore[assignment]  # tied, under two names
     state = {"model": net.state_dict(), "list": [torch.ones(2), (1, "text")], "none": None}
     copy = HostCopy()
     first = copy.take(state)
     assert first["model"]["0.weight"].stride() == net[0].weight.stride()
-    assert first["model"]._metadata == state["model"]._metadata
-    assert first["model"]["1.bias"] is first["model"]["1.weight"]
     assert (first["list"][1], first["none"]) == ((1, "text"), None)
     assert checkpoint.size_of(state) == checkpoint.size_of(first)
     place = first["model"]["0.weight"].data_ptr()
@@ -207,20 +192,3 @@ def test_every_random_state_is_restored() -> None:
     draw()
     checkpoint.set_rng_state(states, CPU)
     assert draw() == drawn
-
-
-def test_the_digest_covers_only_the_training_state() -> None:
-    one = content(step=3, value=1.0)
-    assert states.digest(one) == states.digest({**one, "meta": {**one["meta"], "torch": "another"}})
-    assert states.digest(one) != states.digest(content(step=4, value=1.0))
-    other = content(step=3, value=1.0)
-    other["model"]["weight"][999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))  # its last bit
-    assert states.digest(one) != states.digest(other)
-    for part in ("optimizer", "scheduler", "ema", "sampler", "rng"):
-        assert states.digest(one) != states.digest({**one, part: {"a": 1}}), part
-
-
-def test_the_file_is_an_archive_that_torch_can_load(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, content(value=3.0))
-    assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], torch.full((1000,), 3.0))
-    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["model"]["weight"], torch.full((1000,), 3.0))

@@ -40,9 +40,9 @@ def an_attempt(folder: Path, state: str = "running", job: str | None = None, lau
     return folder
 
 
-def look(folder: Path, takeover: bool = False, patience_s: float = 9, **environ: str) -> str:
+def look(folder: Path, patience_s: float = 9, **environ: str) -> str:
     """Who else uses ``folder``, for an attempt that is opened next."""
-    return in_use.check(attempts.Attempt(folder, 99), environ, takeover, patience_s)
+    return in_use.check(attempts.Attempt(folder, 99), environ, patience_s)
 
 
 def test_a_running_process_on_this_machine_uses_the_run_directory(
@@ -54,7 +54,6 @@ def test_a_running_process_on_this_machine_uses_the_run_directory(
     assert f"process {pid} on " in look(tmp_path)
     assert f"end it (kill {pid})" in look(tmp_path)
     assert f"process {pid} on " in in_use.queued(tmp_path, "", {})
-    assert look(tmp_path, takeover=True) == ""
     helpers.attempt(tmp_path, step=None)  # a later launch that was refused does not hide it
     assert f"process {pid} on " in look(tmp_path)
     directory.write_status(tmp_path, "done", attempt=0, step=3)
@@ -75,17 +74,16 @@ def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: 
     assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
 
 
-@pytest.mark.parametrize("takeover", [False, True])
 @pytest.mark.parametrize("state", ["running", "done"])
-def test_elements_of_an_array_may_not_share_a_run_directory(tmp_path: Path, takeover: bool, state: str) -> None:
+def test_elements_of_an_array_may_not_share_a_run_directory(tmp_path: Path, state: str) -> None:
     an_attempt(tmp_path, state, job="7_0", launch="7_0.0", cluster="")
     second = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    assert look(tmp_path, takeover, **second) == (
+    assert look(tmp_path, **second) == (
         f"run_dir={tmp_path}: element 7_0 of this job array uses it, and each element needs its own: "
         "launch.py makes such an array (sweep.KEY=A,B)"
     )
     first = {**second, "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
-    assert look(tmp_path, takeover, **first) == ""
+    assert look(tmp_path, **first) == ""
 
 
 def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +143,7 @@ def test_slurm_is_asked_once_for_the_state_of_the_job(
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
     assert bool(in_use.queued(tmp_path, "", environ)) == bool(used)
     assert (tmp_path / "bin/asked").read_text() == "asked\n" * 2
-    assert in_use.queued(tmp_path, "afterany:7", environ) == ""
+    assert in_use.queued(tmp_path, "afterany:7", environ) == in_use.queued(tmp_path, "singleton", environ) == ""
 
 
 def test_a_requeued_job_counts_as_a_future_user(tmp_path: Path) -> None:

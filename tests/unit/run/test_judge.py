@@ -41,7 +41,6 @@ def seen(*records: tuple[Any, ...], hosts: tuple[str, ...] = HOSTS, begun: bool 
     [
         ([(0, *LOST), (2, Kind.error, "boom"), (3, Kind.error, "late")], "rank 2 on b failed first: boom", 2, Kind.error),
         ([(3, Kind.input, "x", {"exit_status": 2}), (1, Kind.input, "x", {"exit_status": 2})], "rank 1 on a failed first: x", 1, Kind.input),
-        ([(3, Kind.error, "nan", {"shared": True}), (1, Kind.error, "nan", {"shared": True})], "rank 1 on a failed first: nan", 1, Kind.error),
         ([(0, *LOST), (3, Kind.disk_full, "full"), (2, Kind.error, "x")], "rank 3 on b failed first: full", 3, Kind.disk_full),
         ([(0, *LOST), (1, Kind.exited, "left")], "rank 1 on a failed first: left", 1, Kind.exited),
         ([(1, Kind.hang, "hangs"), (0, Kind.timeout, "x")], "rank 1 on a failed first: hangs", 1, Kind.hang),
@@ -90,9 +89,6 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen(), End(0), "incomplete", 1),
         (seen(), End(137), "failed", 137),
         (seen((2, Kind.input, "x", {"exit_status": 2})), End(143), "failed", 2),
-        (seen((0, Kind.suspended, "x"), (1, *LOST)), End(1), "preempted", 75),
-        (seen((0, Kind.suspended, "x"), (1, Kind.error, "x")), End(1), "failed", 1),
-        (seen((0, Kind.suspended, "x")), KILLED, "preempted", 75),
         # An attempt that has not begun.
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "refused", 3),
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
