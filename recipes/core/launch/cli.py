@@ -36,11 +36,7 @@ def main(argv: list[str], python: str) -> int:
             errors.show(help.help_text(recipe, of_launch=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
-        spawn, home = getattr(settings.config, "spawn", 0), source.home(ROOT)
-        if spawn:
-            fix = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
-            raise ConfigError(f"spawn={spawn}: launch.py starts the ranks itself: {fix}")
-        if home != ROOT:
+        if (home := source.home(ROOT)) != ROOT:
             raise ConfigError(f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}")
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
