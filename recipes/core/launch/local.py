@@ -1,7 +1,6 @@
 """Runs the ranks of one machine without Slurm. If a rank fails, it ends all ranks and reports the first failure."""
 
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -194,17 +193,12 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
 
 
 def _report(line: str) -> None:
-    """Prints a line of the launcher. An error of stderr does not stop the launcher.
+    """Writes a line of the launcher to stderr at once, so that no line of a rank splits it.
 
-    Ctrl-C also ends a ``tee`` that reads stderr, and the ranks must still be able to save.
+    An error of stderr is ignored: Ctrl-C also ends a ``tee`` that reads it, and the ranks must still be able to save.
     """
-    try:
-        sys.stderr.write(f"{line}\n")  # print would write the end of the line separately, after a line of a rank
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            return
-        with open(os.devnull, "w") as null:  # at exit, Python tries again to write the line
-            os.dup2(null.fileno(), sys.stderr.fileno())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def has_ended(rank: Rank) -> bool:
