@@ -156,10 +156,3 @@ def test_an_incomplete_snapshot_is_removed(root: Path, monkeypatch: pytest.Monke
     with pytest.raises(MachineError, match=r"cannot be made \(No space left on device\)"):
         snapshot.take(root)
     assert list((root / "runs/code").iterdir()) == []
-
-
-def test_a_requeued_job_finds_its_snapshot(root: Path) -> None:
-    copy = snapshot.take(root)
-    snapshot.keep_for(copy, "12")
-    snapshot.keep_for(copy, "12")
-    assert (root / "runs/code/job-12").resolve() == copy
