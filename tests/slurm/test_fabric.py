@@ -85,24 +85,8 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fabric]:
     with running_cluster(ClusterOptions()) as slurm:
         one, two = (slurm.node(name).pid for name in V4)
         # a cable from node to node, made outside of both and put into each
-        subprocess.run(
-            [
-                "ip",
-                "link",
-                "add",
-                "fast0",
-                "netns",
-                str(one),
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "fast0",
-                "netns",
-                str(two),
-            ],
-            check=True,
-        )
+        cable = f"ip link add fast0 netns {one} type veth peer name fast0 netns {two}"
+        subprocess.run(cable.split(), check=True)
         yield Fabric(slurm, repo)
 
 

@@ -100,15 +100,6 @@ def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str
 
 
 @pytest.mark.long
-def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
-    line = f"exec {accelerate()} launch --multi_gpu --num_machines=2 --num_processes=2 --machine_rank=$SLURM_NODEID " \
-           f"--main_process_ip=node1 --main_process_port={PORT} --mixed_precision=no --dynamo_backend=no -m recipes.toy $KEYS $RUN"  # fmt: skip
-    said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line)
-    assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
-    assert state_of(tmp_path) == expected_state
-
-
-@pytest.mark.long
 def test_mpirun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
     script = "#!/bin/sh\n#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1\n" \
              f"export MASTER_ADDR=$(hostname)\nexec {jobs.mpirun()} -x MASTER_ADDR {sys.executable} {' '.join(MODULE)} run_dir={tmp_path}/run\n"  # fmt: skip

@@ -189,7 +189,10 @@ def run_here(settings: Settings) -> int:
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    return local.run_recipe(settings, words, layout, run_dir, environ)
+    words |= {"run_dir": str(run_dir)} if run_dir else {}
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    folder = directory.for_evaluation(run_dir) if run_dir and settings.config.evaluate else run_dir
+    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from types import FrameType
 from typing import TypeAlias
 
 from recipes.core import errors
-from recipes.core.config.parser import Settings
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import processes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, judge, signals
+from recipes.core.run import judge, signals
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
@@ -79,16 +77,6 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
         "MASTER_ADDR": layout.master_addr,
         "MASTER_PORT": str(port),
     }
-
-
-def run_recipe(
-    settings: Settings, words: Mapping[str, str], layout: Layout, run_dir: Path | None, environ: Mapping[str, str]
-) -> int:
-    """Runs the recipe of ``settings`` with the keys ``words`` as `run` does. run_dir: as for `run`; it replaces that key."""
-    words = {**words, "run_dir": str(run_dir)} if run_dir else words
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
-    folder = directory.for_evaluation(run_dir) if run_dir and settings.config.evaluate else run_dir
-    return run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: str, environ: Mapping[str, str]) -> int:
