@@ -1,9 +1,9 @@
 """A tutorial of data-parallel training in one file: an MLP on generated data. Read this file first.
 
-    python -m recipes.toy                                             # one process
-    python -m recipes.toy spawn=2 device=cpu                          # two, started by this file itself
-    torchrun --nproc-per-node=2 -m recipes.toy device=cpu             # two, started by torchrun; the same line again resumes
-    python launch.py recipe=toy nodes=2                               # two nodes of a cluster
+    python -m recipes.toy                                                    # one process
+    python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu   # two, started by launch.py
+    torchrun --nproc-per-node=2 -m recipes.toy device=cpu                    # two, started by torchrun; the same line again resumes
+    python launch.py recipe=toy nodes=2                                      # two nodes of a cluster
 
 Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
 """
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from recipes.conf.toy import Config
 from recipes.core.data import sampling
-from recipes.core.launch import spawn
 from recipes.core.train import loop, optimisation, session
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
@@ -76,6 +75,4 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
 
 if START:
-    if START.settings.config.spawn:
-        spawn.processes(START)
     session.run(main, START)

@@ -17,10 +17,6 @@ class Config(TrainKeys):
     lr: float = default(TrainKeys, "lr", 0.05)
     samples: int = key(2048, "number of training samples", low=1, high=2**24)
     save_every: int = key(5, "epochs between checkpoints; the last step is always saved", low=1, may_change=True)
-    spawn: int = key(
-        0, "number of processes that the recipe starts on this machine; 0: none", low=0, high=1024,
-        may_change=True, of_launch=True,
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -96,9 +96,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/source.py",
-        '"diff", "HEAD", ',
-        '"diff", ',
-        "code.diff lacks staged changes, and the run cannot be reproduced",
+        '"read-tree", "HEAD", ',
+        '"read-tree", "HEAD^", ',
+        "code.diff is the difference from another commit, and the run cannot be reproduced",
         "tests/unit/launch/test_snapshot.py",
     ),
 ]

@@ -156,7 +156,7 @@ TABLE: dict[str, How] = {
         by_hand(FEW, {"gpus=8,2": "gpus=1,1", "hostA": "node1"}),
     "torchrun --nproc-per-node=2 -m recipes.mnist epochs=1": here(),
     "python -m recipes.mnist epochs=1": here(),
-    "python -m recipes.toy spawn=2 device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
+    "python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
     "python launch.py check recipe=mnist nodes=2 gpus_per_node=8 data_dir=/data":
         slurm("device=cpu", DATA, runs=0, says="^nothing was submitted$"),
     # docs/coming-from.md

@@ -9,30 +9,13 @@ from tests import helpers
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
-CHECK = (
-    sys.executable,
-    "launch.py",
-    "check",
-    "recipe=toy",
-    "device=cpu",
-    "nodes=2",
-    "ranks_per_node=2",
-    "cpus_per_rank=1",
-)
-CHECK_DOCTOR = (
-    sys.executable,
-    "launch.py",
-    "check",
-    "recipe=doctor",
-    "device=cpu",
-    "cpus_per_rank=1",
-)  # imports no torch
+CHECK = (sys.executable, "launch.py", "check", "device=cpu", "cpus_per_rank=1")
 
 
 def test_check_asks_the_controller_and_submits_no_job(slurm: Cluster, tmp_path: Path) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     before = jobs.queue(slurm)
-    done = slurm.run(*CHECK, cwd=repo, env=jobs.PYTHON, timeout=120)
+    done = slurm.run(*CHECK, "recipe=toy", "nodes=2", "ranks_per_node=2", cwd=repo, env=jobs.PYTHON, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "keys:   ok: toy, 4 ranks"
@@ -41,7 +24,7 @@ def test_check_asks_the_controller_and_submits_no_job(slurm: Cluster, tmp_path: 
     assert lines[3].startswith("disk:   ok: 5 checkpoints of ")
     assert any(line.startswith("slurm:  ok: to start at ") for line in lines)
     assert lines[-1] == "nothing was submitted"
-    done = slurm.run(*CHECK_DOCTOR, "partition=nosuch", cwd=repo, env=jobs.PYTHON, timeout=120)
+    done = slurm.run(*CHECK, "recipe=doctor", "partition=nosuch", cwd=repo, env=jobs.PYTHON, timeout=120)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stderr.startswith("slurm:  failed: Slurm refuses this job: ")
     assert "nvalid partition" in done.stderr
@@ -75,11 +58,10 @@ def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: 
     for words, environ, named in (
         (("recipe=mnist",), {}, f"data_dir='{repo}/data' lacks train-images-idx3-ubyte, "),
         (
-            ("recipe=mnist",),
+            ("recipe=cifar",),
             {"RECIPES_DATA": f"{tmp_path}/empty"},
-            f"data_dir='{tmp_path}/empty' lacks train-images-idx3-ubyte, ",
+            f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, ",
         ),
-        (("recipe=cifar", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, "),
         (("recipe=imagenet", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' has neither train/<class>/*.JPEG"),
     ):
         status, stderr = launch(*words, **environ)

@@ -90,14 +90,6 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_job_that_may_not_be_requeued_ends_with_the_nodes_to_exclude(
-    slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path
-) -> None:
-    job, log = printed(slurm, repo, tmp_path, "--no-requeue")
-    assert jobs.ended(slurm, job, log) == ("FAILED", "3:0"), jobs.tail(log)
-    assert re.search(r"; not requeued without them \(.*\): submit it with exclude=node1 ", log.read_text())
-
-
 def test_a_finding_that_exclusion_does_not_fix_requeues_nothing(slurm: Cluster, repo: Path) -> None:
     done = slurm.run(
         sys.executable,

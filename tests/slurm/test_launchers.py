@@ -64,9 +64,7 @@ def test_submitit(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Pat
     assert state_of(tmp_path / "run") == expected_state
 
 
-@pytest.mark.parametrize(
-    "command", ["torchrun", "torch.distributed.launch", "launch.py", "spawn", "accelerate", "mpirun"]
-)
+@pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "launch.py", "accelerate", "mpirun"])
 @pytest.mark.long
 def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: Path) -> None:
     run_dir, environ = f"run_dir={tmp_path}/run", {}
@@ -76,8 +74,6 @@ def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: P
         argv = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--master-port", PORT, *MODULE]
     elif command == "launch.py":
         argv = [sys.executable, str(helpers.ROOT / "launch.py"), "recipe=toy", "launcher=local", "ranks_per_node=2", *KEYS]  # fmt: skip
-    elif command == "spawn":
-        argv = [sys.executable, *MODULE, "spawn=2"]
     elif command == "accelerate":
         argv = [accelerate(), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
         argv += ["--dynamo_backend=no", *MODULE]
@@ -99,15 +95,6 @@ def test_torchrun_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str
     line = "exec $PY -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d " \
            "--rdzv-endpoint=$ENDPOINT --rdzv-conf=is_host=$((SLURM_NODEID == 0)) -m recipes.toy $KEYS $RUN"  # fmt: skip
     said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line, ENDPOINT=f"{endpoint}:{PORT}")
-    assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
-    assert state_of(tmp_path) == expected_state
-
-
-@pytest.mark.long
-def test_accelerate_over_two_nodes(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
-    line = f"exec {accelerate()} launch --multi_gpu --num_machines=2 --num_processes=2 --machine_rank=$SLURM_NODEID " \
-           f"--main_process_ip=node1 --main_process_port={PORT} --mixed_precision=no --dynamo_backend=no -m recipes.toy $KEYS $RUN"  # fmt: skip
-    said = on_nodes(slurm, repo, tmp_path, "sh", "-c", line)
     assert "toy: 2 ranks on 2 nodes, cpu, gloo" in said
     assert state_of(tmp_path) == expected_state
 

@@ -6,8 +6,6 @@ Apptainer is in test_apptainer.py, and its command in tests/unit/launch/test_con
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,14 +27,9 @@ exec /usr/bin/srun "${words[@]}"
 """
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return jobs.copy_repository(tmp_path / "clone")
-
-
-def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_pyxis(slurm: Cluster, tmp_path: Path) -> None:
     """pyxis adds options to srun."""
-    image = "registry#torch:2"
+    repo, image = jobs.copy_repository(tmp_path / "clone"), "registry#torch:2"
     for name in ("run", "site", "bin"):
         (tmp_path / name).mkdir()
     (tmp_path / "site/site.env").write_text("NCCL_IB_TIMEOUT=23\n")
@@ -59,19 +52,3 @@ def test_pyxis(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     assert {"NCCL_IB_TIMEOUT", "NCCL_DEBUG"} <= set(options["--container-env"].split(","))
     assert (tmp_path / "timeout").read_text() == "23\n"
     assert "python3" in words
-
-
-@pytest.mark.long
-def test_a_missing_container_runtime_is_reported_in_one_line(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    """The PATH of this job has no Apptainer, even on a machine that has one."""
-    (tmp_path / "torch.sif").write_text("")
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for folder in jobs.PYTHON["PATH"].split(":"):
-        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            if program.name != "apptainer" and not (tools / program.name).is_symlink():
-                (tools / program.name).symlink_to(program)
-    words = ["recipe=toy", *KEYS, f"container={tmp_path}/torch.sif", "wait=true"]
-    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env={**jobs.PYTHON, "PATH": str(tools)})
-    assert done.returncode == 3, shlex.join(done.args) + done.stdout + done.stderr
-    assert "container=: no apptainer on node1" in done.stdout

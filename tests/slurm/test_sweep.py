@@ -50,23 +50,6 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_sweep_with_gpus_on_any_nodes(slurm: Cluster, repo: Path) -> None:
-    done = slurm.run(
-        sys.executable,
-        "launch.py",
-        *KEYS,
-        "gpus=2",
-        "sweep.seed=1,2",
-        "wait=true",
-        cwd=repo,
-        env=jobs.PYTHON,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines()[-2:]] == ["done", "done"]
-
-
-@pytest.mark.long
 def test_a_printed_sweep_script_with_its_own_run_dir(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("sweep.seed=1,2", "sweep.lr=0.1,0.2", f"run_dir={tmp_path}/sweep", "launcher=print")
     done = slurm.run(sys.executable, "launch.py", *KEYS, *words, cwd=repo, env=jobs.PYTHON, check=True)

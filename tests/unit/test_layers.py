@@ -37,10 +37,6 @@ ROOMS = {
     "launch": Room(f"{BASE} config run launch"),
     "recipes": Room(f"{BASE} config run data data.datasets train bandwidth conf", "*"),
 }
-# Imports against the direction: fewer is better, and one that is gone is removed from here.
-EXCEPTIONS = {
-    ("recipes.toy", "recipes.core.launch.spawn"),  # a tutorial of starting ranks by hand
-}
 
 
 def module_name(path: Path) -> str:
@@ -92,7 +88,7 @@ def test_imports_go_one_way() -> None:
                 if packages != "*" and top not in (*packages.split(), *sys.stdlib_module_names):
                     foreign.append((module, top))
     assert not foreign
-    assert against == EXCEPTIONS
+    assert not against
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:

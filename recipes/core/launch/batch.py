@@ -28,15 +28,13 @@ from recipes.core import errors
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
-from recipes.core.errors import Kind, Next
+from recipes.core.errors import Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, in_use, judge, queue, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
-
-DOCTOR = "srun --ntasks-per-node=1 python -m recipes.doctor, on the same nodes, finds what is wrong with it"
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
@@ -173,8 +171,6 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
-        if outcome.kind is Kind.timeout and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
-            print(f"{recipe}: if no rank hangs, the cause is the network: {DOCTOR}", file=sys.stderr)
     return outcome.exit_status
 
 

@@ -72,21 +72,21 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         code = _run(command, root, environ, stderr, timeout_s)
         written = files.read_json(found_file)
+        records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
     if code is None:
         raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine")
-    if not written:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended"
-        ended = f"{recipe}: {how} before it called loop.steps() or run.begin()"
-        raise RunError(f"{ended}: {lines[-1]}" if code and lines else ended)
-    found = Found(**written)
     for line in lines:
         if line.startswith("warning: "):
             print(line, file=sys.stderr, flush=True)
-    if not found.exit_status:
-        return found
-    failed = {errors.EXIT_MACHINE: MachineError, errors.EXIT_CONFIG: InputError}.get(found.exit_status, RunError)
-    raise failed(f"{recipe}: {found.error}".replace(str(place), str(run_dir)))
+    if code:
+        failed = {errors.EXIT_MACHINE: MachineError, errors.EXIT_CONFIG: InputError}.get(code, RunError)
+        if records:
+            raise failed(f"{recipe}: {records[0]['error']}".replace(str(place), str(run_dir)))
+        raise failed((lines or [f"{recipe}: ended with status {code}"])[-1])
+    if not written:
+        raise RunError(f"{recipe}: ended before it called loop.steps() or run.begin()")
+    return Found(**written)
 
 
 def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -36,11 +36,7 @@ def main(argv: list[str], python: str) -> int:
             errors.show(help.help_text(recipe, of_launch=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
-        spawn, home = getattr(settings.config, "spawn", 0), source.home(ROOT)
-        if spawn:
-            fix = f"python -m recipes.{settings.recipe} spawn={spawn}, or ranks_per_node={spawn} here"
-            raise ConfigError(f"spawn={spawn}: launch.py starts the ranks itself: {fix}")
-        if home != ROOT:
+        if (home := source.home(ROOT)) != ROOT:
             raise ConfigError(f"{ROOT} is a snapshot of the code for a job: use launch.py in {home}")
         os.umask(int(settings.run.umask, 8))
         if words := settings.words_from_run():
@@ -193,7 +189,10 @@ def run_here(settings: Settings) -> int:
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
     environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    return local.run_recipe(settings, words, layout, run_dir, environ)
+    words |= {"run_dir": str(run_dir)} if run_dir else {}
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
+    folder = directory.for_evaluation(run_dir) if run_dir and settings.config.evaluate else run_dir
+    return local.run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def local_layout(settings: Settings) -> Layout:

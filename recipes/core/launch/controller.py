@@ -10,7 +10,6 @@ from recipes.core.errors import MachineError
 from recipes.core.launch import allocation, scripts
 from recipes.core.launch.jobs import Job
 from recipes.core.place import durations
-from recipes.core.run import queue
 
 ROW = "%P|%l|%s|%t|%D x (%c CPUs, %G, %t)"  # the format for sinfo -o: the fields of `Row`
 # sinfo's short names of the states in which Slurm starts no job on a node. "*" after any state means that the node does
@@ -68,10 +67,7 @@ def expected_start(job: Job, text: str) -> str:
         raise MachineError(
             f"Slurm would accept this job but never start it: {phrases}; if a QOS raises that limit, give qos="
         )
-    start = _one_line(answer.stderr)
-    for unknown in _unknown_dependencies(job):
-        start += f"; Slurm does not know job {unknown}, so this dependency counts as met"
-    return start
+    return _one_line(answer.stderr)
 
 
 def refusal(output: str, job: Job) -> str:
@@ -104,12 +100,3 @@ def _rows(job: Job) -> list[Row]:
             if name in requested.split(",") or (not requested and name != row.partition):  # * marks the default
                 found.append(row._replace(partition=name))
     return found
-
-
-def _unknown_dependencies(job: Job) -> list[str]:
-    """The jobs that ``job`` depends on and that Slurm does not know or no longer knows.
-
-    Slurm 22.05 treats such a dependency as met.
-    """
-    ids = re.findall(r":(\d+)", dict(job.directives).get("dependency", ""))
-    return [one for one in ids if not queue.find(one)]

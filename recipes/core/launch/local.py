@@ -1,12 +1,10 @@
 """Runs the ranks of one machine without Slurm. If a rank fails, it ends all ranks and reports the first failure."""
 
 import contextlib
-import errno
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +13,11 @@ from types import FrameType
 from typing import TypeAlias
 
 from recipes.core import errors
-from recipes.core.config.parser import Settings
 from recipes.core.errors import Kind, MachineError
 from recipes.core.files import ROOT
 from recipes.core.place import processes
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, judge, signals
+from recipes.core.run import judge, signals
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
@@ -80,16 +77,6 @@ def rank_environment(layout: Layout, local_rank: int, port: int, environ: Mappin
         "MASTER_ADDR": layout.master_addr,
         "MASTER_PORT": str(port),
     }
-
-
-def run_recipe(
-    settings: Settings, words: Mapping[str, str], layout: Layout, run_dir: Path | None, environ: Mapping[str, str]
-) -> int:
-    """Runs the recipe of ``settings`` with the keys ``words`` as `run` does. run_dir: as for `run`; it replaces that key."""
-    words = {**words, "run_dir": str(run_dir)} if run_dir else words
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]
-    folder = directory.for_evaluation(run_dir) if run_dir and settings.config.evaluate else run_dir
-    return run(command, layout, folder if settings.config.starts_a_run else None, settings.recipe, environ)
 
 
 def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: str, environ: Mapping[str, str]) -> int:
@@ -194,17 +181,12 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
 
 
 def _report(line: str) -> None:
-    """Prints a line of the launcher. An error of stderr does not stop the launcher.
+    """Writes a line of the launcher to stderr at once, so that no line of a rank splits it.
 
-    Ctrl-C also ends a ``tee`` that reads stderr, and the ranks must still be able to save.
+    An error of stderr is ignored: Ctrl-C also ends a ``tee`` that reads it, and the ranks must still be able to save.
     """
-    try:
-        sys.stderr.write(f"{line}\n")  # print would write the end of the line separately, after a line of a rank
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            return
-        with open(os.devnull, "w") as null:  # at exit, Python tries again to write the line
-            os.dup2(null.fileno(), sys.stderr.fileno())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def has_ended(rank: Rank) -> bool:

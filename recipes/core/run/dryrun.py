@@ -33,8 +33,7 @@ class Request:
 class Found:
     """The findings of a dry run. A value is None if the run does not have it.
 
-    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state. error, exit_status: why the
-    recipe failed, in one line, and the status for it; "" and 0 if it did not.
+    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state.
     """
 
     parameters: int | None = None
@@ -42,8 +41,6 @@ class Found:
     checkpoint_bytes: int | None = None
     resumed_from_step: int | None = None
     evaluates: bool = False
-    error: str = ""
-    exit_status: int = 0
 
     def __str__(self) -> str:
         if self.parameters is None:

@@ -28,7 +28,7 @@ from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, dryrun, source
-from recipes.core.run.dryrun import Found, Request
+from recipes.core.run.dryrun import Request
 from recipes.core.run.watchdog import Pulse
 
 
@@ -170,7 +170,5 @@ def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
     if not prints:
         time.sleep(1.5)
-    if asked := dryrun.asked(os.environ):
-        asked.write(Found(error=line, exit_status=status))
     print(f"{recipe}: {line}", file=sys.stderr, flush=True)
     sys.exit(status)

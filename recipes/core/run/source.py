@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference 
 MAX_DIFF_BYTES = 4 << 20  # largest difference that is kept
 LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # top folders that are copied only if packages
 GIT_S = 20.0  # timeout for git
-GIT_DIFF_OPTIONS = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")  # override the user's configuration
 
 
 def code_files(root: Path) -> Iterator[Path]:
@@ -65,25 +65,26 @@ def difference(code: Path) -> bytes:
 
     It includes new files of at most MAX_DIFF_BYTES that a snapshot contains and git does not ignore.
     """
-    if stamp(code):
-        with contextlib.suppress(OSError):
+    # A file may be removed in the meantime, for example by an editor.
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
+        if stamp(code):
             return (code / DIFF).read_bytes()
-        return b""
-    diff = _git(code, "diff", "HEAD", *GIT_DIFF_OPTIONS, "--", ".")
-    new = set(_git(code, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0")) - {b""}
-    with contextlib.suppress(OSError):  # a file was removed in the meantime, for example by an editor
-        for path in code_files(code) if new else ():
-            name = path.relative_to(code)
-            if os.fsencode(name) in new and path.stat().st_size <= MAX_DIFF_BYTES:
-                diff += _git(code, "diff", "--no-index", *GIT_DIFF_OPTIONS, "--", os.devnull, str(name))
-    return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
+        _git(code, "read-tree", "HEAD", **index)
+        new = set(os.fsdecode(_git(code, "ls-files", "--others", "--exclude-standard", "-z", **index)).split("\0"))
+        names = [str(path.relative_to(code)) for path in code_files(code) if path.stat().st_size <= MAX_DIFF_BYTES]
+        if added := [name for name in names if name in new]:
+            _git(code, "add", "--intent-to-add", "--", *added, **index)
+        diff = _git(code, "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", **index)
+        return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"
+    return b""
 
 
-def _git(root: Path, *words: str) -> bytes:
+def _git(root: Path, *words: str, **variables: str) -> bytes:
     """The stdout of a git command; empty if there is no git or no repository, or if the command fails."""
+    command, environ = ["git", "-C", str(root), *words], {**os.environ, **variables}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=GIT_S)
-        return done.stdout if done.returncode in (0, 1) else b""  # 1 if diff --no-index finds a difference
+        return subprocess.run(command, env=environ, capture_output=True, timeout=GIT_S, check=True).stdout
     return b""
 
 

@@ -22,7 +22,7 @@ from recipes.core.errors import InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import entry, logs, queue, signals, watchdog
-from recipes.core.run.dryrun import DryRunEnd, Found
+from recipes.core.run.dryrun import DryRunEnd
 from recipes.core.run.entry import Start
 from recipes.core.train import failure, opening, torch_errors
 from recipes.core.train.device import resolve_device
@@ -74,8 +74,6 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
-        if start.dry_run:
-            start.dry_run.write(Found(error=str(error), exit_status=code))
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
@@ -122,10 +120,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
-            code = failure.fail(current, error)
-            if start.dry_run:
-                start.dry_run.write(Found(error=failure.cause_of(error).line, exit_status=code))
-            return code
+            return failure.fail(current, error)
 
 
 def _seed_others(seed: int, rank: int) -> None:

@@ -54,16 +54,8 @@ def machines() -> Iterator[tuple[str, str]]:
 def start(
     machine: str, node_rank: int, *words: str, cwd: Path, command: Sequence[str] = (*LOCAL, *WORDS)
 ) -> subprocess.Popen[str]:
-    inside = [
-        "nsenter",
-        f"--net=/run/netns/{machine}",
-        "unshare",
-        "--uts",
-        "sh",
-        "-ec",
-        'hostname "$0"; exec "$@"',
-        machine,
-    ]
+    net = f"--net=/run/netns/{machine}"
+    inside = ["nsenter", net, "unshare", "--uts", "sh", "-ec", 'hostname "$0"; exec "$@"', machine]
     return helpers.start([*inside, *command, f"node_rank={node_rank}", *words], cwd=cwd)
 
 

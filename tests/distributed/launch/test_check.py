@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data import datasets
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks
 from recipes.core.run import command_line
@@ -89,9 +88,8 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("collectives", marks=pytest.mark.long), "doctor"])
-def test_a_recipe_without_checkpoints(recipe: str, tmp_path: Path) -> None:
-    said = parts(ended := check(f"recipe={recipe}", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
+def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
+    said = parts(ended := check("recipe=doctor", *HERE, "ranks_per_node=2", f"run_dir={tmp_path}/run"))
     assert ended.status == 0, ended.out
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}")
@@ -105,7 +103,6 @@ IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_siz
 @pytest.mark.parametrize(
     ("recipe", "ranks", "words"),
     [
-        ("mnist", 4, ("dataset=digits", "max_steps=2", "variant=sgd")),
         ("toy", 3, ("max_steps=2",)),
         ("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0")),
     ],
@@ -126,21 +123,15 @@ def test_a_checkpoint_has_the_predicted_size(
 # --- errors
 
 
-@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_missing_or_damaged_data_is_reported(damaged: bool, tmp_path: Path) -> None:
+def test_missing_data_is_reported(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    raw = data / datasets.MNIST.folder
-    raw.mkdir(parents=True)
-    for file in datasets.MNIST.files if damaged else ():
-        (raw / file.name).write_bytes(bytes(file.size))
-    before = everything(data)
+    data.mkdir()
     ended = check("recipe=mnist", *HERE, f"data_dir={data}", f"run_dir={tmp_path}/run")
     assert ended.status == 2, ended.out
     said = parts(ended)
     assert said["recipe"].startswith("failed: mnist: ")
     assert str(data) in said["recipe"]
     assert "python -m recipes.prepare mnist" in said["recipe"]
-    assert everything(data) == before
     assert not (tmp_path / "run").exists()
 
 

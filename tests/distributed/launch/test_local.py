@@ -21,7 +21,7 @@ import yaml
 from recipes.core import errors
 from recipes.core.launch import local
 from recipes.core.launch.cli import local_layout
-from recipes.core.run import command_line, directory, signals
+from recipes.core.run import command_line, signals
 from tests import helpers
 from tests.helpers import LOCAL, Ended
 
@@ -69,6 +69,9 @@ def test_the_files_in_the_run_directory(run_dir: Path) -> None:
     content = torch.load(run_dir / "checkpoints" / "step-00000010.pt", weights_only=True)
     assert set(content) == {"model", "optimizer", "scheduler", "ema", "sampler", "rng", "meta"}
     assert len(content["rng"]) == 2  # every rank's
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert (config["max_steps"], config["epochs"], config["optimizer"]) == (10, 4, "adamw")  # typed, and defaults
+    assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
 def test_metrics_and_summary(run_dir: Path) -> None:
@@ -87,16 +90,6 @@ def test_metrics_and_summary(run_dir: Path) -> None:
     assert summary["wall_seconds"] > 0
     assert summary["versions"]["torch"] == torch.__version__
     assert summary["versions"]["torchvision"]
-
-
-def test_config_yaml_has_all_recipe_keys(run_dir: Path) -> None:
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    expected = {
-        "dataset": "digits", "max_steps": 10, "log_every_steps": 3, "seed": 3, "epochs": 4, "global_batch_size": 64,
-        "lr": 0.003, "dtype": "float32", "evaluate": False, "optimizer": "adamw",
-    }  # fmt: skip
-    assert {k: config[k] for k in expected} == expected
-    assert not {"run_dir", "launcher", "ranks_per_node"} & set(config)
 
 
 # A second start in the same run directory. Each case has a copy of it, and one rank by default. All start at the same time.
@@ -123,7 +116,6 @@ CASES: dict[str, list[str]] = {
     "more": [*WORDS, "max_steps=14"],
     "damaged": [*WORDS, "evaluate=true"],
     "all damaged": [*WORDS],
-    "missing data": ["dataset=mnist", "data_dir=no/data", "run_dir=fresh/run", "ranks_per_node=2"],
 }
 
 
@@ -139,12 +131,11 @@ def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[
     started = {}
     for case, words in CASES.items():
         copy = elsewhere / case
-        if case != "missing data":
-            shutil.copytree(run_dir, copy)
-            for name, damage in DAMAGED.get(case, {}).items():
-                damage(copy / "checkpoints" / name)
-            words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
-        before = snapshot(copy) if copy.exists() else {}
+        shutil.copytree(run_dir, copy)
+        for name, damage in DAMAGED.get(case, {}).items():
+            damage(copy / "checkpoints" / name)
+        words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
+        before = snapshot(copy)
         started[case] = helpers.fork([*LOCAL, *words], cwd=elsewhere), copy, before
     return {case: (helpers.finish(process), copy, before) for case, (process, copy, before) in started.items()}
 
@@ -193,18 +184,6 @@ def test_a_refused_resume_is_one_line_and_changes_nothing(second: Second) -> Non
     assert "Traceback" not in ended.out
     assert "failed:" not in ended.out
     assert snapshot(folder) == before
-
-
-def test_missing_data_is_one_line_with_the_command(second: Second, elsewhere: Path) -> None:
-    ended, _, _ = second["missing data"]
-    assert ended.status == 2, ended.out
-    said = [line for line in ended.lines if "recipes.prepare" in line]
-    assert len(said) == 1, ended.out  # only one of two ranks prints
-    assert f"{elsewhere}/no/data" in said[0]
-    assert "Traceback" not in ended.out
-    status = helpers.read(elsewhere / "fresh" / "run", "status")
-    assert (status["state"], status["exit_status"]) == ("failed", 2)
-    assert "recipes.prepare" in status["reason"]
 
 
 # Without any rank
@@ -274,12 +253,11 @@ else:
     assert whole.read_bytes() == 15 * b"more"
 
 
-@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("end", "status", "how"),
+    ("rank", "end", "status", "how"),
     [
-        ("sys.exit(7)", 7, "ended with status 7"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        (0, "sys.exit(7)", 7, "ended with status 7"),
+        (2, "os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
     ],
 )
 def test_a_failed_rank_ends_the_others_and_is_reported(rank: int, end: str, status: int, how: str) -> None:
@@ -404,23 +382,6 @@ def test_ranks_of_another_machine_end_by_themselves(tmp_path: Path, first_machin
     assert ended.status == (137 if first_machine else 0), ended.out
 
 
-def test_a_killed_evaluation_does_not_change_the_runs_status(tmp_path: Path) -> None:
-    directory.write_status(tmp_path, "done", attempt=helpers.attempt(tmp_path).number, step=7)
-    (tmp_path / "config.yaml").write_text("")
-    code = """
-from recipes.core.run import attempt, directory
-own = attempt.given(os.environ)
-attempt.begin(own, 0, own=False)
-directory.write_status(own.run_dir, "running", attempt=0, step=7)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    ended = helpers.finish(helpers.start(launch(STUBBORN + code, 1, tmp_path / "evaluation")), timeout_s=20)
-    assert ended.status == 137, ended.out
-    assert ended.lines[-1].endswith("was killed by SIGKILL"), ended.out
-    assert helpers.read(tmp_path, "status")["state"] == "done"
-    assert helpers.read(tmp_path / "evaluation", "status")["state"] == "failed"
-
-
 def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This was seen once in some thousand kills on busy cores."""
     command = "sleep 60 & echo $!; exec sleep 60"
@@ -441,8 +402,7 @@ def test_children_of_a_rank_that_dies_during_the_check_are_killed(monkeypatch: p
         assert ended == [False, True]
 
 
-@pytest.mark.parametrize("how", ["unread", "read"])
-def test_a_stop_saves_although_stderr_is_closed(tmp_path: Path, how: str) -> None:
+def test_a_stop_saves_although_stderr_is_closed(tmp_path: Path) -> None:
     """With ``launch.py … 2>&1 | tee log``, Ctrl-C also ends tee."""
     save = f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
     code = f"""
@@ -454,12 +414,12 @@ os.dup2(mine, 2)
 def stop():
     while not Path({str(tmp_path)!r}, "up").exists():
         time.sleep(0.02)
-    os.close(theirs) if sys.argv[1] == "unread" else None
+    os.close(theirs)
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=stop).start()
 sys.exit(local.run(["bash", "-c", {save!r}], local.Layout((1,)), None, "mnist", os.environ))
 """
-    ended = helpers.run([sys.executable, "-c", code, how])
+    ended = helpers.run([sys.executable, "-c", code])
     assert (tmp_path / "saved").exists(), ended.out
     assert ended.status == 75, ended.out
 

@@ -1,4 +1,4 @@
-"""The recipe toy: what it learns and writes, and the processes that it spawns."""
+"""The recipe toy: what it learns and writes, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -35,38 +35,6 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
     assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
-
-
-def test_spawned_in_a_job_it_gives_the_same_result_and_leaves_no_files_on_the_node(alone: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    environ = helpers.clean_environment(SLURM_JOB_ID="7", TMPDIR=str(disk))
-    words = ["spawn=2", "device=cpu", "max_steps=20", f"run_dir={tmp_path}/run"]
-    ended = helpers.run_fork([*TOY[:3], *words], environ=environ)
-    assert ended.status == 0, ended.out
-    assert "toy: 2 ranks on 1 node, cpu, gloo" in ended.lines
-    assert not any(disk.iterdir())
-    ours, theirs = ([row["loss"] for row in helpers.rows(folder)[:2]] for folder in (tmp_path / "run", alone))
-    assert ours == pytest.approx(theirs, rel=1e-4)  # steps 1 and 16; another order of the same sums
-    assert helpers.read(tmp_path / "run", "summary")["world_size"] == 2
-
-
-def test_launch_starts_the_ranks_itself(tmp_path: Path) -> None:
-    ended = helpers.run([*LAUNCHED, "spawn=2", f"run_dir={tmp_path}/run"])
-    assert (ended.status, len(ended.lines)) == (2, 1), ended.out
-    assert ended.lines[0].startswith("launch.py: spawn=2: launch.py starts the ranks itself")
-
-
-def test_spawn_under_another_launcher_is_refused_in_one_line(tmp_path: Path) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    environ = helpers.clean_environment(**place, MASTER_ADDR="127.0.0.1")
-    ended = helpers.run_fork([*TOY, "spawn=2", f"run_dir={tmp_path}/run"], environ=environ)
-    assert ended.status == 2, ended.out
-    line = (
-        "toy: spawn=2: a launcher has already started this process as rank 0 of 2: omit spawn=, or start plain python"
-    )
-    assert ended.lines == [line]
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")

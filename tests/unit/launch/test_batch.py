@@ -82,7 +82,6 @@ def test_a_preempted_run_is_requeued(preempted: Path, stubs: Stubs, capsys: pyte
     assert finish(preempted, srun_status=143) == errors.EXIT_REQUEUE
     assert stubs.calls("scontrol") == [["show", "job", "7"], ["requeue", "7"]]
     output = capsys.readouterr().out
-    assert "saved at step 12" in output
     assert "saved at step 12; requeued (restart 1 of at most 20); run directory" in output
     assert (directory.read_status(preempted) or {})["next"] == "requeued"
 
@@ -98,9 +97,7 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsy
     ("state", "words", "next_word"),
     [
         ("JobState=COMPLETING Restarts=0", "the job was cancelled: to resume", "cancelled"),
-        ("JobState=CANCELLED Restarts=0", "the job was cancelled: to resume", "cancelled"),
         ("JobState=COMPLETING Restarts=1", "requeued by Slurm;", "requeued"),
-        ("JobState=PENDING Restarts=1", "requeued by Slurm;", "requeued"),
         ("Priority=0\nJobState=COMPLETING Reason=JobHeldUser Restarts=1",
          "requeued, but job 7 is held (JobHeldUser): scontrol release 7 starts it", "held"),
         ("JobState=COMPLETING Restarts=0\nPreemptTime=2026-11-23T13:49:29", "not requeued by Slurm: to resume", "not-requeued"),
@@ -108,7 +105,6 @@ def test_an_array_task_requeues_only_itself(preempted: Path, stubs: Stubs, capsy
          "not requeued by Slurm: to resume", "not-requeued"),
         ("JobState=COMPLETING Restarts=0\nTimeLimit=00:01:00 RunTime=00:00:40",
          "the job was cancelled: to resume", "cancelled"),
-        ("JobState=PREEMPTED Restarts=0", "not requeued by Slurm: to resume", "not-requeued"),
     ],
 )  # fmt: skip
 def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
@@ -132,7 +128,7 @@ def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
     assert (directory.read_status(preempted) or {})["next"] == "held"
 
 
-@pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), ""), (("max_requeues=3",), "3")])
+@pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
 def test_max_requeues_limits_the_requeues(
     preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str
 ) -> None:  # fmt: skip

@@ -256,14 +256,10 @@ def test_a_missing_python_environment_is_refused(bench: Bench) -> None:
     refused(bench, bench.run("sbatch/mnist_1x1.sh", VIRTUAL_ENV=""), "no Python environment", "make install")
 
 
-def test_an_unknown_key_ends_the_job_before_srun(bench: Bench) -> None:
+def test_an_unknown_key_or_cluster_ends_the_job_before_srun(bench: Bench) -> None:
     refused(bench, bench.run("sbatch/mnist_1x1.sh", "epoch=$(touch canary)"), "'epochs'")
     assert "canary" not in bench.files
-
-
-def test_an_unknown_cluster_is_refused(bench: Bench) -> None:
     refused(bench, bench.run("sbatch/mnist_1x1.sh", "cluster=nosuch"), "cluster=nosuch")
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", RECIPES_CLUSTER="nosuch"), "cluster=nosuch")
 
 
 def test_a_module_that_does_not_load_ends_the_job(bench: Bench) -> None:

@@ -14,7 +14,6 @@ from recipes.core import errors
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.launch import scripts, submit
 from tests import helpers
-from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import (
     HOSTILE,
     HOSTILE_ROOT,
@@ -27,26 +26,13 @@ from tests.unit.launch.stand_ins import (
 )
 
 JOBS: tuple[tuple[str, ...], ...] = (
-    (),
     ("nodes=2", "gpus_per_node=8"),
-    ("device=cpu", "ranks_per_node=3"),
     ("device=cpu", "gpus_per_node=2", "num_workers=3"),
-    ("device=cpu", "cpu_threads=4"),
-    ("gpus_per_node=4", "cpus_per_rank=6", "time=1-02:30:01"),
-    ("ranks_per_node=2", "time=90"),
-    ("gpus=10",),
     ("gpus=10", "nodes=2", "cluster=example"),
-    ("gpus=6", "device=cpu"),
     ("sweep.lr=0.1,0.2,0.4", "sweep.seed=1,2", "parallel=2"),
     ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
-    ("partition=gpu,long", "account=my-project", "qos=high", "reservation=r1"),
-    ("constraint=[a|b]&c*2", "exclude=node[1-3],x7"),
-    ("dependency=afterok:12_3:4+5?singleton", "mail=a.b+c@d.org"),
-    ("extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
-    ("name=a.job@x:y=z",),
-    ("cluster=example", "gpus_per_node=2"),
-    ("cluster=example", "device=cpu", "nodes=3"),
-    *((word,) for word in HOSTILE),
+    ("constraint=[a|b]&c*2", "exclude=node[1-3],x7", "extra=--mem=0 --exclusive --comment=$(x);y&z", "mail=me"),
+    ("data_dir=/" + "".join(word.removeprefix("data_dir=/") for word in HOSTILE),),
 )
 
 
@@ -58,8 +44,8 @@ def test_the_docstring_shows_a_finished_script() -> None:
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
-@pytest.mark.parametrize("root", [ROOT, HOSTILE_ROOT], ids=["plain", "hostile"])
-def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...], root: Path) -> None:
+def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> None:
+    root = HOSTILE_ROOT
     job = describe(*words, root=root)
     ours, theirs = directives(scripts.sbatch_script(job)), directives(submit.submission_text(job, "/py thon"))
     number = "%A_%a" if job.elements else "%j"
@@ -75,9 +61,7 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...], root:
         ("--gres", ("nodes=2", "gpu_type=a100"), {"--gres": "gpu:a100:4"}),
         ("--gpus-per-task", ("nodes=2", "gpu_type=a100"), {"--gpus-per-task": "a100:1"}),
         ("--gpus-per-task", ("gpus=10",), {"--gpus-per-task": "1"}),
-        ("--gpus-per-node", ("nodes=2",), {"--gpus-per-node": "4"}),
         ("--gres", ("device=cpu",), {}),
-        ("--gres", ("gpus=10", "device=cpu"), {}),
     ],
 )
 def test_the_profile_chooses_the_options_for_gpus_and_nodes(
@@ -99,17 +83,13 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("ranks_per_node=2",), {"--ntasks-per-node": "2", "--gpus-per-node": "2"}),
         (("device=cpu", "ranks_per_node=3"), {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"}),
         (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
-        (("device=cpu", "gpus_per_node=4", "ranks_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
         (("gpus=10",), {"--nodes": "1-10", "--ntasks": "10", "--gpus-per-task": "1", "--ntasks-per-node": None, "--gpus-per-node": None}),
-        (("gpus=8", "nodes=1"), {"--nodes": "1", "--ntasks": "8"}),
         (("gpus=10", "nodes=2"), {"--nodes": "2", "--ntasks": "10", "--gpus-per-task": "1"}),
         (("gpus=6", "device=cpu"), {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
         (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
         (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
-        (("gpus=6", "cluster=example"), {"--ntasks": "6", "--gpus-per-task": "1", "--gpus-per-node": None}),
         (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
         (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
-        (("cluster=example", "partition=x"), {"--partition": "x"}),
         (("dependency=afterany:7,singleton",), {"--dependency": "afterany:7,singleton"}),
         (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
         (("mail=a@b.org", "extra=--mail-type=ALL --switches=1"), {"--mail-type": "ALL", "--switches": "1"}),
@@ -117,8 +97,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("time=1:30",), {"--time": "2"}),
         ((), {"--requeue": "", "--open-mode": "append", "--signal": "USR2@120", "--job-name": "mnist", "--partition": None}),
         (("time=2",), {"--signal": "USR2@30"}),
-        (("exclude=node[1-3],x7",), {"--exclude": "node[1-3],x7"}),
-        (("constraint=[a|b]&c*2",), {"--constraint": "[a|b]&c*2"}),
+        (("exclude=node[1-3],x7", "constraint=[a|b]&c*2"), {"--exclude": "node[1-3],x7", "--constraint": "[a|b]&c*2"}),
         (("partition=gpu,long", "account=me", "qos=high", "reservation=r1"),
          {"--partition": "gpu,long", "--account": "me", "--qos": "high", "--reservation": "r1"}),
         (("name=a.job@x:y=z", "cpus_per_rank=6"), {"--job-name": "a.job@x:y=z", "--cpus-per-task": "6"}),
@@ -192,16 +171,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def test_bash_accepts_every_script(written: list[Path]) -> None:
-    assert READY
-    check = 'for file; do bash -n "$file" || exit; done'
-    ran = subprocess.run(
-        ["bash", "-c", check, "bash", *written, *READY, SHARED], capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 def test_shellcheck_accepts_every_script(written: list[Path]) -> None:
+    assert READY
     helpers.need("" if shutil.which("shellcheck") else "shellcheck is not there: apt-get install shellcheck")
     ran = subprocess.run(
         ["shellcheck", "--severity=style", "--exclude=SC1091,SC2016,SC2154", *written, *READY, SHARED], capture_output=True, text=True, check=False

@@ -91,14 +91,13 @@ def test_a_refusal_of_sbatch_is_reported_in_one_line(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("swept", [False, True])
-def test_each_run_directory_describes_its_own_run(tmp_path: Path, stubs: Stubs, swept: bool) -> None:
+def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")
-    job = describe(f"run_dir={tmp_path}/s/r", *(["sweep.lr=0.1,0.2"] if swept else []), root=tmp_path)
+    job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", root=tmp_path)
     submitted = submit.submit(job, sys.executable, f"{tmp_path}/s/r")
-    found = [one.run_dir for one in submitted.elements or (submitted,)]
-    assert found == ([tmp_path / "s/r/0", tmp_path / "s/r/1"] if swept else [tmp_path / "s/r"])
+    found = [one.run_dir for one in submitted.elements]
+    assert found == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
     noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in found]
-    assert ["lr=0.2" in words for words in noted] == ([False, True] if swept else [False])
+    assert ["lr=0.2" in words for words in noted] == [False, True]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s", "sbatch.calls", "stubs"]

@@ -16,7 +16,7 @@ from tests import helpers
     [
         ("COMPLETED", 0, "done", 0), ("COMPLETED", 0, "", 1), ("FAILED", 3, "", 3), ("FAILED", 75, "preempted", 75), ("FAILED", 143, "done", 1), ("", 0, "done", 0),
         ("", 0, "", 1), ("COMPLETED", 0, "failed", 1),
-        *((state, 0, "", 1) for state in ["CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"]),
+        *((state, 0, "", 1) for state in ["CANCELLED", "TIMEOUT"]),
     ],
 )  # fmt: skip
 def test_waiting_returns_the_jobs_exit_status(
