@@ -2,7 +2,7 @@
 
     python -m recipes.toy                                                    # one process
     python launch.py recipe=toy launcher=local ranks_per_node=2 device=cpu   # two, started by launch.py
-    torchrun --nproc-per-node=2 -m recipes.toy device=cpu                    # two, started by torchrun; the same line again resumes
+    torchrun --nproc-per-node=2 -m recipes.toy device=cpu run_dir=runs/toy/1 # two, started by torchrun; the same line again resumes
     python launch.py recipe=toy nodes=2                                      # two nodes of a cluster
 
 Expected: the loss falls from 0.5 to below 0.01 in 20 epochs, within one or two seconds on a CPU.
@@ -55,7 +55,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
         """The mean loss over the whole set. Each rank evaluates its share. Called by all ranks."""
         part = sampling.share(cfg.samples, world.rank, world.size)
         total = F.mse_loss(net(inputs[part]), targets[part], reduction="sum").double()
-        return {"loss": world.sum(total).item() / cfg.samples}
+        return {"val_loss": world.sum(total).item() / cfg.samples}
 
     run.resume(State(net, optimizer, scheduler), batches)  # loads the newest checkpoint, if there is one
     # The loop begins at the checkpoint's sample. It ends after the last step, or when a rank was notified to stop: then

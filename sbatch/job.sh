@@ -9,8 +9,8 @@ stop() { # MESSAGE [STATUS]
 
 # bash runs a trap only after the foreground command has ended, so srun runs in the background. If only this shell
 # receives a signal (--signal=B:USR1@60, scancel --batch), it sends SIGUSR1 to srun. srun passes it on to the ranks,
-# which save. This shell does not pass on SIGTERM: Slurm itself sends it to the ranks, and srun would end before they
-# have saved.
+# which save. This shell does not pass on SIGTERM. Slurm sends it to the ranks itself, and an srun that
+# receives SIGTERM ends them before they have saved.
 srun() {
     command srun "$@" &
     ranks=$!
@@ -45,7 +45,7 @@ load() { # MODULE...
 }
 
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.
-# Sets words, step, inside and python.
+# Sets words, step and inside for the script.
 begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift

@@ -32,14 +32,14 @@ class MachineError(RuntimeError):
 
 
 class RunError(RuntimeError):
-    """The run cannot continue because of its computation (its loss, its memory use). The message is one line.
+    """The run cannot continue because of what it computes or calls (a loss that is not finite, a call left out). The message is one line.
 
     Exit status 1.
     """
 
 
 class Stopped(Exception):
-    """The run was stopped before it had completed a step to save. The message is the reason. Exit status 75."""
+    """Ends work outside the steps (start, evaluation) because the run is to stop. The message is the reason. Exit status 75."""
 
 
 class InputError(ValueError):
@@ -62,7 +62,7 @@ class Kind(str, Enum):
     disk_full = "disk-full"
     machine = "machine"  # this machine or allocation cannot run it
     input = "input"  # invalid keys, data or checkpoint
-    stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit, and was saved
+    stopped = "stopped"  # the run was stopped by a signal or shortly before the time limit; it was saved if it had made a step
 
     @property
     def is_consequence(self) -> bool:

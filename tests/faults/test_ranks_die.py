@@ -44,7 +44,7 @@ def assert_named(run_dir: Path, ended: Ended, rank: int, *words: str, status: in
 
 def assert_notices(run_dir: Path, rank: int, within_s: float = NOTICED_S) -> None:
     """Right after a rank is gone, or has stopped: another one says so in time."""
-    said = f"rank {rank} on {HOST} lost its peers at step "
+    said = f"rank {rank} on {HOST} lost its peers after step "
     helpers.wait_until(lambda: said in conftest.log(run_dir, rank), within_s, f"rank {rank} has noticed")
 
 

@@ -86,7 +86,7 @@ def test_without_enough_good_nodes_the_job_is_not_requeued(slurm: Cluster, repo:
         re.MULTILINE,
     )
     assert reported, done.stdout + done.stderr
-    assert judge.refusal(repo / "runs/mnist" / job) == reported[1]
+    assert judge.why_not_begun(repo / "runs/mnist" / job) == reported[1]
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -238,7 +238,7 @@ def test_a_ready_script_in_a_heterogeneous_job_is_refused(slurm: Cluster, repo: 
     [line] = log_lines(log)
     assert "heterogeneous job has 2 components" in line
     assert "python launch.py recipe=mnist gpus=NUMBER" in line
-    assert judge.refusal(tmp_path / "run") in line
+    assert judge.why_not_begun(tmp_path / "run") in line
 
 
 @pytest.fixture(scope="module")

@@ -63,19 +63,19 @@ def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, list[str]]]:
 
 def of_run(run_dir: Path, queue: Queue) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
-    status, refused = read_json(run_dir / "status.json") or {}, judge.refusal(run_dir)
+    status, not_begun = read_json(run_dir / "status.json") or {}, judge.why_not_begun(run_dir)
     state, notes = status.get("state"), list[str]()
-    if refused and state == "running":
-        notes.append(f"a later launch was refused: {refused}")
-    elif refused:
-        return _shown(f"it was refused before it began: {refused}")
+    if not_begun and state == "running":
+        notes.append(f"a later launch did not begin: {not_begun}")
+    elif not_begun:
+        return _shown(f"the newest launch did not begin: {not_begun}")
     if state == "done":
         return ["status.json says done: nothing failed"]
     if state == "preempted":
         return _shown(slurm_queue.after_stop(run_dir, status, queue))
     slurm, quiet_s, found = slurm_queue.of_run(run_dir, queue), _quiet_s(status), judgement(run_dir)
     if state == "running":
-        where = f"at step {table.read_run(run_dir, time.time()).step}, last wrote {table.ago(quiet_s)} ago"
+        where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
         if not found.line and _is_alive(run_dir, slurm, quiet_s):
             return _shown(f"it is running, {where}{f'; {slurm.line}' if slurm.id else ''}", *notes)
         notes += [slurm.line] if slurm.id else []

@@ -38,7 +38,10 @@ from recipes.core.run.judge import End
 
 
 def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
-    """Checks the keys and prepares the job. Returns 0, or 2 after one line for the first invalid key."""
+    """Checks the keys and prepares the job.
+
+    Returns 0; after one line 2 if a key is invalid or the job is refused, 3 if the run directory cannot be written.
+    """
     fields = allocation.fields_of_job(environ)
     left_over = allocation.left_over(environ, fields)
     environ = {name: value for name, value in environ.items() if name not in left_over}
@@ -159,19 +162,27 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     attempt = (
         attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     )  # the script may have several steps
-    outcome = judge.close(attempt, End(srun_status))
+    outcome = judge.close(attempt, End(srun_status, stopped=not attempt.has_begun and _is_ended_by_slurm(environ)))
     if outcome.state == "done":
         print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")
     elif outcome.state == "preempted":
         most = settings.run.max_requeues + examination.requeues(run_dir, environ)
         line = requeue(attempt, outcome.step, most, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
-    elif outcome.state == judge.REFUSED or outcome.is_of_all:
+    elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
         print(f"{recipe}: {outcome.line}", file=sys.stderr)
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
     return outcome.exit_status
+
+
+def _is_ended_by_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm ends this job (cancelled, preempted, requeued, time limit), and not the job itself."""
+    with contextlib.suppress(errors.MachineError):
+        found = queue.find(str(directory.job_id(environ)))
+        return found is not None and found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0)) is not None
+    return False
 
 
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:

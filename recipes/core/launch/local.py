@@ -110,7 +110,7 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
         if listener:
             listener.close()
         first, early = _watch(ranks, stop, run_dir)
-        end = _end(ranks, first, early, stop.count > 0, layout)
+        end = _end(ranks, first, early, stop, layout)
         return _report_end(attempt, end) if attempt else _report_other(end)
 
 
@@ -121,13 +121,13 @@ class _Stop:
     """
 
     def __init__(self) -> None:
-        self.count, self._last = 0, float("-inf")
+        self.count, self.number, self._last = 0, signal.SIGTERM, float("-inf")
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
-            self.count, self._last = self.count + 1, time.monotonic()
+            self.count, self.number, self._last = self.count + 1, signal.Signals(number), time.monotonic()
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
@@ -161,12 +161,12 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
                 deadline = now() + PEERS_GRACE_S
         if stop.count > stops:
             stops = stop.count
-            _signal(ranks, signal.SIGTERM if stops == 1 else signal.SIGKILL)
+            _signal(ranks, stop.number if stops == 1 else signal.SIGKILL)
             # On a machine that is not the first, it is unknown whether rank 0 still saves. The ranks' own timeouts
             # limit the wait there.
             deadline = now() + STOP_GRACE_S if run_dir else float("inf")
             if stops == 1:
-                _report("stopping: the ranks save and end; a second signal ends them immediately")
+                _report(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
         if now() > deadline and saving.is_active():
             deadline = now() + PEERS_GRACE_S  # the other ranks notice the end of the save a little later
         if now() > deadline:
@@ -238,10 +238,11 @@ def _kill(ranks: Sequence[Rank]) -> None:
         rank.wait()
 
 
-def _end(ranks: Sequence[Rank], first: int | None, early: int | None, stopped: bool, layout: Layout) -> End:
+def _end(ranks: Sequence[Rank], first: int | None, early: int | None, stop: _Stop, layout: Layout) -> End:
     """How the ranks of this machine ended. first, early: the results of `_watch`."""
     if first is None:
-        return End(next((_status(rank) for rank in ranks if rank.returncode), 0) if stopped else 0)
+        stopped = stop.count > 0 and any(rank.returncode == -stop.number for rank in ranks)
+        return End(next((_status(rank) for rank in ranks if rank.returncode), 0) if stop.count else 0, stopped=stopped)
     code = _status(ranks[first])
     killed = ranks[first].returncode < 0
     kind = Kind.killed if killed else Kind.error
@@ -257,7 +258,7 @@ def _report_end(attempt: Attempt, end: End) -> int:
     """Judges the run, prints how it failed, and returns its exit status."""
     newest = attempts.newest(attempt.run_dir, str(attempt.facts().get("launch"))) or attempt
     outcome = judge.close(newest, end)
-    if outcome.state == judge.REFUSED and not outcome.is_of_all:
+    if outcome.state == judge.NOT_BEGUN and not outcome.is_of_all:
         _report(outcome.reason)
     elif not outcome.is_of_all and outcome.state not in ("done", "preempted"):
         logs = attempt.run_dir / "logs"

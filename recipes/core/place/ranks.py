@@ -97,7 +97,7 @@ def detect(environ: Environ) -> RankInfo:
     return _alone(environ)
 
 
-def port_for(job: int, step: int = 0, restarts: int = 0) -> int:
+def port_for(job: int, step: int, restarts: int) -> int:
     """A port from 10000 to 32767. This is below Linux's default ephemeral range, whose ports clients may already use.
 
     The formula is linear, so that jobs up to 270 ids apart, each with up to 21 steps and 4 attempts, never have the same port.

@@ -164,11 +164,12 @@ def _rank_unchecked() -> str:
 def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
     """Records a refusal in the attempt that the parent has opened, and ends the process with one line.
 
-    Ranks without ``prints`` wait 1.5 s, so that the line of the rank with it comes first.
+    With a parent, which prints the judgement, only the rank with ``prints`` prints the line. Without one, the other ranks print it 1.5 s
+    later: the end of the first rank usually ends them before.
     """
     rank = _rank_unchecked()
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    if not prints:
-        time.sleep(1.5)
-    print(f"{recipe}: {line}", file=sys.stderr, flush=True)
+    if prints or not attempts.given(os.environ):
+        time.sleep(0.0 if prints else 1.5)
+        print(f"{recipe}: {line}", file=sys.stderr, flush=True)
     sys.exit(status)

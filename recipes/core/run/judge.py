@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.attempt import Attempt
 
-# The state of an attempt that ended before it began. The status.json of an earlier attempt is not changed.
-REFUSED = "refused"
+# The state of an attempt that ended before it began. The status.json of another attempt is not changed.
+NOT_BEGUN = "not begun"
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,23 @@ class End:
     """How the processes of an attempt ended, as their parent saw it.
 
     exit_status: of srun, or of the first rank to fail; 0 if all exited with 0. first: the first process that failed, with ``rank``,
-    ``host`` and ``exit_status``; None if the parent cannot know. reason, kind: why, for ``first``.
+    ``host`` and ``exit_status``; None if the parent cannot know. reason, kind: why, for ``first``. stopped: whether the launch was
+    stopped by a signal, and no rank failed before that.
     """
 
     exit_status: int
     first: Mapping[str, Any] | None = None
     reason: str = ""
     kind: Kind = Kind.killed
+    stopped: bool = False
 
 
 @dataclass(frozen=True)
 class Evidence:
     """What the files of a run say about one attempt.
 
-    hosts: by rank. records: of the ranks that failed, earliest first. status: the content of ``status.json``, of this or of another
-    attempt. runs_elsewhere: whether another job still runs this run. taken_by: the launch of a later attempt that has begun, or "".
+    begun: whether it has owned the run. hosts: by rank. records: of the ranks that failed, earliest first. status: the content of
+    ``status.json``, of this or of another attempt. taken_by: the launch of a later attempt that has begun, or "". run_dir: as text.
     """
 
     number: int
@@ -46,9 +49,8 @@ class Evidence:
     hosts: Sequence[str] = ()
     records: Sequence[Mapping[str, Any]] = ()
     status: Mapping[str, Any] | None = None
-    runs_elsewhere: bool = False
     taken_by: str = ""
-    place: str = ""
+    run_dir: str = ""
 
     @property
     def own_status(self) -> Mapping[str, Any]:
@@ -58,7 +60,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The judgement. state: one of `directory.STATES`, or `REFUSED`. reason: one line. first: the first failing rank, if it is known."""
+    """The judgement. state: one of `directory.STATES`, or `NOT_BEGUN`. reason: one line. first: the first failing rank, if it is known."""
 
     state: str
     kind: Kind | None
@@ -81,14 +83,9 @@ class Outcome:
 def gather(attempt: Attempt) -> Evidence:
     """Reads the files of an attempt once."""
     facts, status = attempt.facts(), directory.read_status(attempt.run_dir)
-    begun, elsewhere = attempt.has_begun, False
-    if not begun and status and status["state"] == "running":
-        running = Attempt(attempt.run_dir, int(status["attempt"])).facts()
-        elsewhere = running.get("job") != facts.get("job")
-    taken_by = attempts.taken_over_by(attempt)
     return Evidence(
-        attempt.number, begun, facts.get("hosts") or (), attempts.records(attempt), status, elsewhere, taken_by,
-        str(attempt.run_dir),
+        attempt.number, attempt.has_begun, facts.get("hosts") or (), attempts.records(attempt), status,
+        attempts.taken_over_by(attempt), str(attempt.run_dir),
     )  # fmt: skip
 
 
@@ -96,19 +93,24 @@ def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` if it is failed or incomplete."""
     outcome = judge(gather(attempt), end)
     with contextlib.suppress(OSError):  # the disk may be full
-        files.write_json(attempt.folder / "ended.json", asdict(outcome))
+        judgement = {**asdict(outcome), "line": outcome.line, "time": round(time.time(), 3)}
+        files.write_json(attempt.folder / "ended.json", judgement)
         if outcome.state in ("failed", "incomplete"):
             directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **_for_status(outcome))
     return outcome
 
 
-def refusal(run_dir: Path) -> str:
-    """Why the newest launch of a run was refused; "" if it was not."""
-    newest = attempts.newest(run_dir)
-    if newest and not newest.has_begun and (records := attempts.records(newest)):
-        seen = Evidence(newest.number, False, records=records, status=directory.read_status(run_dir))
-        return "" if seen.own_status else str(_represents(records)["error"])
-    return ""
+def why_not_begun(run_dir: Path) -> str:
+    """Why the newest launch of a run ended before it began. "" if it has begun, was stopped, or if the run has ended since then."""
+    newest, status = attempts.newest(run_dir), directory.read_status(run_dir) or {}
+    if not newest or newest.has_begun or status.get("attempt") == newest.number:
+        return ""
+    records, ended = attempts.records(newest), files.read_json(newest.folder / "ended.json") or {}
+    moment = ended.get("time") or (records[0]["time"] if records else 0.0)
+    is_past = moment <= float(status.get("updated") or 0.0) and status.get("state") != "running"
+    if not moment or is_past or kind_of(ended) is Kind.stopped:
+        return ""
+    return str(ended.get("line") or judge(gather(newest)).line)
 
 
 def _for_status(outcome: Outcome) -> dict[str, Any]:
@@ -124,14 +126,14 @@ def judge(seen: Evidence, end: End | None = None) -> Outcome:
     if own.get("state") == "preempted":
         return Outcome("preempted", kind_of(own), str(own.get("reason") or ""), None, EXIT_REQUEUE, step)
     if seen.taken_by:
-        reason = f"{seen.place} was taken over by {seen.taken_by}; this job is not requeued"
-        return Outcome(REFUSED, Kind.machine, reason, None, EXIT_MACHINE, step)
+        reason = f"{seen.run_dir} was taken over by {seen.taken_by}; this job is not requeued"
+        return Outcome(NOT_BEGUN, Kind.machine, reason, None, EXIT_MACHINE, step)
+    if end and end.stopped and not seen.begun:
+        return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
     found = _first_failure(seen, end)
     status = end.exit_status if end else 0
     code = int((found.first or {}).get("exit_status") or found.exit_status or status or EXIT_CRASH)
-    state = found.state
-    if not seen.begun and (seen.runs_elsewhere or (seen.status and not own and code in (EXIT_CONFIG, EXIT_MACHINE))):
-        state = REFUSED
+    state = NOT_BEGUN if not seen.begun and seen.status and not own else found.state
     return Outcome(state, found.kind, found.reason, found.first, code, step)
 
 
@@ -150,7 +152,7 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
     if late := _late_rank(seen.records):
         return late
     if not (by_parent or seen.begun or seen.records or seen.hosts):
-        return Outcome("failed", Kind.killed, "it ended before the run began; the lines above say why", None, 0)
+        return Outcome("failed", Kind.killed, "it ended before the run began", None, 0)
     if end and end.exit_status == 0 and not seen.records:
         return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run", None, 0)
     return by_parent or _silent_ranks(seen.records, seen.hosts) or _lost(seen.records)

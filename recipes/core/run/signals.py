@@ -120,7 +120,7 @@ def stop_flag(tell: Callable[[str], None] = lambda name: None, by_clock: bool = 
         yield listener.flag
     finally:
         os.write(listener.write_end, b"\0")
-        thread.join()  # before the handlers are restored, since the thread may send a signal
+        thread.join()  # it reads the pipe that is closed below
         if listener.saying.ident:
             listener.saying.join(SAID_S)
         signal.set_wakeup_fd(old_pipe)

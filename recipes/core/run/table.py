@@ -17,7 +17,7 @@ from recipes.core.run.queue import Queue
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
-RESULTS = ("val_top1", "val_top5", "loss", "samples_per_second")
+RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
 
@@ -78,19 +78,19 @@ def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
 def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queue | None) -> tuple[str, str]:
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
     if state == "running":
-        note = f"last update {ago(now - _number(status.get('updated'), now))} ago"
+        note = f"status written {ago(now - _number(status.get('updated'), now))} ago"
         found = queue.of_run(folder, asks) if asks else None
         if found and found.asked and not found.is_active:  # it was killed, or its node
             state, note = "not running", f"{note}; {found.line}"
     if asks and state == "preempted":
         note = queue.after_stop(folder, status, asks)
-    if line := judge.refusal(folder):
+    if line := judge.why_not_begun(folder):
         if not status:
             note = line
         elif state in ("running", "not running"):
-            note = f"{note}; a later launch was refused: {line}"
+            note = f"{note}; a later launch did not begin: {line}"
         else:
-            state, note = "refused", f"{line} (before that: {state}{note and f', {note}'})"
+            state, note = "not begun", f"{line} (before that: {state}{note and f', {note}'})"
     if asks and not status and not note and (found := queue.of_run(folder, asks)).asked:
         note = found.line
     return state, note

@@ -1,7 +1,7 @@
 """What a training recipe needs and what uses torch: process group, run, step loop, checkpoints, metrics, models. Recipes import it.
 
 How the ranks stop. A signal, or the approaching time limit, sets a flag of one rank (`run.signals.StopFlag`). `agreement.Agreement`, one
-sum over all ranks after each step, is the only place where all ranks decide to stop. `Run.stop_is_near` is a hint for long loops between
+sum over all ranks after each step, makes all ranks stop at the same step; before the first step `World.together` does. `Run.stop_is_near` is a hint for long loops between
 two steps: it ends an evaluation early, and the agreement follows.
 
 How a hang ends. Each watcher catches what the others cannot:

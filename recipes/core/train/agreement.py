@@ -1,4 +1,7 @@
-"""How all ranks agree: by one sum over the ranks. No other code decides that all ranks stop or save."""
+"""How all ranks agree on what only some of them know (a signal, the clock of rank 0): by one sum over the ranks after each step.
+
+Other saves follow from the step, and are the same on all ranks. Before the first step, `World.together` passes a stop on to all ranks.
+"""
 
 import torch
 import torch.distributed

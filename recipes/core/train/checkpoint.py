@@ -278,8 +278,8 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> None:
-    """Loads a checkpoint's content into ``state``. Optimiser and scheduler are loaded only if ``to_train``.
+def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:
+    """Loads the content of the checkpoint ``path`` into ``state``. Optimiser and scheduler are loaded only if ``to_train``.
 
     Raises InputError if the checkpoint is of another model.
     """
@@ -291,7 +291,9 @@ def restore(state: State, content: Mapping[str, Any], to_train: bool = True) -> 
         if state.ema:
             state.ema.load_state_dict(content["ema"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"checkpoint: belongs to another model ({' '.join(str(error).split())[:200]})") from None
+        raise InputError(
+            f"checkpoint {path}: belongs to another model ({' '.join(str(error).split())[:200]})"
+        ) from None
     state.step = int(content["meta"]["step"])
     if to_train and isinstance(state.scheduler, LambdaLR):
         state.scheduler.last_epoch, state.scheduler._step_count = state.step - 1, state.step

@@ -1,6 +1,6 @@
-"""The end of an attempt that failed: the error record, its line; and the threads that end a rank that waits or lost its run.
+"""How a rank ends after a failure: it records the error, prints one line and exits. It never reads the records of other ranks.
 
-A rank that fails writes one record, prints one line and ends. It never reads the records of other ranks: the parent judges.
+Two threads also end a rank: one if it waits too long for the others, one if a later attempt owns the run directory.
 """
 
 import contextlib
@@ -175,16 +175,16 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
-    """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank adds its part of it."""
+    """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent, this rank prints it, as far as it knows."""
     say = functools.partial(print, file=sys.stderr, flush=True)
     recipe, has_parent = run.settings.recipe, attempts.given(os.environ) is not None
     me, crashed = f"rank {run.world.rank} on {run.world.host}", cause.exit_status == errors.EXIT_CRASH
     if cause.kind.is_consequence:
-        say(f"{me} lost its peers at step {run.step}: {cause.line}")
+        say(f"{me} lost its peers after step {run.step}: {cause.line}")
     elif crashed:
         if cause.traceback:
             traceback.print_exception(error)
-        say(f"{me} failed at step {run.step}: {cause.line}")
+        say(f"{me} failed after step {run.step}: {cause.line}")
     elif run.world.rank == 0 or not has_parent:
         time.sleep(REPEATED_S if run.world.rank else 0.0)
         say(f"{recipe}: {cause.line}")

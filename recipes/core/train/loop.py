@@ -18,7 +18,7 @@ from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
 from recipes.core.train.agreement import Agreement
-from recipes.core.train.run import Run
+from recipes.core.train.run import Run, require_results
 
 PROGRESS_EVERY_S = 0.5
 Evaluate = Callable[[], Mapping[str, Any]]
@@ -160,6 +160,8 @@ def steps(
     sum over ranks, the row of metrics, evaluation, checkpoint, stop. Raises RunError, on all ranks, if the loss is not
     finite or the body leaves out a call.
     """
+    if not run.begun:
+        raise RunError("loop.steps(): call run.resume() before it")
     state, pulse, ends = run.state, run.world.pulse, _StepEnds(run, cfg, batches, evaluate)
     if ends.begin(pretrained):
         calls = _counted(model, state.optimizer)
@@ -202,7 +204,7 @@ class _StepEnds:
         run, state = self.run, self.run.state
         if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
             raise InputError(
-                f"evaluate=true: {run.dir} has no checkpoint: give its run_dir=, or resume=PATH of a checkpoint"
+                f"evaluate=true: {run.checkpoints.parent} has no checkpoint: give the run_dir= of a run, or resume=PATH of a checkpoint"
             )
         run.end_dry_run()
         if self.cfg.evaluate:
@@ -278,7 +280,7 @@ class _StepEnds:
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.results = {}
         try:
-            run.results = self.evaluate()
+            run.results = require_results("evaluate()", self.evaluate())
         except Stopped as stopped:
             run.stopping = str(stopped)
         return not run.stopping

@@ -70,10 +70,10 @@ def choose(run: Context) -> str:
             checkpoint.read(path)
             return str(path)
         except InputError as problem:
-            run.warn(f"{problem}; using the previous checkpoint")
+            run.warn(f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem))
     if there:
         raise InputError(
-            f"{there[0].parent}: none of the {len(there)} checkpoints can be read: move them to another folder to start from step 0"
+            f"{there[0].parent}: no checkpoint can be read: move them to another folder to start from step 0"
         )
     return ""
 
@@ -106,7 +106,7 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     else:
         _check_keys_to_train(run, path, content, sampler, state.meta["config"])
     length = [] if evaluate else _changed_length(run, path, meta, state.meta["config"])
-    checkpoint.restore(state, content, to_train=not evaluate)
+    checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
     # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
@@ -115,7 +115,12 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     run.say(f"resumed from {path}, step {state.step}")
     if length:
         then, now = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
-        change = [f"the learning rate of the next step changes from {then[0]:.4g} to {now[0]:.4g}"] if then else []
+        rates = [f"{rate:.4g}" for rate in (then[0], now[0])] if then else ["", ""]
+        change = (
+            [f"the learning rate of the next step changes from {rates[0]} to {rates[1]}"]
+            if rates[0] != rates[1]
+            else []
+        )
         run.say(f"the run's length changes: {'; '.join([*length, *change])}")
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
     if other and not evaluate:

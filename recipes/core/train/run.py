@@ -1,5 +1,6 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
+import json
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed
 import yaml
+from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import files
 from recipes.core.config.parser import Settings
@@ -123,6 +125,10 @@ class Run:
         batches: a checkpoint keeps the values that determine their order. Called by all ranks. Raises InputError if the
         checkpoint is of another run or cannot be read. Then the status of the run directory does not change.
         """
+        if self.begun:
+            raise RunError("run.resume(): called twice: call it once, before the loop over loop.steps()")
+        if isinstance(state.model, DistributedDataParallel):
+            raise RunError("State(): give it the network itself, not the result of world.parallel()")
         self.state, self.sampler = state, batches.order
         state.meta = {
             "recipe": self.settings.recipe,
@@ -250,12 +256,13 @@ class Run:
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` with ``results`` and sets the status to done; to preempted if the run was stopped before its end.
 
-        Raises RunError if the recipe has left the loop over `loop.steps` early.
+        Raises RunError if the recipe has left the loop over `loop.steps` early, or if ``results`` cannot be written.
         """
         if self.state and not self.complete:
             raise RunError(
-                "main() returned within the loop over loop.steps(): leave out its break or return; max_steps= ends it"
+                "main() has not reached the end of the loop over loop.steps(): leave out its break or return; max_steps= ends it"
             )
+        results = require_results("main()", results)
         self.world.pulse.beat(watchdog.UNWATCHED)
         if self.world.rank != 0:
             return
@@ -297,6 +304,20 @@ class Run:
         directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")
+
+
+def require_results(call: str, results: object) -> Mapping[str, Any]:
+    """``results``, if they can be written as JSON. Raises RunError, which names ``call``, the function that returned them."""
+    if not isinstance(results, Mapping):
+        raise RunError(
+            f"{call} returned {type(results).__name__}: return a dict of results, such as run.results or {{}}"
+        )
+    for name, value in results.items():
+        try:
+            json.dumps({name: value})
+        except TypeError:
+            raise RunError(f"{call} returned {name}={type(value).__name__}: give numbers, texts or booleans") from None
+    return results
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

@@ -69,9 +69,10 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 entry.remove_own_folder(start)
                 failure.leave(code)
     except (InputError, MachineError) as error:
-        if start.ranks.local_rank != 0:
-            time.sleep(failure.REPEATED_S)
-        print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        has_parent = attempts.given(os.environ) is not None  # it prints the judgement, also if rank 0 was not refused
+        if start.ranks.rank == 0 or not has_parent:
+            time.sleep(failure.REPEATED_S if start.ranks.local_rank else 0.0)
+            print(f"{start.settings.recipe}: {error}", file=sys.stderr)
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
     except torch.distributed.DistError as error:

@@ -223,7 +223,7 @@ class World:
     def behind(self) -> dict[str, Any] | None:
         """Another rank that no longer reports, otherwise the rank that is furthest behind: its rank, host and place.
 
-        None if there is no such rank. It takes up to about five seconds. A rank calls it when it timed out waiting for the others.
+        None if there is no such rank. It takes up to `4 * PULSE_S`. A rank calls it when it timed out waiting for the others.
         """
         answers: list[list[list[int]]] = []
 

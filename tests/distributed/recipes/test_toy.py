@@ -31,10 +31,10 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     assert rows[-1]["loss"] < 0.02 < 0.2 < rows[0]["loss"]
     summary = helpers.read(tmp_path, "summary")
     assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
-    assert summary["loss"] < 0.01
+    assert summary["val_loss"] < 0.01
     evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
-    assert helpers.read(tmp_path / "evaluation", "summary")["loss"] == summary["loss"]
+    assert helpers.read(tmp_path / "evaluation", "summary")["val_loss"] == summary["val_loss"]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from recipes.conf.mnist import Config
@@ -31,7 +32,7 @@ from recipes.core.run import entry, signals, watchdog
 from recipes.core.train import checkpoint, failure, loop, metrics, optimisation, rendezvous, torch_errors
 from recipes.core.train import world as worlds
 from recipes.core.train.checkpoint import State
-from recipes.core.train.run import Run
+from recipes.core.train.run import Run, require_results
 from tests import helpers
 
 
@@ -88,6 +89,7 @@ class Trained:
                     run.resume(run.state, batches)
                 else:
                     attempts.begin(attempt, 0, own=False)
+                    run.begun = True
                     run.rows = metrics.Rows(self.folder / "metrics.jsonl")
                 for step in loop.steps(run, cfg, net, batches, evaluate):
                     self.now += 2.0
@@ -141,10 +143,31 @@ def test_other_losses_than_one_for_each_sample_are_refused(tmp_path: Path, reduc
         trained.run()
 
 
+def test_wrong_calls_of_a_recipe_end_the_run_with_the_fix() -> None:
+    wrapped: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    begun, new = (cast(Run, SimpleNamespace(begun=value)) for value in (True, False))
+    calls: dict[str, Callable[[], object]] = {
+        r"loop\.steps\(\): call run\.resume\(\) before it": lambda: next(loop.steps(new, *4 * (cast(Any, None),))),
+        r"run\.resume\(\): called twice": lambda: Run.resume(begun, cast(Any, None), cast(Any, None)),
+        r"State\(\): give it the network itself": lambda: Run.resume(
+            new, cast(Any, SimpleNamespace(model=wrapped)), cast(Any, None)
+        ),
+        r"main\(\) returned NoneType: return a dict": lambda: require_results("main()", None),
+        r"evaluate\(\) returned net=Linear: give numbers": lambda: require_results(
+            "evaluate()", {"net": nn.Linear(1, 1)}
+        ),
+    }
+    for line, call in calls.items():
+        with pytest.raises(RunError, match=f"^{line}"):
+            call()
+
+
 def test_a_loop_that_is_left_early_does_not_finish_the_run(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     trained.leave_at = 3
-    with pytest.raises(RunError, match=r"^main\(\) returned within the loop over loop\.steps\(\): leave out its break"):
+    with pytest.raises(
+        RunError, match=r"^main\(\) has not reached the end of the loop over loop\.steps\(\): leave out its"
+    ):
         trained.run(resumes=True, epochs=3)
     assert helpers.read(tmp_path, "status")["state"] == "running"
 

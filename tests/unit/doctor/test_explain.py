@@ -92,9 +92,9 @@ def test_the_log_of_a_rank_without_a_record_is_read(tmp_path: Path) -> None:
 
 def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "running")
-    assert of_run(run, NO_SLURM) == ["it is running, at step 7, last wrote 0 s ago; scontrol is not on the PATH"]
+    assert of_run(run, NO_SLURM) == ["it is running, at step 7, status written 0 s ago; scontrol is not on the PATH"]
     grow_old(run)
-    ended = "it ended without a final status, at step 7, last wrote 1 h ago"
+    ended = "it ended without a final status, at step 7, status written 1 h ago"
     assert of_run(run, NO_SLURM) == [ended, "scontrol is not on the PATH"]
     attempts.record(attempts.Attempt(run, 0), rank=2, host="node2", kind=Kind.error, error="ValueError: x")
     assert of_run(run, NO_SLURM)[0] == "rank 2 on node2 failed first: ValueError: x"
@@ -112,7 +112,7 @@ def test_a_run_that_did_not_fail_says_so(tmp_path: Path, state: str, words: str)
 def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", "done")
     refuse(run, "checkpoint x: differs from these keys")
-    assert of_run(run, NO_SLURM) == ["it was refused before it began: checkpoint x: differs from these keys"]
+    assert of_run(run, NO_SLURM) == ["the newest launch did not begin: checkpoint x: differs from these keys"]
 
 
 def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     refuse(run, "run_dir= is used by job 1")
     found = of_run(run, Answers({"1": job("RUNNING")}))
     assert found == [
-        "it is running, at step 7, last wrote 0 s ago; job 1 is running",
-        "a later launch was refused: run_dir= is used by job 1",
+        "it is running, at step 7, status written 0 s ago; job 1 is running",
+        "a later launch did not begin: run_dir= is used by job 1",
     ]
     helpers.attempt(run, launch="3.0")
     directory.write_status(run, "done", attempt=2, step=9)
@@ -187,7 +187,7 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
     grow_old(run)
     found = of_run(run, Answers({"1": job("RUNNING")}))
-    assert found == ["it is running, at step 7, last wrote 1 h ago; job 1 is running"]
+    assert found == ["it is running, at step 7, status written 1 h ago; job 1 is running"]
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert found[0].startswith("it ended without a final status")
     assert found[1].startswith("cause: disk is full (1 rank)")
@@ -202,7 +202,7 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
         assert "it ended without a final status" in of_run(run, answers)[0]
     attempts.heartbeat(attempts.Attempt(run, 0))
     for answers in (NO_SLURM, of_salloc):
-        assert "it is running, at step 7, last wrote 1 h ago" in of_run(run, answers)[0]
+        assert "it is running, at step 7, status written 1 h ago" in of_run(run, answers)[0]
 
 
 def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_table_says_of_a_run_whose_job_has_no_processes_that_it_is_not_runni
 ) -> None:
     run = run_directory(tmp_path, "running")
     found = table.read_run(run, time.time(), Answers(answers))
-    assert (found.state, found.note.startswith("last update")) == (state, True)
+    assert (found.state, found.note.startswith("status written")) == (state, True)
     assert found.note.endswith(line or " ago")
 
 
@@ -269,7 +269,7 @@ def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> N
     (run / "logs" / "rank0.log").write_text(f"mnist: PermissionError: Permission denied: {words}\n")
     assert [line.endswith(words) for line in of_run(run, NO_SLURM) if "xxx" in line] == [True] * 2
     refuse(run, words)
-    assert of_run(run, NO_SLURM) == [f"it was refused before it began: {words}"]
+    assert of_run(run, NO_SLURM) == [f"the newest launch did not begin: {words}"]
 
 
 def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:

@@ -235,5 +235,5 @@ def test_finish_of_a_run_that_never_began_returns_sruns_status(
 ) -> None:
     helpers.attempt(tmp_path, step=None, hosts=())
     assert finish(tmp_path, srun_status=137) == 137
-    line = "mnist: failed: it ended before the run began; the lines above say why\n"
+    line = "mnist: failed: it ended before the run began\n"
     assert capsys.readouterr() == ("", line)

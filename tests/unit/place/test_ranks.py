@@ -279,7 +279,7 @@ def test_ports_of_neighbouring_jobs_steps_and_restarts_differ() -> None:
     for first in (0, 1, 22_740, 4_294_967_000):
         ports = [port_for(first + j, s, r) for j, s, r in product(range(51), range(21), range(4))]
         assert len(set(ports)) == len(ports)
-    assert all(10_000 <= port_for(job) < 32_768 for job in range(1000))
+    assert all(10_000 <= port_for(job, 0, 0) < 32_768 for job in range(1000))
 
 
 def test_random_environments_give_a_rank_or_a_one_line_error() -> None:

@@ -90,12 +90,13 @@ def test_a_rank_that_its_parent_saw_killed_comes_first_unless_it_has_a_record() 
         (seen(), End(137), "failed", 137),
         (seen((2, Kind.input, "x", {"exit_status": 2})), End(143), "failed", 2),
         # An attempt that has not begun.
-        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "refused", 3),
+        (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "attempt": 8}), End(1), "not begun", 3),
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status={**RUNNING, "state": "failed"}), End(1), "failed", 3),
         (seen((0, Kind.machine, "x", {"exit_status": 3}), begun=False, status=None), End(1), "failed", 3),
         (seen((0, Kind.error, "x"), begun=False), End(1), "failed", 1),
-        (seen(begun=False, runs_elsewhere=True), End(143), "refused", 143),
-        (seen(taken_by="9.0"), End(3), "refused", 3),
+        (seen(begun=False, status={**RUNNING, "attempt": 8}), KILLED, "not begun", 137),
+        (seen(begun=False, status=None), End(143, stopped=True), "not begun", 75),
+        (seen(taken_by="9.0"), End(3), "not begun", 3),
     ],
 )  # fmt: skip
 def test_the_state_and_the_exit_status_follow(evidence: Evidence, end: End, state: str, status: int) -> None:
@@ -136,15 +137,13 @@ def test_close_does_not_change_a_status_that_rank_0_has_written(tmp_path: Path, 
     assert (outcome.state, status["state"], status["reason"]) == (state, state, "")
 
 
-def test_close_does_not_change_the_status_of_a_later_attempt_or_of_another_job(tmp_path: Path) -> None:
+def test_close_does_not_change_the_status_of_another_attempt(tmp_path: Path) -> None:
     first = helpers.attempt(tmp_path, launch="1.0", job="1")
     second = helpers.attempt(tmp_path, launch="2.0", job="2")
     before = directory.write_status(tmp_path, "running", attempt=1, step=5)
     assert judge.close(first, End(3)).reason == f"{tmp_path} was taken over by 2.0; this job is not requeued"
-    never = helpers.attempt(
-        tmp_path, launch="3.0", job="3", step=None
-    )  # it was killed in its start, and the second one runs
-    assert judge.close(never, End(143)).state == "refused"
+    never = helpers.attempt(tmp_path, launch="3.0", job="2", step=None)  # killed in its start; the second one runs
+    assert judge.close(never, End(143)).state == "not begun"
     assert directory.read_status(tmp_path) == before
     assert judge.close(second, End(1)).state == "failed"
 
@@ -156,9 +155,11 @@ def test_a_refused_attempt_leaves_its_line_and_not_the_status(tmp_path: Path) ->
     attempts.record(refused, rank=0, host="a", kind=Kind.input, error="lr=1 becomes 2", exit_status=2)
     assert judge.close(refused, End(143)).exit_status == 2
     assert directory.read_status(tmp_path) == before
-    assert judge.refusal(tmp_path) == "lr=1 becomes 2"
-    helpers.attempt(tmp_path)
-    assert judge.refusal(tmp_path) == ""
+    assert judge.why_not_begun(tmp_path) == "lr=1 becomes 2"
+    directory.write_status(tmp_path, "done", attempt=0, step=9)  # the run has ended since then
+    assert judge.why_not_begun(tmp_path) == ""
+    judge.close(helpers.attempt(tmp_path, step=None), End(143, stopped=True))
+    assert judge.why_not_begun(tmp_path) == ""
 
 
 def test_close_returns_the_judgement_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_a_running_run_shows_the_age_of_its_status(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", "running")
     updated = directory.read_status(folder)["updated"]  # type: ignore[index]
     for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
-        assert table.read_run(folder, updated + seconds).note == f"last update {told} ago"
+        assert table.read_run(folder, updated + seconds).note == f"status written {told} ago"
 
 
 def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_whose_newest_launch_was_refused_is_shown_as_refused(tmp_path: Pat
     folder = make(tmp_path / "run", lr=0.1)
     refuse(folder, "lr=0.1 becomes 0.2")
     found = table.read_run(folder, time.time())
-    assert (found.state, found.note, found.step) == ("refused", "lr=0.1 becomes 0.2 (before that: done)", 10)
+    assert (found.state, found.note, found.step) == ("not begun", "lr=0.1 becomes 0.2 (before that: done)", 10)
     assert found.results["val_top1"] == 0.9412
     helpers.attempt(folder)  # a later launch has begun
     found = table.read_run(folder, time.time())
@@ -145,5 +145,5 @@ def test_a_running_run_stays_running_if_a_second_launch_is_refused(tmp_path: Pat
     refuse(folder, "job 7 (running) uses it")
     found = table.read_run(folder, time.time())
     assert found.state == "running"
-    assert found.note.startswith("last update ")
-    assert found.note.endswith(" ago; a later launch was refused: job 7 (running) uses it")
+    assert found.note.startswith("status written ")
+    assert found.note.endswith(" ago; a later launch did not begin: job 7 (running) uses it")
