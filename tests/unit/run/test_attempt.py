@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from recipes.core import files
 from recipes.core.errors import Kind, MachineError
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory
+from recipes.core.run import directory, watchdog
 from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint, metrics
+from recipes.core.train.run import Run
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -100,11 +103,17 @@ def set_status(old: Attempt) -> None:
     directory.write_status(old.run_dir, "running", attempt=old.number, step=9)
 
 
-@pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status])
+def write_summary(old: Attempt) -> None:
+    world = SimpleNamespace(rank=0, pulse=watchdog.Pulse())
+    run: Any = SimpleNamespace(state=None, world=world, attempt=old, dir=old.run_dir, step=9, stopping="")
+    Run.finish(run, {"val_top1": 1.0})
+
+
+@pytest.mark.parametrize("write", [write_checkpoint, point_to_it, set_status, write_summary])
 def test_an_attempt_that_wakes_up_after_its_successor_has_begun_changes_nothing(
     tmp_path: Path, write: Callable[[Attempt], None]
 ) -> None:
-    """It is stopped just before it renames a checkpoint, ``latest`` or the status."""
+    """It is stopped just before it renames a checkpoint, ``latest``, the status or the summary."""
     old = helpers.attempt(tmp_path)
     write_checkpoint(old, 5)
     helpers.attempt(tmp_path, step=5)
