@@ -31,7 +31,7 @@ from recipes.core.train.checkpoint import State
 from recipes.core.train.run import Run
 
 MEAN, STD = 0.1307 * 255, 0.3081 * 255  # of MNIST's training pixels, scale 0 to 255
-REACH = 1  # maximum shift of a training image, in pixels; 2 was worse
+MAX_SHIFT = 1  # maximum shift of a training image, in pixels; 2 was worse
 
 
 class Net(nn.Module):
@@ -98,7 +98,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     batches = GlobalBatches(len(train_set), cfg.global_batch_size, cfg.seed, world.rank, world.size, train_set.digest())
     steps = loop.total_steps(cfg, batches)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(cfg, steps, step))
-    shifted = AugmentedImages(train_set.images, reach=REACH if cfg.augment else 0)
+    shifted = AugmentedImages(train_set.images, reach=MAX_SHIFT if cfg.augment else 0)
     autocast = optimisation.autocast(run, cfg)
 
     def answers(net: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

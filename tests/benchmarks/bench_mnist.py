@@ -34,7 +34,7 @@ def figures(size: Size) -> list[Figure]:
 
 def input_alone(size: Size, folder: str, train_set: ImageSet, source: str) -> Figure:
     """Whole epochs of batches, shuffled; ours are shifted and normalised as well, theirs are not."""
-    shifted = AugmentedImages(train_set.images, mnist.REACH)
+    shifted = AugmentedImages(train_set.images, mnist.MAX_SHIFT)
     peer_set = torchvision.datasets.MNIST(folder, transform=ToTensor())
     peer = DataLoader(peer_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 
@@ -55,7 +55,7 @@ def input_and_step(size: Size, train_set: ImageSet, source: str) -> Figure:
     cfg = Config()
     per_epoch = -(-len(train_set) // cfg.global_batch_size)
     values: dict[str, list[float]] = {"ours": [], "theirs": []}
-    shifted = {name: AugmentedImages(train_set.images, mnist.REACH) for name in values}
+    shifted = {name: AugmentedImages(train_set.images, mnist.MAX_SHIFT) for name in values}
     for epoch in range(size.rounds + 1):
         words = (mnist.normalise, cfg.global_batch_size, cfg.seed, epoch)
         batches = {name: inputs.recipe_batches(train_set, shifted[name], *words) for name in values}

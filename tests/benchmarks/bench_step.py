@@ -67,7 +67,7 @@ class BareLoop:
 
     def __init__(self, cfg: Config, train_set: ImageSet, world: World | None) -> None:
         self._cfg, self._labels = cfg, train_set.labels
-        self._images = AugmentedImages(train_set.images, mnist.REACH)
+        self._images = AugmentedImages(train_set.images, mnist.MAX_SHIFT)
         self._images.draw(cfg.seed, 0)
         torch.manual_seed(cfg.seed)
         self.net = mnist.Net()

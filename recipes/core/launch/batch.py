@@ -65,7 +65,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        if problem := _several_components(recipe, environ) or _other_user(settings, attempt, environ):
+        if problem := _several_components(recipe, environ) or _used_by_other_job(settings, attempt, environ):
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             print(f"{recipe}: {problem}", file=sys.stderr)
             return errors.EXIT_CONFIG
@@ -102,7 +102,7 @@ def _several_components(recipe: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def _other_user(settings: Settings, attempt: Attempt, environ: Mapping[str, str]) -> str:
+def _used_by_other_job(settings: Settings, attempt: Attempt, environ: Mapping[str, str]) -> str:
     """A line on the other job that uses the run directory; "" if no other job uses it.
 
     The ranks check this again, but in a container they may have no scontrol.

@@ -185,7 +185,7 @@ def begin(attempt: Attempt, step: int, own: bool) -> None:
         ) from None
 
 
-def leave(attempt: Attempt) -> None:
+def remove_staging(attempt: Attempt) -> None:
     """Removes the empty staging folder of an attempt that has saved everything."""
     with contextlib.suppress(OSError):
         attempt.staging.rmdir()

@@ -234,9 +234,9 @@ def named(folder: Path, pointer: str) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first: the one that ``latest`` names, then those of earlier steps, then the rest.
+    """The checkpoints in ``folder``, newest first: the one that ``latest`` names, then those of earlier steps, then those of later steps.
 
-    A run that was resumed from an earlier step still has older checkpoints of higher steps.
+    Those of later steps are left from before a resume from an earlier step.
     """
     steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
     latest = named(folder, "latest")

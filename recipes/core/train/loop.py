@@ -200,7 +200,10 @@ class _StepEnds:
         self.sums: Agreement | None = None
 
     def begin(self, pretrained: bool) -> bool:
-        """Evaluates, if there is nothing else to do or a stop has postponed it. Returns whether there are steps."""
+        """Does what comes before the first step: evaluate=true, an evaluation that a stop has postponed, or a run that has finished.
+
+        Returns whether there are steps to do.
+        """
         run, state = self.run, self.run.state
         if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
             raise InputError(
@@ -215,7 +218,7 @@ class _StepEnds:
         if late:
             self.evaluate_late()
             if state.step < self.total:
-                run.stopping = ""  # it stops one step later: a job too short for an evaluation makes progress
+                run.stopping = ""  # do one step first: a job too short for an evaluation makes progress
         if state.step < self.total:
             return True
         run.say(f"already finished: step {state.step} of {self.total}; raise epochs= to continue")
@@ -244,6 +247,7 @@ class _StepEnds:
             epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
             run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
         if stop or last:
+            # After the last step the run is complete: only an evaluation that was cut short still counts as stopped.
             run.stopping = run.stopping if last else stop
             run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last

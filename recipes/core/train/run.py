@@ -267,7 +267,7 @@ class Run:
         if self.world.rank != 0:
             return
         attempts.check_owner(self.attempt)
-        attempts.leave(self.attempt)
+        attempts.remove_staging(self.attempt)
         step = self.step
         if self.stopping:
             number = self.attempt.number

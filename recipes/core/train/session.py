@@ -101,8 +101,10 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         over = threading.Event()
         stack.callback(over.set)
         if world.rank == 0:
-            threading.Thread(target=failure.watch_owner, args=(current, over), name="fence", daemon=True).start()
-        threading.Thread(target=failure.watch_peers, args=(current, start, over), name="patience", daemon=True).start()
+            threading.Thread(target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True).start()
+        threading.Thread(
+            target=failure.watch_peers, args=(current, start, over), name="peer watch", daemon=True
+        ).start()
         stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
             opening.introduce(current, start)
