@@ -242,7 +242,7 @@ TABLE: dict[str, How] = {
     "python -m recipes.report runs/cifar/1234_*": tool(says="^runs/cifar/1234_1 +done "),
     "python -m recipes.report --json runs/cifar": tool(says='"state": "done"'),
     "python -m recipes.toy": here(says="^toy: 1 rank "),
-    "torchrun --nproc-per-node=2 -m recipes.toy device=cpu": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
+    "torchrun --nproc-per-node=2 -m recipes.toy device=cpu run_dir=runs/toy/1": here("max_steps=20", says="^toy: 2 ranks on 1 node"),
     "python launch.py recipe=toy nodes=2": slurm("device=cpu max_steps=20"),
 }  # fmt: skip
 

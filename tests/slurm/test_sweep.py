@@ -40,7 +40,7 @@ def test_a_sweep_with_one_failing_run(slurm: Cluster, repo: Path) -> None:
         assert (run_dir / "job.sh").exists()
         assert jobs.read(run_dir / "job.yaml")["arguments"][-1] == f"lr={rate}"
     table = done.stdout.splitlines()[-4:]
-    assert table[0].split() == ["run", "state", "step", "lr", "loss", "samples_per_second", "note"]
+    assert table[0].split() == ["run", "state", "step", "lr", "val_loss", "loss", "samples_per_second", "note"]
     assert [line.split()[1] for line in table[1:]] == ["done", "failed", "done"]
     assert "the loss at step " in table[2]
     assert all(record["ArrayTaskThrottle"] == "2" for record in slurm.jobs(job))

@@ -87,5 +87,5 @@ def test_a_step_of_toy_equals_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
     slope = 3 * 2 * away.sum() / 6  # times the ranks, over which gradients are averaged
     assert torch.allclose(evaluation.weights, step.weights - 0.1 * slope, rtol=1e-5)
     assert torch.equal(evaluation.inputs, inputs[4:8])
-    assert trained.results["loss"] == pytest.approx(F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12)
+    assert trained.results["val_loss"] == pytest.approx(F.mse_loss(evaluation.outputs, targets[4:8]).item() * 4 / 12)
     assert [(group["momentum"], group["lr"]) for group in trained.run.state.optimizer.param_groups] == [(0.9, 0.1)]
