@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.core.errors import shown
+from recipes.core.launch import local
 from recipes.core.place.launcher_variables import RankError
 from recipes.core.place.ranks import RankInfo, detect, port_for
 
@@ -313,3 +314,13 @@ def test_random_environments_give_a_rank_or_a_one_line_error() -> None:
             assert not found.nodes or len(found.nodes) == found.num_nodes
             assert found.run_id is None or re.fullmatch(r"\d+(_\d+)?(\.\d+)?", found.run_id)
     assert min(seen.values()) > 200, seen
+
+
+def test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them() -> None:
+    counts = (1, 3, 2)
+    places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+    layouts = [local.Layout(counts, node, "h", 29400) for node in range(len(counts))]
+    infos = [detect(local.rank_environment(layouts[node], rank, 29400, {})) for node, rank in places]
+    assert [(i.rank, i.node_rank, i.local_rank) for i in infos] == [(n, *place) for n, place in enumerate(places)]
+    assert [i.local_world_size for i in infos] == [counts[node] for node, _ in places]
+    assert {(i.world_size, i.num_nodes, i.master_addr, i.master_port) for i in infos} == {(6, 3, "h", 29400)}
