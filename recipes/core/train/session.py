@@ -69,12 +69,12 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 entry.remove_own_folder(start)
                 failure.leave(code)
     except (InputError, MachineError) as error:
+        code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
+        attempts.refuse(os.environ, code, str(error), start.ranks.rank)  # first: the end of another rank may end this one
         has_parent = attempts.given(os.environ) is not None  # it prints the judgement, also if rank 0 was not refused
         if start.ranks.rank == 0 or not has_parent:
             time.sleep(failure.REPEATED_S if start.ranks.local_rank else 0.0)
             print(f"{start.settings.recipe}: {error}", file=sys.stderr)
-        code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
