@@ -40,21 +40,19 @@ def placed(run_dir: Path) -> dict[str, int]:
     return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
 
 
-def run_job(slurm: Cluster, repo: Path, folder: Path, script: str, *words: str) -> str:
-    """The log of a job, after it has completed."""
+def run_job(slurm: Cluster, repo: Path, folder: Path, script: str, *words: str) -> None:
+    """Submits a job and waits until it has completed."""
     (folder / "job.sh").write_text(script)
     job = jobs.sbatch(slurm, repo, folder / "log", str(folder / "job.sh"), *words)
     assert jobs.ended(slurm, job, folder / "log") == ("COMPLETED", "0:0"), jobs.tail(folder / "log")
-    return (folder / "log").read_text()
 
 
 @pytest.mark.long
 def test_gpus_are_taken_from_uneven_nodes(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
     words = ("recipe=toy", "gpus=3", "cpus_per_rank=1", "launcher=print")
     done = uneven.run(sys.executable, "launch.py", *words, cwd=repo, env=jobs.PYTHON, check=True)
-    said = run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
+    run_job(uneven, repo, tmp_path, done.stdout, f"run_dir={tmp_path}/run", *KEYS)
     assert placed(tmp_path / "run") == UNEVEN
-    assert "warning: device=cpu, 2 GPUs per node are unused" in said
 
 
 @pytest.mark.long
