@@ -15,7 +15,7 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import rendezvous, session, torch_errors
+from recipes.core.train import session, torch_errors
 from recipes.core.train.device import choose_backend, resolve_device
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
@@ -99,22 +99,6 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
     assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
         choose_backend(Backend.nccl, cpu)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-2"], ["b", "nccl", "GPU-1"]], ""),
-        ([["a", "gloo", ""], ["a", "gloo", ""]], ""),
-        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-1"]], "a: ranks 1 and 0 have the same GPU GPU-1; there is one rank per GPU"),
-        (
-            [["a", "nccl", "GPU-1"], ["b", "gloo", ""]],
-            "a: rank 0 uses nccl, rank 1 on b uses gloo: give the same device= and backend= on each",
-        ),
-    ],
-)  # fmt: skip
-def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[list[str]], expected: str) -> None:
-    assert rendezvous._mismatch(found, 0) == expected
 
 
 @pytest.mark.parametrize(
