@@ -109,9 +109,8 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
-    # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
-    if path.parent == run.checkpoints:
-        state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
+    if path.parent == run.checkpoints:  # with a checkpoint from another folder, this run has no best checkpoint yet
+        state.meta["best"] = meta.get("best")
     run.say(f"resumed from {path}, step {state.step}")
     if length:
         then, now = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
