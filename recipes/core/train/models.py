@@ -115,10 +115,3 @@ def fault_of(path: Path) -> str:
 def cached(weights: WeightsEnum) -> Path:
     """Path of the file of these weights in torch's cache on this machine."""
     return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
-
-
-def sync_batch_norm(net: nn.Module, on_gpus: bool) -> nn.Module:
-    """``net`` with batch normalisation over all ranks (SyncBatchNorm). Raises InputError on CPUs, which torch does not support."""
-    if not on_gpus:
-        raise InputError("sync_bn=true: torch has it for GPUs only; leave it out, or train on GPUs")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(net)

@@ -68,8 +68,8 @@ class Run:
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         if self.world.rank == 0:
-            keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
-            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, keep, self._saved)
+            keep, every = self.keys.keep_checkpoints, self.keys.keep_every_steps
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every)
 
     @property
     def dir(self) -> Path:
@@ -89,11 +89,6 @@ class Run:
     def ranks(self) -> int:
         """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
         return self.dry_run.ranks if self.dry_run else self.world.size
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
-        return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
 
     def close_rows(self) -> None:
         if self.rows:
@@ -163,7 +158,7 @@ class Run:
             count = sum(parameter.numel() for parameter in self.state.model.parameters())
             found = replace(found, parameters=count, evaluates=evaluates)
         if self.state and not evaluates:
-            size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
+            size = checkpoint.size_in_training(self.state)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
         self.dry_run.write(found)
         raise DryRunEnd
