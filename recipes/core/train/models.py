@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,6 @@ def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[Non
         yield
     finally:
         del vars(weights)["get_state_dict"]
-
-
-def check_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
-    """Raises InputError if the network does not accept square images of one of these sides (pixels). net: on the CPU."""
-    training = net.training
-    net.eval()
-    for side in sorted(sides):
-        try:
-            with torch.inference_mode():
-                net(torch.zeros(1, 3, side, side))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise InputError(
-                f"arch={arch}: takes no images of {side} px ({errors.one_line(error, 120)}): give another px=, small_px= or val_px="
-            ) from None
-    net.train(training)
 
 
 def find_weights(arch: str, name: str) -> WeightsEnum:

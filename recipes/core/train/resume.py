@@ -138,9 +138,9 @@ def _check_keys(
 
 
 def compare_keys(run: Context, keys: dict[str, Any]) -> None:
-    """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
+    """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
 
-    keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
+    keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
     """
     keys = keys | {name: getattr(run.settings.run, name) for name in OF_ALL_RANKS}
     first = json.loads(run.world.broadcast_text("keys", json.dumps(keys)))
@@ -151,5 +151,5 @@ def compare_keys(run: Context, keys: dict[str, Any]) -> None:
     if other:
         host = run.world.hosts[0]
         raise InputError(
-            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys on all ranks"
+            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
         )

@@ -135,7 +135,7 @@ class Run:
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(context, state.meta["config"])
+        resume.compare_keys(context, state.meta["config"] | {"data": batches.order.get("data")})
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
             self.resumed_from = Path(chosen)
             resume.load(context, self.resumed_from, state, self.sampler)
@@ -291,10 +291,7 @@ class Run:
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
-            # If this attempt trained nothing, the summary of the training is kept.
-            before = files.read_json(self.dir / "summary.json") or {}
-            stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
-            files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
+            files.write_json(self.dir / "summary.json", {**summary, **results})
         directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")

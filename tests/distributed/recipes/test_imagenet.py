@@ -217,7 +217,6 @@ def test_the_optimizer_settings() -> None:
 @pytest.mark.parametrize(
     ("words", "error", "expected"),
     [
-        (["arch=vit_b_16", "variant=dev"], InputError, "arch=vit_b_16: takes no images of 64 px"),
         (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
         (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
         (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),
