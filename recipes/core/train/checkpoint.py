@@ -252,13 +252,10 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
-    if not isinstance(content, dict) or not {"model", "optimizer", "scheduler", "sampler", "rng", "meta"} <= set(
-        content
-    ):
+    parts = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
+    meta = content["meta"] if isinstance(content, dict) and parts <= content.keys() else None
+    if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
         raise InputError(f"checkpoint {path}: was not written by these recipes")
-    meta = content["meta"]
-    if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or not isinstance(meta.get("step"), int):
-        raise InputError(f"checkpoint {path}: has no step or config in its metadata")
     return content
 
 

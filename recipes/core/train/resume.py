@@ -48,8 +48,7 @@ def choose(run: Context) -> str:
         if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
             path = path.with_name(name)
         elif of_run:
-            why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
-            raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
+            raise InputError(f"resume={wanted}: {path} does not exist: leave resume= out")
         if not os.path.exists(path):
             raise InputError(f"resume={wanted}: there is no such file on {run.world.host}")
         if not path.is_dir():
@@ -137,19 +136,19 @@ def _check_keys(
         )
 
 
-def compare_keys(run: Context, keys: dict[str, Any]) -> None:
+def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
     """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
 
     keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
     """
-    keys = keys | {name: getattr(run.settings.run, name) for name in OF_ALL_RANKS}
-    first = json.loads(run.world.broadcast_text("keys", json.dumps(keys)))
-    paths = {f.name for f in fields(run.settings.config) if f.metadata.get("path")}
+    keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
+    first = json.loads(world.broadcast_text("keys", json.dumps(keys)))
+    paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
     other = [
         f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
     ]
     if other:
-        host = run.world.hosts[0]
+        host = world.hosts[0]
         raise InputError(
-            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
+            f"{world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
         )

@@ -135,7 +135,7 @@ class Run:
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(context, state.meta["config"] | {"data": batches.order.get("data")})
+        resume.compare_keys(self.world, self.settings, state.meta["config"] | {"data": batches.order.get("data")})
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
             self.resumed_from = Path(chosen)
             resume.load(context, self.resumed_from, state, self.sampler)
@@ -144,8 +144,7 @@ class Run:
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
-        context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(context, _plain(self.settings))
+        resume.compare_keys(self.world, self.settings, _plain(self.settings))
         self.end_dry_run()
         self._begin()
 
