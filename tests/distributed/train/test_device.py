@@ -75,7 +75,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 2, True),
             {**GRANTED_2, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
             1,
-            ["MIG slice", "--gpus-per-task=1"],
+            ["MIG slices, one per task"],
         ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
         # One GPU on the node and two ranks: not one bound to each.
