@@ -139,7 +139,8 @@ def _check_keys(
 def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
     """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
 
-    keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
+    keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are
+    compared too. Called by all ranks.
     """
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     first = json.loads(world.broadcast_text("keys", json.dumps(keys)))
