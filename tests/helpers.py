@@ -171,10 +171,20 @@ def run_ranks(code: str, words: Sequence[str], ranks: int, **added: str) -> Ende
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl; a last line that is still being written is left out."""
+    """metrics.jsonl; a last line that is still being written is left out.
+
+    A row that comes again with the evaluation that a stop has put off is one row, of the attempt that has trained the step.
+    """
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found: list[dict[str, Any]] = []
+    for row in (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")):
+        before = found[-1] if found else {}
+        if before.get("step") == row["step"] and "val_top1" in row and "val_top1" not in before:
+            found[-1] = row | {"attempt": before["attempt"]}
+        else:
+            found.append(row)
+    return found
 
 
 def read(run_dir: Path, name: str) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def test_a_signal_during_the_start_saves_at_the_next_step_and_during_an_evaluati
     if where == "evaluate":
         assert "val_top1" not in helpers.rows(run_dir)[-1]  # not a part of it
     assert_resumes(start, run_dir, step)
-    if where == "evaluate":
+    if where == "evaluate":  # it is done anew, before the next step
+        assert 0.0 <= helpers.rows(run_dir)[9]["val_top1"] <= 1.0
         assert [row["step"] for row in helpers.rows(run_dir)] == list(range(1, 14))
 
 

@@ -177,6 +177,8 @@ def steps(
                     break
                 pulse.beat(watchdog.DATA)
         run.samples, run.train_s = ends.meter.samples, ends.meter.train_s
+        if state.meta.get("unevaluated") and not run.stopping:
+            ends.evaluate_late()
     run.complete = True
 
 
@@ -198,7 +200,7 @@ class _StepEnds:
         self.sums: Agreement | None = None
 
     def begin(self, pretrained: bool) -> bool:
-        """Does what comes before the first step: evaluate=true, or the evaluation of a run that was stopped after its last step.
+        """Does what comes before the first step: evaluate=true, an evaluation that a stop has postponed, or a run that has finished.
 
         Returns whether there are steps to do.
         """
@@ -212,11 +214,16 @@ class _StepEnds:
             if self._evaluate():
                 run.say(_shown(run.results))
             return False
+        late = bool(state.meta.get("unevaluated")) and not run.was_done
+        if late:
+            self.evaluate_late()
+            if state.step < self.total:
+                run.stopping = ""  # do one step first: a job too short for an evaluation makes progress
         if state.step < self.total:
             return True
         run.say(f"already finished: step {state.step} of {self.total}; raise epochs= to continue")
-        if not run.was_done and self._evaluate() and run.is_best(run.results) and run.keys.keep_best:
-            run.save(best=True, wait=True)
+        if not late and not run.was_done:
+            self._evaluate()
         return False
 
     def end(self, step: Step[Any]) -> bool:
@@ -239,7 +246,10 @@ class _StepEnds:
         elif self.meter.progress_due():
             epochs = f"epoch {step.shard.epoch + 1}/{self.cfg.epochs}"
             run.progress(f"{epochs}  step {state.step}/{self.total}  lr {step.lr:.2g}")
-        run.stopping = stop
+        if stop or last:
+            # After the last step the run is complete: only an evaluation that was cut short still counts as stopped.
+            run.stopping = run.stopping if last else stop
+            run.world.pulse.beat(watchdog.EVALUATION)  # a stop may have postponed an evaluation
         return bool(stop) or last
 
     def _read(self, sums: Agreement, step: int) -> tuple[float, str, bool]:
@@ -261,6 +271,7 @@ class _StepEnds:
         if run.saver:
             run.saver.check()
         _log_row(run, **row)
+        run.state.meta["unevaluated"] = row if ends_epoch and stop else None
         last = run.step == self.total
         if save or stop or last or best:
             run.save(best=best, wait=last or bool(stop))
@@ -277,6 +288,15 @@ class _StepEnds:
         except Stopped as stopped:
             run.stopping = str(stopped)
         return not run.stopping
+
+    def evaluate_late(self) -> None:
+        """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if it is the best."""
+        run = self.run
+        if self._evaluate():
+            _log_row(run, **run.state.meta["unevaluated"])
+            run.state.meta["unevaluated"] = None
+            if run.is_best(run.results) and run.keys.keep_best:
+                run.save(best=True, wait=True)
 
 
 def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:

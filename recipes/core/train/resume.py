@@ -104,8 +104,9 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
-    if path.parent == run.checkpoints:  # with a checkpoint from another folder, this run has no best checkpoint yet
-        state.meta["best"] = meta.get("best")
+    # A checkpoint from another folder does not count: this run has no best checkpoint yet, and no postponed evaluation.
+    if path.parent == run.checkpoints:
+        state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     run.say(f"resumed from {path}, step {state.step}")
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
     if other and not evaluate:

@@ -132,6 +132,7 @@ class Run:
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
             "best": None,  # best evaluation so far: val_top1 and its step
+            "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)

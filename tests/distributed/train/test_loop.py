@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -175,7 +176,7 @@ def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     trained.values = [0.0, 0.0]
     results, run = trained.run(resumes=True, epochs=2)
-    assert (results, run.stopping, run.step) == ({}, "", 4)
+    assert (results, run.stopping, run.state.meta["unevaluated"], run.step) == ({}, "", None, 4)
     assert helpers.read(tmp_path, "status")["state"] == "done"
 
 
@@ -266,15 +267,44 @@ def test_the_best_evaluation_of_an_earlier_attempt_remains_the_best(tmp_path: Pa
     assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
 
 
-@pytest.mark.parametrize(("stop_at", "step"), [(3, 4), (4, 4), (6, 6)])
-def test_a_stop_saves_at_its_step_without_an_older_evaluation(tmp_path: Path, stop_at: int, step: int) -> None:
+@pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(3, 4, [1.0]), (4, 4, [1.0]), (6, 6, [1.0, 2.0, 3.0])])
+def test_a_stop_saves_at_its_step_without_an_older_evaluation(
+    tmp_path: Path, stop_at: int, step: int, evaluated: list[float]
+) -> None:
     trained = Trained(tmp_path)
     trained.stop_at = stop_at
-    _, run = trained.run(epochs=3)
-    assert (run.state.step, bool(run.stopping)) == (step, True)
+    results, run = trained.run(epochs=3)
+    assert (run.state.step, bool(run.stopping)) == (step, stop_at != 6)
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}.pt\n"
-    assert trained.evaluations == step // 2 - 1
-    assert "val_top1" not in helpers.rows(tmp_path)[-1]
+    assert trained.evaluations == len(evaluated)
+    if stop_at == 6:  # the run is over all the same
+        assert results == {"val_top1": 3.0}
+    else:
+        assert "val_top1" not in helpers.rows(tmp_path)[-1]
+
+
+@pytest.mark.parametrize(
+    ("step", "values"), [(4, [0.1, 0.9, 0.5]), (6, [0.1, 0.2, None, 0.9])], ids=["before it", "in the last one"]
+)
+def test_an_evaluation_postponed_by_a_stop_runs_first_after_resuming(
+    tmp_path: Path, step: int, values: list[float | None]
+) -> None:
+    """The row of its step is written again with the results, and the best evaluation has its checkpoint."""
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = values, 4 if step == 4 else 0
+    _, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, bool(run.stopping)) == (step, True)
+    trained.stop_at = 0
+    results, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, run.stopping, results["val_top1"]) == (6, "", values[-1])
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before, late = [row for row in written if row["step"] == step]
+    assert late == before | {"val_top1": 0.9, "attempt": 1}
+    assert [row["step"] for row in written] == sorted(row["step"] for row in written)
+    found = {row["step"]: row["val_top1"] for row in written if "val_top1" in row}
+    assert found == dict(zip((2, 4, 6), (value for value in values if value), strict=True))
+    assert run.state.meta["best"] == {"val_top1": 0.9, "step": step}
+    assert (tmp_path / "checkpoints" / "best").read_text() == f"step-{step:08d}.pt\n"
 
 
 def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tmp_path: Path) -> None:
@@ -288,8 +318,21 @@ def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tm
     assert status["reason"].endswith("failed first: RuntimeError: this")
 
 
+def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
+    """A job that is too short for an evaluation still makes progress."""
+    trained = Trained(tmp_path)
+    trained.values, trained.stop_at = [0.1, None, 0.3], 4
+    trained.run(resumes=True, epochs=3)
+    trained.stop_at = 0
+    _, run = trained.run(resumes=True, epochs=3)
+    assert (run.state.step, run.stopping) == (5, "SIGUSR2")
+    assert trained.run(resumes=True, epochs=3)[0] == {"val_top1": 0.3}
+    found = {row["step"]: row.get("val_top1") for row in helpers.rows(tmp_path)}
+    assert found == {1: None, 2: 0.1, 4: None, 5: None, 6: 0.3}
+
+
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
-    """Even if the resumed run has no step left to train, since a stop has cut its last evaluation short."""
+    """Even if the resumed run has no step left to train."""
     trained = Trained(tmp_path)
     trained.values = [0.1, 0.2, None, 0.9]
     trained.run(resumes=True, epochs=1)
@@ -299,7 +342,6 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     trained.run(resumes=True, epochs=3)
     summary = helpers.read(tmp_path, "summary")
     assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
-    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000006.pt"
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
