@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, cast
 
-from recipes.core import errors
+import torch
+import torch.distributed
+
+from recipes.core import errors, files
 from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, in_use, judge, watchdog
@@ -36,6 +39,16 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _keep_flight_record(run: Run) -> None:
+    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
+
+    torch writes it only after its own timeout, which never expires here.
+    """
+    if run.world.backend == "nccl":
+        record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
+        files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
@@ -72,6 +85,8 @@ def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
                 code = errors.EXIT_CRASH
                 try:
                     code = fail(run, torch_errors.PeerTimeout(words), behind)
+                    with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
+                        _keep_flight_record(run)
                     entry.remove_own_folder(start)
                 finally:
                     leave(code)
@@ -111,8 +126,10 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
+    recorded = False
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
+        recorded = True
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
@@ -121,8 +138,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         with contextlib.suppress(Exception):  # a failed save is not the reason why this rank ends
             run.saver.wait(LAST_SAVE_S)
     record["behind"] = behind
-    if behind:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if behind or not recorded:  # a full disk may have space again
             attempts.record(run.attempt, **record)
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
@@ -145,6 +162,9 @@ def cause_of(error: BaseException) -> Cause:
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
+    if any(type(one).__name__ == "InvalidCxxCompiler" for one in _chain(error)):  # of torch._inductor
+        line = "compile=true: torch finds no C++ compiler here: install g++, name one in CXX, or omit compile="
+        return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if torch_errors.is_out_of_memory(error):
         text = errors.one_line(error)
         fix = "use a smaller global_batch_size=, or accumulate="
@@ -180,3 +200,10 @@ def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
             run.dir, "failed", attempt=run.attempt.number, step=run.step, reason=judge.describe(record),
             kind=errors.kind_of(record), first=record,
         )  # fmt: skip
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes. torch.compile keeps the error of a backend as ``inner_exception``."""
+    while error:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__

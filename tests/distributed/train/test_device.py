@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import session, torch_errors
+from recipes.core.train import failure, session, torch_errors
 from recipes.core.train.device import choose_backend, resolve_device
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
@@ -134,3 +136,12 @@ def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
     assert gpus.visible_gpus({}, tmp_path) == 3
     assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
+
+
+def test_nccls_flight_record_is_kept_with_the_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
+    for backend in ("gloo", "nccl"):
+        run: Any = SimpleNamespace(dir=tmp_path, world=SimpleNamespace(rank=1, backend=backend))
+        failure._keep_flight_record(run)
+        assert (tmp_path / "logs" / "flight-1").exists() == (backend == "nccl")
