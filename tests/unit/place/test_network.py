@@ -131,7 +131,7 @@ def pair6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node
 def info(node_rank: int, nodes: tuple[str, ...] = (), num_nodes: int = 2, master: str = "") -> dict[str, Any]:
     return {
         "rank": node_rank, "local_rank": 0, "node_rank": node_rank, "world_size": num_nodes, "local_world_size": 1,
-        "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "launcher": "slurm", "nodes": nodes,
+        "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "nodes": nodes,
         "in_slurm": True, "run_id": "1", "restart_count": 0,
     }  # fmt: skip
 
