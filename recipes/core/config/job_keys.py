@@ -186,13 +186,6 @@ def extra_options(text: str) -> dict[str, str]:
         # sbatch accepts an abbreviated option.
         if known := next((known for known in ours if known.startswith(name)), ""):
             raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[known]}")
-        if name == "gres" and "gpu" in value:
-            raise ConfigError(
-                f"{given}: extra= must not request GPUs: give gpus_per_node= and gpu_type=; if the site requires --gres,"
-                " write `gpus: --gres` into its profile"
-            )
-        if name in found:
-            raise ConfigError(f"{given}: --{name} is given twice")
         found[name] = value
     return found
 
