@@ -4,7 +4,6 @@ Standard library only. This module imports nothing from the project.
 """
 
 import re
-import signal
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -88,19 +87,6 @@ def kind_of(record: Mapping[str, Any]) -> Kind | None:
 def next_of(status: Mapping[str, Any]) -> Next | None:
     """What happens next to a run, according to its status. None if the status does not say."""
     return next((one for one in Next if one.value == status.get("next")), None)
-
-
-def show(text: str) -> None:
-    """Prints ``text``.
-
-    If the reader has closed the pipe (``| head``), SIGPIPE ends the process without a traceback. Must be called from the
-    main thread.
-    """
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        print(text, flush=True)
-    finally:
-        signal.signal(signal.SIGPIPE, before)
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
