@@ -70,7 +70,6 @@ class WeightsKeys:
         "true",
         "name of the weights, such as IMAGENET1K_V1; true: the newest",
         pattern=declare.NAME,
-        form=declare.NAME_FORM,
     )
 
     def __post_init__(self) -> None:
