@@ -54,7 +54,8 @@ def expand_counts(text: str) -> list[int]:
 
 def _split_outside_brackets(text: str) -> list[str]:
     items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
-    return items if items and ",".join(items) == text else [text]  # an empty item or an open bracket: _parse_item refuses it
+    # If the text has an empty item or an open bracket, _parse_item refuses the whole of it.
+    return items if items and ",".join(items) == text else [text]
 
 
 def _parse_item(item: str) -> list[_Part]:

@@ -100,14 +100,10 @@ def _from_env(environ: Environ) -> RankInfo:
         local_rank = number(environ, "LOCAL_RANK", fix="set it to the number of this rank on its node")
     else:
         local_rank = 0
-    master_addr, master_port = master_addr_of(environ), master_port_of(environ)
-    if world_size > 1:
-        for name, value in (("MASTER_ADDR", master_addr), ("MASTER_PORT", master_port)):
-            if not value:
-                raise RankError(
-                    f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank"
-                )
-    return _info(environ, _env_layout(environ, rank, world_size, local_rank), master_addr, master_port)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if world_size > 1 and not environ.get(name):
+            raise RankError(f"{name} is not set, but WORLD_SIZE={world_size}: set it to that of rank 0 on every rank")
+    return _info(environ, _env_layout(environ, rank, world_size, local_rank))
 
 
 def _env_layout(environ: Environ, rank: int, world_size: int, local_rank: int) -> Layout:
@@ -150,11 +146,8 @@ def _of_open_mpi(environ: Environ) -> Environ:
 
 def _from_slurm(environ: Environ) -> RankInfo:
     layout = slurm_layout(environ)
-    master_addr, master_port = master_addr_of(environ), master_port_of(environ)
-    if layout.world_size > 1:
-        port = port_for(job_id(environ), step_id(environ), restart_count(environ))
-        master_addr, master_port = master_addr or layout.nodes[0], master_port or port
-    return _info(environ, layout, master_addr, master_port)
+    port = port_for(job_id(environ), step_id(environ), restart_count(environ))
+    return _info(environ, layout, layout.nodes[0], port)
 
 
 def _alone(environ: Environ) -> RankInfo:
@@ -165,14 +158,17 @@ def _alone(environ: Environ) -> RankInfo:
             f"this process was started in the batch shell of job {job_id(environ)} without srun, so no other rank can "
             "join it: put `srun` in front of the command"
         )
-    return _info(environ, _SINGLE, master_addr_of(environ), master_port_of(environ))
+    return _info(environ, _SINGLE)
 
 
-def _info(environ: Environ, layout: Layout, master_addr: str, master_port: int) -> RankInfo:
+def _info(environ: Environ, layout: Layout, default_addr: str = "", default_port: int = 0) -> RankInfo:
     require_equal(environ, "RANK", layout.rank)
     require_equal(environ, "WORLD_SIZE", layout.world_size)
     require_equal(environ, "LOCAL_RANK", layout.local_rank)
-    if layout.world_size == 1 and not (master_addr and master_port):
+    master_addr, master_port = master_addr_of(environ), master_port_of(environ)
+    if layout.world_size > 1:
+        master_addr, master_port = master_addr or default_addr, master_port or default_port
+    elif not (master_addr and master_port):
         master_addr, master_port = "", 0
     return RankInfo(
         **vars(layout),
