@@ -72,13 +72,6 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
         ("auto", rank(0, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, ["CUDA_VISIBLE_DEVICES names 2 GPUs", "sees 1"]),
         ("cuda", rank(), {}, 0, ["device=cuda", "sees 0 GPUs", "device=cpu"]),
         ("auto", rank(1, 2), {}, 1, ["2 ranks and 1 GPUs", "one rank per GPU"]),
-        (
-            "auto",
-            rank(1, 2, True),
-            {**GRANTED_2, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
-            1,
-            ["MIG slice", "--gpus-per-task=1"],
-        ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
         # One GPU on the node and two ranks: not one bound to each.
         ("auto", rank(1, 2, True), {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, ["2 ranks and 1 GPUs"]),
