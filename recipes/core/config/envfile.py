@@ -60,7 +60,14 @@ def parse(text: str, name: str) -> dict[str, str]:
         variable, value = setting.groups()
         if variable in settings:
             raise ConfigError(f"{where}: {variable} is already set; keep one of the two")
-        _refuse_name(variable, where)
+        if _REFUSED.fullmatch(variable):
+            raise ConfigError(
+                f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
+            )
+        if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):
+            raise ConfigError(
+                f"{where}: {variable} looks like a secret; env files are shared: export it in your own shell"
+            )
         settings[variable] = value.strip('"')
     return settings
 
@@ -107,17 +114,3 @@ def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[
     elif network:
         raise ConfigError(f"network={shown(network)}: {declare.choice(network, fabrics)}")
     return [root / "common.env", *of_network, *(root / site_file for site_file in site_files)]
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's value is a secret, by its name."""
-    return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))
-
-
-def _refuse_name(name: str, where: str) -> None:
-    if _REFUSED.fullmatch(name):
-        raise ConfigError(
-            f"{where}: {name} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
-        )
-    if is_secret(name):
-        raise ConfigError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")
