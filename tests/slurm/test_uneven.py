@@ -67,15 +67,6 @@ def test_the_doctor_sees_all_gpus_of_its_node(uneven: Cluster, repo: Path, tmp_p
     assert found == {name: str(count) for name, count in UNEVEN.items()}, done.stdout
 
 
-@pytest.mark.long
-def test_a_heterogeneous_job(uneven: Cluster, repo: Path, tmp_path: Path) -> None:
-    recipe = f"{sys.executable} -m recipes.toy {' '.join(KEYS)} run_dir={tmp_path}/run"
-    script = "#!/bin/sh\n#SBATCH --nodes=1 --ntasks=2 --cpus-per-task=1 --gpus-per-task=1\n#SBATCH hetjob\n" \
-             f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task=1 --gpus-per-task=1\nexec srun --het-group=0,1 {recipe}\n"  # fmt: skip
-    run_job(uneven, repo, tmp_path, script)
-    assert placed(tmp_path / "run") == UNEVEN
-
-
 @pytest.mark.parametrize("order", ["in turn", "mixed"])
 @pytest.mark.long
 def test_a_host_file(uneven: Cluster, repo: Path, tmp_path: Path, order: str) -> None:

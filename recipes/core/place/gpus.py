@@ -54,4 +54,5 @@ def listed_gpus(listed: str) -> int:
     """Number of GPUs that such a value makes visible: those before the first invalid one; at most one for MIG slices."""
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    # CUDA shows a process only the first MIG slice.
     return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

@@ -26,7 +26,7 @@ HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
     return RankInfo(
         rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
-        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
+        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, nodes=(),
         in_slurm=in_slurm, run_id=None, restart_count=0,
     )  # fmt: skip
 
