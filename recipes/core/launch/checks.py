@@ -24,7 +24,8 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, Device, RunKeys
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
-from recipes.core.launch import allocation
+from recipes.core.launch import allocation, scripts, submit
+from recipes.core.launch.jobs import Job
 from recipes.core.place import processes
 from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Found, Request
@@ -32,6 +33,7 @@ from recipes.core.run.dryrun import Found, Request
 T = TypeVar("T")
 
 START_S = 300.0  # timeout for the recipe to reach its first step
+SLURM_S = 120.0  # timeout for Slurm's answer
 MODULES_S = 120.0  # timeout for the profile's modules
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 
@@ -155,6 +157,21 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
         needed = f"{count} checkpoints of {each} take {files.size_text(count * size)}"
         raise MachineError(f"run_dir={run_dir}: {needed}, {free_text}: make room there, or {fix}")
     return f"{count} checkpoints of {each}, {free_text}" if keep else f"keeps all checkpoints of {each}, {free_text}"
+
+
+def expected_start(job: Job) -> str:
+    """Slurm's answer on when ``job`` would start. Raises MachineError if Slurm refuses the job.
+
+    ``sbatch --test-only`` counts only the nodes that are up now.
+    """
+    answer = subprocess.run(
+        ["sbatch", "--test-only"],
+        input=scripts.sbatch_script(job), env=allocation.clean_environment(os.environ, scripts.directives(job)),
+        cwd=job.root, capture_output=True, text=True, timeout=SLURM_S,
+    )  # fmt: skip
+    if answer.returncode != 0:
+        raise MachineError(submit.refusal(answer.stderr))
+    return submit.one_line(answer.stderr)
 
 
 def _show_checkpoints(real: Path, place: Path) -> None:

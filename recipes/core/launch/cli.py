@@ -15,7 +15,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import checks, controller, jobs, local, scripts, snapshot, submit, waiting
+from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit, waiting
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
@@ -46,7 +46,7 @@ def main(argv: list[str], python: str) -> int:
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
         if checked:
-            return check(settings, python)
+            return check(settings)
         if settings.job.launcher is Launcher.slurm:
             return submit_job(settings, python)
         return print_script(settings) if settings.job.launcher is Launcher.print else run_here(settings)
@@ -61,7 +61,7 @@ def main(argv: list[str], python: str) -> int:
             print("nothing was submitted", flush=True)
 
 
-def check(settings: Settings, python: str) -> int:
+def check(settings: Settings) -> int:
     """launch.py check: validates the job without submitting it, and prints one line per part.
 
     Returns 0, or the exit status of the first failed part.
@@ -89,23 +89,21 @@ def check(settings: Settings, python: str) -> int:
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python)) if job else (0, None)
+        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings)) if job else (0, None)
         return modules or code or recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
 
 
-def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
+def _ask_slurm(job: Job, settings: Settings) -> str:
     """Slurm's answer about the job that would be submitted or printed.
 
     Raises MachineError if it could not be submitted.
     """
-    if settings.job.launcher is Launcher.print:
-        if shutil.which("sbatch"):
-            return controller.expected_start(job, scripts.sbatch_script(job))
+    if settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    return controller.expected_start(job, submit.submission_text(job, python))
+    return checks.expected_start(job)
 
 
 def _require_free_run_dir(settings: Settings) -> None:
@@ -131,20 +129,19 @@ def print_script(settings: Settings) -> int:
 
 
 def submit_job(settings: Settings, python: str) -> int:
-    """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log.
+    """launcher=slurm: submits the job, and prints its run directory and log.
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
     _require_free_run_dir(settings)
     job = jobs.describe(settings, ROOT, _working_folder())
-    expected = controller.expected_start(job, submit.submission_text(job, python))
     not_checked = checks.find_data(settings, ROOT, _working_folder())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
     submitted = submit.submit(job, python, _run_dir(settings))
-    print(f"job {submitted.job_id}: {expected}")
+    print(f"job {submitted.job_id}: submitted")
     if submitted.elements:
         for element, words in zip(submitted.elements, job.elements, strict=True):
             print(f"{element.job_id}: {shlex.join(words)}")
