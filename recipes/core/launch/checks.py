@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 START_S = 300.0  # timeout for the recipe to reach its first step
 SLURM_S = 120.0  # timeout for Slurm's answer
-MODULES_S = 120.0  # timeout for the profile's modules
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 
 
@@ -89,24 +88,6 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
     if not written:
         raise RunError(f"{recipe}: ended before it called loop.steps() or run.begin()")
     return Found(**written)
-
-
-def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Loads the profile's modules on this machine as the batch script does.
-
-    Returns their names, or why they were not tried. root: the repository. Raises MachineError if a module does not
-    load.
-    """
-    find_module = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1 || exit 99"
-    done = subprocess.run(
-        ["bash", "-c", f'{find_module}; . "$0"; load "$@"', str(root / "sbatch/job.sh"), *modules],
-        env=environ, capture_output=True, text=True, errors="replace", timeout=MODULES_S, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode == 99:
-        return f"not tried, this machine has no command module: {', '.join(modules)}"
-    if done.returncode:
-        raise MachineError(" ".join(done.stderr.split())[-300:])
-    return ", ".join(modules)
 
 
 def find_data(settings: Settings, root: Path, base: Path) -> str:

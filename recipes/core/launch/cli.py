@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from recipes.core import errors
-from recipes.core.config import help, parser, profiles, recipe_conf
+from recipes.core.config import help, parser, recipe_conf
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
@@ -70,12 +70,6 @@ def check(settings: Settings) -> int:
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    modules = code = 0
-    profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
-    if job and (names := profile.get("modules")):
-        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, names, os.environ))
-    if job and settings.job.snapshot:
-        code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
@@ -90,7 +84,7 @@ def check(settings: Settings) -> int:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
         slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings)) if job else (0, None)
-        return modules or code or recipe or disk or slurm
+        return recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
 

@@ -42,12 +42,6 @@ def take(root: Path) -> Path:
     raise AssertionError("there is always another name")
 
 
-def size(root: Path) -> str:
-    """A phrase on the size that a snapshot would have. Writes nothing. Raises MachineError as `take` does."""
-    content = _read(root)
-    return f"{len(content)} files, {sum(map(len, content.values())) / 1e6:.1f} MB"
-
-
 def _content(path: Path) -> bytes | None:
     with contextlib.suppress(OSError):
         return path.read_bytes()

@@ -11,7 +11,7 @@ import pytest
 import launch
 from recipes.core import errors
 from recipes.core.errors import MachineError
-from recipes.core.launch import checks, cli, local, snapshot
+from recipes.core.launch import checks, cli, local
 from recipes.core.run import command_line
 from tests.unit.launch.stand_ins import Stubs
 
@@ -58,14 +58,14 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
 @pytest.mark.parametrize(
     ("failing", "error", "status"),
     [
-        ("", None, 0), ("size", MachineError("x"), 3), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
+        ("", None, 0), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
         ("disk_space", MachineError("x"), 3), ("_ask_slurm", MachineError("x"), 3),
     ],
 )  # fmt: skip
 def test_check_returns_the_status_of_the_failed_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
+    for owner, name in ((checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == failing:
