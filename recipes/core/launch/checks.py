@@ -9,11 +9,10 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -71,12 +70,19 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-        code = _run(command, root, environ, stderr, timeout_s)
+        try:
+            with open(stderr, "wb") as file:
+                code = subprocess.run(
+                    command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
+                    timeout=timeout_s, preexec_fn=processes.die_with(os.getpid()),
+                ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise MachineError(
+                f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine"
+            ) from None
         written = files.read_json(found_file)
         records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
-    if code is None:
-        raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine")
     for line in lines:
         if line.startswith("warning: "):
             print(line, file=sys.stderr, flush=True)
@@ -193,23 +199,3 @@ def environment(settings: Settings, request: Request) -> dict[str, str]:
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
     without_gpus = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     return {**kept, **site, **without_gpus, dryrun.VARIABLE: json.dumps(asdict(request))}
-
-
-def _run(command: list[str], root: Path, environ: Mapping[str, str], stderr: Path, timeout_s: float) -> int | None:
-    """Runs ``command`` with its stderr in the file ``stderr``.
-
-    Returns its exit status; None after ``timeout_s``, when all its processes are killed.
-    """
-    with open(stderr, "wb") as file:
-        process = subprocess.Popen(
-            command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
-            start_new_session=True, preexec_fn=processes.die_with(os.getpid()),
-        )  # fmt: skip
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
