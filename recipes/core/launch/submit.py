@@ -64,11 +64,6 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     import submitit
 
     folder = files.private_folder(job.root, "submitit")  # the job files in it are pickles, which a job executes
-    parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))
