@@ -44,7 +44,7 @@ def main(argv: list[str], python: str) -> int:
         if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
             os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
-            os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
+            os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:
             return check(settings)
         if settings.job.launcher is Launcher.slurm:
@@ -66,7 +66,7 @@ def check(settings: Settings) -> int:
 
     Returns 0, or the exit status of the first failed part.
     """
-    base = _working_folder()
+    base = Path.cwd()
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
@@ -116,7 +116,7 @@ def _require_free_run_dir(settings: Settings) -> None:
 
 def print_script(settings: Settings) -> int:
     """launcher=print: prints the sbatch script. Returns 0."""
-    job = jobs.describe(settings, ROOT, _working_folder())
+    job = jobs.describe(settings, ROOT, Path.cwd())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
     errors.show(scripts.sbatch_script(job, header=header).rstrip("\n"))
     return 0
@@ -128,8 +128,8 @@ def submit_job(settings: Settings, python: str) -> int:
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
     _require_free_run_dir(settings)
-    job = jobs.describe(settings, ROOT, _working_folder())
-    not_checked = checks.find_data(settings, ROOT, _working_folder())
+    job = jobs.describe(settings, ROOT, Path.cwd())
+    not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
@@ -174,7 +174,7 @@ def run_here(settings: Settings) -> int:
     if unused:
         print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
+    words = parser.absolute(settings.typed, (RunKeys, recipe_class), Path.cwd())
     is_first = layout.node_rank == 0
     run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
@@ -236,14 +236,6 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     return ranks
 
 
-def _working_folder() -> Path:
-    """The current folder. Raises MachineError if it no longer exists."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise MachineError("the current folder no longer exists: cd to another folder") from None
-
-
 def _run_dir(settings: Settings) -> str:
     """The given run directory, resolved and absolute; "" for the default."""
-    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), _working_folder())["run_dir"]
+    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), Path.cwd())["run_dir"]

@@ -129,12 +129,9 @@ class _Stop:
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
-        # The parent process may have blocked some of them.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
 
     def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
