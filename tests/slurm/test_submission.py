@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.run import judge
 from tests import helpers
 from tests.helpers import ROOT, rows
 from tests.slurm import jobs
@@ -225,17 +224,6 @@ def test_an_impossible_job_is_refused_with_slurms_reason(
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("launch.py: Slurm refuses this job: ")
     assert not slurm.run("squeue", "-h", "-t", "pending,running", "-o", "%i").stdout
-
-
-def test_a_ready_script_in_a_heterogeneous_job_is_refused(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    log, one = tmp_path / "log", ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
-    words = (*one, ":", *one, "sbatch/mnist_2x8.sh", *MINI, "max_steps=2", f"run_dir={tmp_path}/run")
-    job = sbatch(slurm, repo, log, *words)
-    assert ended(slurm, job, log) == ("FAILED", "2:0"), log.read_text()
-    [line] = log_lines(log)
-    assert "heterogeneous job has 2 components" in line
-    assert "python launch.py recipe=mnist gpus=NUMBER" in line
-    assert judge.why_not_begun(tmp_path / "run") in line
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from recipes.core.run.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
 STOP_GRACE_S = 600.0  # time for the ranks to save and end after a requested stop
-TERM_GRACE_S = 5.0  # time for the ranks to end after SIGTERM
 
 Rank: TypeAlias = "subprocess.Popen[bytes]"
 
@@ -93,7 +92,6 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
     ranks: list[Rank] = []
     stop = _Stop()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stop)
         stack.callback(_kill, ranks)
         for local_rank in range(layout.ranks[layout.node_rank]):
             variables = rank_environment(layout, local_rank, port, environ)
@@ -113,27 +111,17 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
 
 
 class _Stop:
-    """Counts the signals to stop (`signals.handled`) within the ``with`` block.
-
-    Signals at about the same time count as one.
-    """
+    """Counts the signals to stop (`signals.handled`) from now on. Signals at about the same time count as one."""
 
     def __init__(self) -> None:
         self.count, self.number, self._last = 0, signal.SIGTERM, float("-inf")
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        for number in signals.handled():
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
             self.count, self.number, self._last = self.count + 1, signal.Signals(number), time.monotonic()
-
-    def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
@@ -160,8 +148,6 @@ def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
             if stops == 1:
                 _report(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
         if now() > deadline:
-            _signal(ranks, signal.SIGTERM)
-            time.sleep(TERM_GRACE_S)
             _signal(ranks, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.02)

@@ -214,7 +214,7 @@ def launch(
     program = (
         "import os, sys; from pathlib import Path; from recipes.core.launch import local; from recipes.core.run import signals\n"
         f"signals.TOGETHER_S = {together_s}\n"
-        f"local.PEERS_GRACE_S = local.TERM_GRACE_S = 0.3; local.STOP_GRACE_S = {stop_grace_s}\n"
+        f"local.PEERS_GRACE_S = 0.3; local.STOP_GRACE_S = {stop_grace_s}\n"
         "code, ranks, run_dir = sys.argv[1:]\n"
         "command = [sys.executable, '-u', '-c', code]\n"
         "layout = local.Layout((int(ranks),))\n"
