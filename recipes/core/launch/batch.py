@@ -193,17 +193,15 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         directory.note_next(run_dir, decided or Next.requeue_failed, number)
         why = failure or f"Slurm does not know job {job}"
         return queue.NOT_REQUEUED[decided] if decided else f"not requeued ({why}): {queue.HOW_TO_RESUME}"
-    is_held = found.fields.get("Priority") == "0"
     # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
-    directory.note_next(run_dir, Next.held if is_held else Next.requeued, number)
+    directory.note_next(run_dir, Next.requeued, number)
     try:
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
         return f"not requeued ({why[:200]}): {queue.HOW_TO_RESUME}"
-    held = f", but held: scontrol release {job} starts it" if is_held else ""
-    return f"requeued (restart {restarts + 1} of at most {max_requeues}){held}"
+    return f"requeued (restart {restarts + 1} of at most {max_requeues})"
 
 
 def main(argv: list[str]) -> int:
