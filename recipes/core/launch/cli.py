@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from recipes.core import errors
@@ -19,7 +18,7 @@ from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit, 
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, directory, in_use, source, table
+from recipes.core.run import command_line, directory, in_use, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -148,12 +147,7 @@ def submit_job(settings: Settings, python: str) -> int:
 def _wait_for(submitted: submit.Submitted) -> int:
     """wait=true: waits for the job and returns its exit status. Ctrl-C ends the wait, not the job."""
     try:
-        if not submitted.elements:
-            return waiting.wait(submitted)
-        code = waiting.wait_for_all(submitted)
-        runs = [table.read_run(element.run_dir, time.time()) for element in submitted.elements]
-        print("\n".join(table.table(runs)))
-        return code
+        return waiting.wait_for_all(submitted) if submitted.elements else waiting.wait(submitted)
     except KeyboardInterrupt:
         print(f"\njob {submitted.job_id} continues; cancel it with: scancel {submitted.job_id}", file=sys.stderr)
         return 130
