@@ -112,7 +112,6 @@ DAMAGED = {
     "all damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip, "step-00000004.pt": truncate},
 }
 CASES: dict[str, list[str]] = {
-    "more": [*WORDS, "max_steps=14"],
     "damaged": [*WORDS, "evaluate=true"],
     "all damaged": [*WORDS],
 }
@@ -140,19 +139,6 @@ def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[
 
 
 Second = dict[str, tuple[Ended, Path, dict[str, bytes]]]
-
-
-def test_more_steps_continue_a_finished_run_on_fewer_ranks(second: Second) -> None:
-    ended, folder, _ = second["more"]
-    assert ended.status == 0, ended.out
-    assert "mnist: 1 rank on 1 node, cpu, gloo, attempt 2" in ended.lines
-    rows = [(row["attempt"], row["step"]) for row in helpers.rows(folder)]
-    assert rows == [*((0, step) for step in (1, 3, 4, 6, 8, 9, 10)), *((1, step) for step in (11, 12, 14))]
-    summary = helpers.read(folder, "summary")
-    found = {k: summary[k] for k in ("resumed_from_step", "restarts", "steps", "world_size")}
-    assert found == {"resumed_from_step": 10, "restarts": 1, "steps": 14, "world_size": 1}
-    assert helpers.read(folder, "status")["state"] == "done"
-    assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 14
 
 
 def test_the_newest_valid_checkpoint_replaces_a_damaged_one(second: Second) -> None:
@@ -279,18 +265,6 @@ sys.exit(int(rank != 1))
     assert ended.status == 1, ended.out
     assert ended.lines[-1].startswith("failed: rank 1 on "), ended.out
     assert ended.lines[-1].endswith(" ended with status 0 before the run's end"), ended.out
-
-
-def test_the_children_of_a_killed_rank_are_killed() -> None:
-    fork = "parent = os.fork()\nif parent:\n    time.sleep(30)\n"  # the parent is what a rank is, the child its loader
-    process = helpers.start(launch(STUBBORN + fork + SLEEP, 1))
-    [pid] = ups(process, 1)
-    [rank] = helpers.children(process.pid)
-    assert helpers.children(rank) == [pid]
-    os.kill(rank, signal.SIGKILL)
-    ended = helpers.finish(process, timeout_s=20)
-    assert ended.status == 137, ended.out
-    helpers.wait_for_the_end_of([pid], 5)
 
 
 def test_a_second_signal_ends_the_ranks_immediately() -> None:
