@@ -367,19 +367,3 @@ sys.exit(local.run(["bash", "-c", {save!r}], local.Layout((1,)), None, "mnist", 
     ended = helpers.run([sys.executable, "-c", code])
     assert (tmp_path / "saved").exists(), ended.out
     assert ended.status == 75, ended.out
-
-
-@pytest.mark.parametrize(("state", "status"), [("done", 0), ("preempted", 75)])
-def test_a_crash_at_exit_keeps_the_runs_status(tmp_path: Path, state: str, status: int) -> None:
-    code = f"""
-from recipes.core.run import attempt, directory
-own = attempt.given(os.environ)
-attempt.begin(own, 0, own=False)
-directory.write_status(own.run_dir, {state!r}, attempt=0, step=7)
-os.kill(os.getpid(), signal.SIGABRT)
-"""
-    ended = helpers.finish(
-        helpers.start(launch("from pathlib import Path\n" + STUBBORN + code, 1, tmp_path)), timeout_s=20
-    )
-    assert ended.status == status, ended.out
-    assert helpers.read(tmp_path, "status")["state"] == state
