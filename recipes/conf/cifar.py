@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -17,6 +17,7 @@ class Arch(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("cifar10",)
     dataset: str = key("cifar10", "cifar10; fake: random images")
     arch: Arch = key(Arch.resnet18, "resnet18 (adapted to images of 32 px), or resnet9 (a quarter of its compute)")
     epochs: int = default(TrainKeys, "epochs", 30)

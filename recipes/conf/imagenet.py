@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config.declare import NAME, NAME_FORM, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
@@ -27,6 +27,7 @@ class Decoder(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("imagenet",)
     dataset: str = key(
         "imagenet", "imagenet: train/<wnid>/*.JPEG and val/… in data_dir, or a packed copy; fake: random images"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes.core.config.declare import default, key
 from recipes.core.config.run_keys import TrainKeys
@@ -21,6 +21,7 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Config(TrainKeys):
+    prepared: ClassVar[tuple[str, ...]] = ("mnist",)
     dataset: str = key("mnist", "mnist; digits: scikit-learn's 1,797 digits, no download; fake: random images")
     epochs: int = default(TrainKeys, "epochs", 4)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 256)

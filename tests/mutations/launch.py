@@ -116,6 +116,13 @@ MUTATIONS = [
         "tests/unit/launch/test_cli.py::test_check_returns_the_status_of_the_failed_part",
     ),
     Mutation(
+        "recipes/core/launch/cli.py",
+        "    not_checked = checks.find_data(settings, ROOT, Path.cwd())\n",
+        '    not_checked = ""\n',
+        "a job whose data is missing is submitted",
+        "tests/slurm/test_check_on_slurm.py::test_a_job_whose_data_is_missing_is_not_submitted",
+    ),
+    Mutation(
         "recipes/core/launch/container.py",
         'f"export {container.runtime.upper()}_NO_EVAL=1",',
         "",

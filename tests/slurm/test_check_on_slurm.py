@@ -43,6 +43,39 @@ def test_a_missing_module_command_is_reported_by_explain(slurm: Cluster, tmp_pat
     assert " has no command module" in done.stdout
 
 
+def test_a_job_whose_data_is_missing_is_not_submitted(slurm: Cluster, tmp_path: Path) -> None:
+    repo, before = jobs.copy_repository(tmp_path / "clone"), jobs.queue(slurm)
+    (tmp_path / "empty").mkdir()
+
+    def launch(*words: str, **environ: str) -> tuple[int, str]:
+        argv = (sys.executable, "launch.py", "device=cpu", "cpus_per_rank=1", *words)
+        done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON | environ, timeout=120)
+        return done.returncode, done.stderr
+
+    for words, environ, named in (
+        (("recipe=mnist",), {}, f"data_dir='{repo}/data' lacks train-images-idx3-ubyte, "),
+        (
+            ("recipe=cifar",),
+            {"RECIPES_DATA": f"{tmp_path}/empty"},
+            f"data_dir='{tmp_path}/empty' lacks train-images-idx4-ubyte, ",
+        ),
+        (("recipe=imagenet", "data_dir=../empty"), {}, f"data_dir='{tmp_path}/empty' has neither train/<class>/*.JPEG"),
+    ):
+        status, stderr = launch(*words, **environ)
+        assert (status, len(stderr.splitlines())) == (2, 1), stderr
+        assert stderr.startswith(f"launch.py: {named}")
+        assert "python -m recipes.prepare " in stderr
+    assert jobs.queue(slurm) == before
+    for words, environ, named in (
+        ((f"data_dir={tmp_path}/node-local",), {}, f"data_dir={tmp_path}/node-local"),
+        ((), {"RECIPES_DATA": f"{tmp_path}/node-local"}, f"RECIPES_DATA={tmp_path}/node-local"),
+    ):
+        status, stderr = launch("recipe=imagenet", "extra=--begin=now+1hour", *words, **environ)
+        assert (status, len(stderr.splitlines())) == (0, 1), stderr
+        assert f"launch.py: {named} does not exist on this machine" in stderr
+    jobs.leave_no_job(slurm)
+
+
 def test_a_full_disk_for_the_job_files_is_reported_in_one_line(slurm: Cluster, tmp_path: Path) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     before = jobs.queue(slurm)

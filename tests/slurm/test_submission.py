@@ -218,7 +218,7 @@ def test_each_job_of_a_chain_resumes_the_run(slurm: Cluster, repo: Path, tmp_pat
 def test_an_impossible_job_is_refused_with_slurms_reason(
     slurm: Cluster, repo: Path, words: tuple[str, ...], reason: str
 ) -> None:
-    done = launch(slurm, repo, *words)
+    done = launch(slurm, repo, "dataset=digits", *words)
     assert done.returncode == 3
     assert reason in done.stderr.lower()
     assert len(done.stderr.splitlines()) == 1

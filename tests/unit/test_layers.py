@@ -25,8 +25,8 @@ ROOMS = {
     "recipes.core.place": Room(BASE),
     "recipes.core.config": Room(BASE, "omegaconf yaml"),
     "recipes.core.run": Room(f"{BASE} config", "omegaconf"),
-    "recipes.core.launch": Room(f"{BASE} config run", "submitit"),
-    "recipes.core.data.datasets": Room(BASE),
+    "recipes.core.launch": Room(f"{BASE} config run data.datasets", "submitit"),
+    "recipes.core.data.datasets": Room(BASE),  # the login node looks for data
     "recipes.core.data": Room(f"{BASE} config run data.datasets", "*"),
     "recipes.core.train": Room(f"{BASE} config run data data.datasets", "*"),
     "recipes.core.bandwidth": Room(f"{BASE} train", "*"),

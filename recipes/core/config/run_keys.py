@@ -123,10 +123,12 @@ class RecipeKeys:
 class TrainKeys:
     """Keys of every training recipe. A recipe's own dataclass adds to them.
 
-    lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. A recipe may override it.
+    prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py looks for them before it submits
+    a job. lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``. A recipe may override both.
     """
 
     starts_a_run: ClassVar[bool] = True
+    prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
     dataset: str = declare.key("", "data set", pattern=declare.NAME, form=declare.NAME_FORM)
     data_dir: str = declare.key(

@@ -21,6 +21,7 @@ from recipes.core import errors, files
 from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, Device, RunKeys
+from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.launch import allocation, scripts, submit
 from recipes.core.launch.jobs import Job
@@ -93,6 +94,29 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
     if not written:
         raise RunError(f"{recipe}: ended before it called loop.steps() or run.begin()")
     return Found(**written)
+
+
+def find_data(settings: Settings, root: Path, base: Path) -> str:
+    """Looks for the files of the run's dataset without opening them. Returns why it could not look; "" if it could.
+
+    root: the repository. base: the folder that typed paths are relative to. Raises InputError if files are missing in a
+    folder that exists, or in the repository's own data/.
+    """
+    keys = settings.config
+    dataset = getattr(keys, "dataset", "")
+    if dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts:  # a mount may show other folders
+        return ""
+    if "$" in keys.data_dir:
+        return f"data_dir={keys.data_dir} is known only on the nodes: this machine has not looked for the data"
+    data_dir = parser.absolute({"data_dir": keys.data_dir}, (type(keys),), base)["data_dir"]
+    folder = str(root / datasets.folder_of(data_dir))
+    if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
+        key = "data_dir" if data_dir else "RECIPES_DATA"
+        return f"{key}={folder} does not exist on this machine: the nodes must have the data"
+    {"mnist": datasets.find_mnist, "cifar10": datasets.find_cifar10, "imagenet": datasets.find_imagenet}[dataset](
+        folder
+    )
+    return ""
 
 
 def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:

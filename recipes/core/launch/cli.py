@@ -128,6 +128,9 @@ def submit_job(settings: Settings, python: str) -> int:
     """
     _require_free_run_dir(settings)
     job = jobs.describe(settings, ROOT, Path.cwd())
+    not_checked = checks.find_data(settings, ROOT, Path.cwd())
+    if not_checked:
+        print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
     submitted = submit.submit(job, python, _run_dir(settings))
