@@ -110,24 +110,17 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "        return modules or code or recipe or disk or slurm\n",
+        "        return recipe or disk or slurm\n",
         "        return recipe\n",
         "check returns 0 for a job that Slurm refuses",
         "tests/unit/launch/test_cli.py::test_check_returns_the_status_of_the_failed_part",
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "    not_checked = checks.find_data(settings, ROOT, _working_folder())\n",
+        "    not_checked = checks.find_data(settings, ROOT, Path.cwd())\n",
         '    not_checked = ""\n',
         "a job whose data is missing is submitted",
         "tests/slurm/test_check_on_slurm.py::test_a_job_whose_data_is_missing_is_not_submitted",
-    ),
-    Mutation(
-        "recipes/core/launch/snapshot.py",
-        "if source.stamp(copy) and all(_content(copy / name) == data for name, data in content.items()):",
-        "if source.stamp(copy):",
-        "a new job gets a copy of the code that lacks files",
-        "tests/unit/launch/test_snapshot.py",
     ),
     Mutation(
         "recipes/core/launch/container.py",

@@ -57,13 +57,6 @@ def accelerate() -> str:
     return str(Path(sys.executable).with_name("accelerate"))
 
 
-def test_submitit(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Path) -> None:
-    words = ("recipe=toy", "nodes=2", "ranks_per_node=1", "cpus_per_rank=1", "wait=true", f"run_dir={tmp_path}/run")
-    done = slurm.run(sys.executable, "launch.py", *words, *KEYS, cwd=repo, env=jobs.PYTHON, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert state_of(tmp_path / "run") == expected_state
-
-
 @pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "accelerate", "mpirun"])
 @pytest.mark.long
 def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        if problem := _several_components(recipe, environ) or _used_by_other_job(settings, attempt, environ):
+        # The ranks check this again, but in a container they may have no scontrol.
+        if settings.config.starts_a_run and (problem := in_use.check(attempt, environ)):
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             print(f"{recipe}: {problem}", file=sys.stderr)
             return errors.EXIT_CONFIG
@@ -90,24 +91,6 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     with open(int(environ.get("RECIPES_LINES", 1)), "w", closefd=False) as shell:
         print("\n".join(lines), file=shell)
     return errors.EXIT_DONE
-
-
-def _several_components(recipe: str, environ: Mapping[str, str]) -> str:
-    """A line that refuses a heterogeneous job; "" for any other job."""
-    if "SLURM_JOB_ID_HET_GROUP_0" not in environ:
-        return ""
-    return (
-        f"this heterogeneous job has {environ.get('SLURM_HET_SIZE')} components, but its step would run only on the first. For nodes"
-        f" with different numbers of GPUs: python launch.py recipe={recipe} gpus=NUMBER, the total number of GPUs"
-    )
-
-
-def _used_by_other_job(settings: Settings, attempt: Attempt, environ: Mapping[str, str]) -> str:
-    """A line on the other job that uses the run directory; "" if no other job uses it.
-
-    The ranks check this again, but in a container they may have no scontrol.
-    """
-    return in_use.check(attempt, environ) if settings.config.starts_a_run else ""
 
 
 def _clock_lines(recipe: str, fields: Mapping[str, str]) -> list[str]:
@@ -210,17 +193,15 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
         directory.note_next(run_dir, decided or Next.requeue_failed, number)
         why = failure or f"Slurm does not know job {job}"
         return queue.NOT_REQUEUED[decided] if decided else f"not requeued ({why}): {queue.HOW_TO_RESUME}"
-    is_held = found.fields.get("Priority") == "0"
     # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
-    directory.note_next(run_dir, Next.held if is_held else Next.requeued, number)
+    directory.note_next(run_dir, Next.requeued, number)
     try:
         subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())
         return f"not requeued ({why[:200]}): {queue.HOW_TO_RESUME}"
-    held = f", but held: scontrol release {job} starts it" if is_held else ""
-    return f"requeued (restart {restarts + 1} of at most {max_requeues}){held}"
+    return f"requeued (restart {restarts + 1} of at most {max_requeues})"
 
 
 def main(argv: list[str]) -> int:

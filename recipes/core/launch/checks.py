@@ -9,11 +9,10 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +23,8 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
-from recipes.core.launch import allocation
+from recipes.core.launch import allocation, scripts, submit
+from recipes.core.launch.jobs import Job
 from recipes.core.place import processes
 from recipes.core.run import dryrun
 from recipes.core.run.dryrun import Found, Request
@@ -32,7 +32,7 @@ from recipes.core.run.dryrun import Found, Request
 T = TypeVar("T")
 
 START_S = 300.0  # timeout for the recipe to reach its first step
-MODULES_S = 120.0  # timeout for the profile's modules
+SLURM_S = 120.0  # timeout for Slurm's answer
 BESIDE_KEPT = 2  # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being written
 
 
@@ -70,12 +70,19 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-        code = _run(command, root, environ, stderr, timeout_s)
+        try:
+            with open(stderr, "wb") as file:
+                code = subprocess.run(
+                    command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
+                    timeout=timeout_s, preexec_fn=processes.die_with(os.getpid()),
+                ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise MachineError(
+                f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine"
+            ) from None
         written = files.read_json(found_file)
         records = [record for path in place.rglob("failed/rank*.json") if (record := files.read_json(path))]
         lines = stderr.read_text(errors="replace").replace(str(place), str(run_dir)).splitlines()
-    if code is None:
-        raise MachineError(f"{recipe}: did not reach its first step within {timeout_s:g} s on this machine")
     for line in lines:
         if line.startswith("warning: "):
             print(line, file=sys.stderr, flush=True)
@@ -87,24 +94,6 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
     if not written:
         raise RunError(f"{recipe}: ended before it called loop.steps() or run.begin()")
     return Found(**written)
-
-
-def load_modules(root: Path, modules: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Loads the profile's modules on this machine as the batch script does.
-
-    Returns their names, or why they were not tried. root: the repository. Raises MachineError if a module does not
-    load.
-    """
-    find_module = "type module >/dev/null 2>&1 || . /etc/profile; type module >/dev/null 2>&1 || exit 99"
-    done = subprocess.run(
-        ["bash", "-c", f'{find_module}; . "$0"; load "$@"', str(root / "sbatch/job.sh"), *modules],
-        env=environ, capture_output=True, text=True, errors="replace", timeout=MODULES_S, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode == 99:
-        return f"not tried, this machine has no command module: {', '.join(modules)}"
-    if done.returncode:
-        raise MachineError(" ".join(done.stderr.split())[-300:])
-    return ", ".join(modules)
 
 
 def find_data(settings: Settings, root: Path, base: Path) -> str:
@@ -157,6 +146,21 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
     return f"{count} checkpoints of {each}, {free_text}" if keep else f"keeps all checkpoints of {each}, {free_text}"
 
 
+def expected_start(job: Job) -> str:
+    """Slurm's answer on when ``job`` would start. Raises MachineError if Slurm refuses the job.
+
+    ``sbatch --test-only`` counts only the nodes that are up now.
+    """
+    answer = subprocess.run(
+        ["sbatch", "--test-only"],
+        input=scripts.sbatch_script(job), env=allocation.clean_environment(os.environ, scripts.directives(job)),
+        cwd=job.root, capture_output=True, text=True, timeout=SLURM_S,
+    )  # fmt: skip
+    if answer.returncode != 0:
+        raise MachineError(submit.refusal(answer.stderr))
+    return submit.one_line(answer.stderr)
+
+
 def _show_checkpoints(real: Path, place: Path) -> None:
     """Links the checkpoints of the real run into the temporary run directory.
 
@@ -195,23 +199,3 @@ def environment(settings: Settings, request: Request) -> dict[str, str]:
     site = {"RECIPES_CLUSTER": settings.job.cluster} if settings.job.cluster else {}
     without_gpus = {"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     return {**kept, **site, **without_gpus, dryrun.VARIABLE: json.dumps(asdict(request))}
-
-
-def _run(command: list[str], root: Path, environ: Mapping[str, str], stderr: Path, timeout_s: float) -> int | None:
-    """Runs ``command`` with its stderr in the file ``stderr``.
-
-    Returns its exit status; None after ``timeout_s``, when all its processes are killed.
-    """
-    with open(stderr, "wb") as file:
-        process = subprocess.Popen(
-            command, env=environ, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
-            start_new_session=True, preexec_fn=processes.die_with(os.getpid()),
-        )  # fmt: skip
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

@@ -5,21 +5,20 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from recipes.core import errors
-from recipes.core.config import help, parser, profiles, recipe_conf
+from recipes.core.config import help, parser, recipe_conf
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import checks, controller, jobs, local, scripts, snapshot, submit, waiting
+from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit, waiting
 from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, directory, in_use, source, table
+from recipes.core.run import command_line, directory, in_use, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -44,9 +43,9 @@ def main(argv: list[str], python: str) -> int:
         if cluster := os.environ.get("SBATCH_CLUSTERS"):  # the other commands of Slurm read SLURM_CLUSTERS
             os.environ.setdefault("SLURM_CLUSTERS", cluster)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
-            os.environ["RECIPES_DATA"] = os.path.abspath(_working_folder() / os.environ["RECIPES_DATA"])
+            os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:
-            return check(settings, python)
+            return check(settings)
         if settings.job.launcher is Launcher.slurm:
             return submit_job(settings, python)
         return print_script(settings) if settings.job.launcher is Launcher.print else run_here(settings)
@@ -61,21 +60,15 @@ def main(argv: list[str], python: str) -> int:
             print("nothing was submitted", flush=True)
 
 
-def check(settings: Settings, python: str) -> int:
+def check(settings: Settings) -> int:
     """launch.py check: validates the job without submitting it, and prints one line per part.
 
     Returns 0, or the exit status of the first failed part.
     """
-    base = _working_folder()
+    base = Path.cwd()
     job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    modules = code = 0
-    profile = profiles.cluster_profile(settings.job.cluster) if settings.job.cluster else {}
-    if job and (names := profile.get("modules")):
-        modules, _ = checks.part("module", lambda: checks.load_modules(ROOT, names, os.environ))
-    if job and settings.job.snapshot:
-        code, _ = checks.part("code", lambda: snapshot.size(ROOT))
     run_dir = _run_dir(settings)
     if settings.sweep:
         first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
@@ -89,23 +82,21 @@ def check(settings: Settings, python: str) -> int:
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings, python)) if job else (0, None)
-        return modules or code or recipe or disk or slurm
+        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings)) if job else (0, None)
+        return recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
 
 
-def _ask_slurm(job: Job, settings: Settings, python: str) -> str:
+def _ask_slurm(job: Job, settings: Settings) -> str:
     """Slurm's answer about the job that would be submitted or printed.
 
     Raises MachineError if it could not be submitted.
     """
-    if settings.job.launcher is Launcher.print:
-        if shutil.which("sbatch"):
-            return controller.expected_start(job, scripts.sbatch_script(job))
+    if settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
         return "not asked: there is no sbatch on this machine"
     _require_free_run_dir(settings)
-    return controller.expected_start(job, submit.submission_text(job, python))
+    return checks.expected_start(job)
 
 
 def _require_free_run_dir(settings: Settings) -> None:
@@ -124,27 +115,26 @@ def _require_free_run_dir(settings: Settings) -> None:
 
 def print_script(settings: Settings) -> int:
     """launcher=print: prints the sbatch script. Returns 0."""
-    job = jobs.describe(settings, ROOT, _working_folder())
+    job = jobs.describe(settings, ROOT, Path.cwd())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
     print(scripts.sbatch_script(job, header=header).rstrip("\n"))
     return 0
 
 
 def submit_job(settings: Settings, python: str) -> int:
-    """launcher=slurm: asks Slurm whether it would accept the job, submits it, and prints its run directory and log.
+    """launcher=slurm: submits the job, and prints its run directory and log.
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
     _require_free_run_dir(settings)
-    job = jobs.describe(settings, ROOT, _working_folder())
-    expected = controller.expected_start(job, submit.submission_text(job, python))
-    not_checked = checks.find_data(settings, ROOT, _working_folder())
+    job = jobs.describe(settings, ROOT, Path.cwd())
+    not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
     submitted = submit.submit(job, python, _run_dir(settings))
-    print(f"job {submitted.job_id}: {expected}")
+    print(f"job {submitted.job_id}: submitted")
     if submitted.elements:
         for element, words in zip(submitted.elements, job.elements, strict=True):
             print(f"{element.job_id}: {shlex.join(words)}")
@@ -160,12 +150,7 @@ def submit_job(settings: Settings, python: str) -> int:
 def _wait_for(submitted: submit.Submitted) -> int:
     """wait=true: waits for the job and returns its exit status. Ctrl-C ends the wait, not the job."""
     try:
-        if not submitted.elements:
-            return waiting.wait(submitted)
-        code = waiting.wait_for_all(submitted)
-        runs = [table.read_run(element.run_dir, time.time()) for element in submitted.elements]
-        print("\n".join(table.table(runs)))
-        return code
+        return waiting.wait_for_all(submitted) if submitted.elements else waiting.wait(submitted)
     except KeyboardInterrupt:
         print(f"\njob {submitted.job_id} continues; cancel it with: scancel {submitted.job_id}", file=sys.stderr)
         return 130
@@ -183,7 +168,7 @@ def run_here(settings: Settings) -> int:
     if unused:
         print(f"launch.py: not used with launcher=local: {', '.join(unused)}", file=sys.stderr)
     recipe_class, _ = recipe_conf.load(settings.recipe)
-    words = parser.absolute(settings.typed, (RunKeys, recipe_class), _working_folder())
+    words = parser.absolute(settings.typed, (RunKeys, recipe_class), Path.cwd())
     is_first = layout.node_rank == 0
     run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
@@ -245,14 +230,6 @@ def _ranks_of_machines(job: JobKeys) -> tuple[int, ...]:
     return ranks
 
 
-def _working_folder() -> Path:
-    """The current folder. Raises MachineError if it no longer exists."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise MachineError("the current folder no longer exists: cd to another folder") from None
-
-
 def _run_dir(settings: Settings) -> str:
     """The given run directory, resolved and absolute; "" for the default."""
-    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), _working_folder())["run_dir"]
+    return parser.absolute({"run_dir": settings.run.run_dir}, (RunKeys,), Path.cwd())["run_dir"]

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors
 from recipes.core.config import declare, job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.run import source
 
@@ -127,8 +125,7 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     """The folders that the container of a run needs: the repository and the absolute paths that the run names.
 
     A path that is not an existing folder is replaced by its nearest parent that is one, since a runtime refuses other
-    paths. A folder inside another folder of the result is omitted. words: the given keys, with absolute paths. Raises
-    ConfigError for a folder whose name the container's runtime cannot accept.
+    paths. A folder inside another folder of the result is omitted. words: the given keys, with absolute paths.
     """
     recipe_class, _ = recipe_conf.load(settings.recipe)
     links = [os.path.realpath(root / name) for name in ("runs", "data")]  # these may be links to other disks
@@ -140,11 +137,6 @@ def folders_of_run(settings: Settings, words: Mapping[str, str], root: Path) -> 
     folders = {next(folder for folder in (path, *path.parents) if folder.is_dir()) for path in paths}
     found: list[str] = []
     for folder in sorted(folders - {Path("/")}, key=lambda path: (len(path.parts), path)):
-        if any(folder.is_relative_to(other) for other in found):
-            continue
-        found.append(str(folder))
-        if set(str(folder)) & set(":,"):
-            raise ConfigError(
-                f"{errors.shown(folder)}: a container cannot use a folder with : or , in its name: rename it"
-            )
+        if not any(folder.is_relative_to(other) for other in found):
+            found.append(str(folder))
     return found

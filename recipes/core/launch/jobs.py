@@ -106,8 +106,6 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     if elements and "run_dir" in words:
         parent = words.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
-    for run in (elements or [{}]) if job.container else ():
-        container.folders_of_run(settings, {**words, **run}, root)  # the script calls it again, and uses its result
     return Job(
         recipe=settings.recipe,
         arguments=tuple(f"{name}={value}" for name, value in words.items()),

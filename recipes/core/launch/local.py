@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,10 +23,7 @@ from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
 
 PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
-STOP_GRACE_S = 60.0  # time for the ranks to end after a requested stop; both are longer while a checkpoint is written
-TERM_GRACE_S = 5.0  # time for the ranks to end after SIGTERM
-SAVING_S = 20.0  # a checkpoint is no longer being written if its file has not grown for this long
-
+STOP_GRACE_S = 600.0  # time for the ranks to save and end after a requested stop
 
 Rank: TypeAlias = "subprocess.Popen[bytes]"
 
@@ -95,7 +92,6 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
     ranks: list[Rank] = []
     stop = _Stop()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stop)
         stack.callback(_kill, ranks)
         for local_rank in range(layout.ranks[layout.node_rank]):
             variables = rank_environment(layout, local_rank, port, environ)
@@ -109,48 +105,34 @@ def run(command: Sequence[str], layout: Layout, run_dir: Path | None, recipe: st
             ranks.append(rank)
         if listener:
             listener.close()
-        first, early = _watch(ranks, stop, run_dir)
+        first, early = _watch(ranks, stop)
         end = _end(ranks, first, early, stop, layout)
         return _report_end(attempt, end) if attempt else _report_other(end)
 
 
 class _Stop:
-    """Counts the signals to stop (`signals.handled`) within the ``with`` block.
-
-    Signals at about the same time count as one.
-    """
+    """Counts the signals to stop (`signals.handled`) from now on. Signals at about the same time count as one."""
 
     def __init__(self) -> None:
         self.count, self.number, self._last = 0, signal.SIGTERM, float("-inf")
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        for number in signals.handled():
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         repeated = self.count and number == signal.SIGHUP  # both the kernel and the ending shell send SIGHUP
         if time.monotonic() - self._last > signals.TOGETHER_S and not repeated:
             self.count, self.number, self._last = self.count + 1, signal.Signals(number), time.monotonic()
 
-    def __enter__(self) -> "_Stop":
-        self._before = {number: signal.signal(number, self._note) for number in signals.handled()}
-        # The parent process may have blocked some of them.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[int | None, int | None]:
+def _watch(ranks: Sequence[Rank], stop: _Stop) -> tuple[int | None, int | None]:
     """Waits until every rank has ended.
 
-    Ends ranks that take too long, unless a checkpoint is being written in ``run_dir``. Returns the local ranks of the
-    first rank that failed by itself, and of a rank that had exited with status 0 before that, which is an error. Each
-    is None if there is no such rank.
+    Ends ranks that take too long. Returns the local ranks of the first rank that failed by itself, and of a rank that
+    had exited with status 0 before that, which is an error. Each is None if there is no such rank.
     """
     first: int | None = None
     early: int | None = None
-    stops, deadline, saving = 0, float("inf"), _Saving(run_dir)
+    stops, deadline = 0, float("inf")
     now = RunningClock().now
     while [rank for rank in ranks if not has_ended(rank)]:  # a list, so that has_ended is called for every rank
         if first is None and not stops:
@@ -162,16 +144,10 @@ def _watch(ranks: Sequence[Rank], stop: _Stop, run_dir: Path | None) -> tuple[in
         if stop.count > stops:
             stops = stop.count
             _signal(ranks, stop.number if stops == 1 else signal.SIGKILL)
-            # On a machine that is not the first, it is unknown whether rank 0 still saves. The ranks' own timeouts
-            # limit the wait there.
-            deadline = now() + STOP_GRACE_S if run_dir else float("inf")
+            deadline = now() + STOP_GRACE_S
             if stops == 1:
                 _report(f"{stop.number.name}: the ranks save and end; a second signal ends them at once")
-        if now() > deadline and saving.is_active():
-            deadline = now() + PEERS_GRACE_S  # the other ranks notice the end of the save a little later
         if now() > deadline:
-            _signal(ranks, signal.SIGTERM)
-            time.sleep(TERM_GRACE_S)
             _signal(ranks, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.02)
@@ -199,29 +175,6 @@ def has_ended(rank: Rank) -> bool:
             if found.si_status != 0:
                 os.killpg(rank.pid, signal.SIGKILL)  # not reaped yet, so the ID is still that of its session
     return rank.poll() is not None
-
-
-class _Saving:
-    """Whether a checkpoint is being written.
-
-    It compares file sizes between calls, since the file server's clock may differ.
-    """
-
-    def __init__(self, run_dir: Path | None) -> None:
-        self._folder = run_dir / "checkpoints" if run_dir else None
-        self._sizes: dict[str, int] = {}
-        self._grown_at = 0.0
-
-    def is_active(self) -> bool:
-        sizes = {}
-        for path in (
-            self._folder.glob(".[0-9]*/.step-*") if self._folder else ()
-        ):  # temporary files that are not renamed yet
-            with contextlib.suppress(OSError):
-                sizes[path.name] = path.stat().st_size
-        if sizes != self._sizes:
-            self._sizes, self._grown_at = sizes, time.monotonic()
-        return bool(sizes) and time.monotonic() - self._grown_at < SAVING_S
 
 
 def _signal(ranks: Sequence[Rank], number: signal.Signals) -> None:

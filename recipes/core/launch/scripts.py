@@ -47,11 +47,7 @@ def _element(job: Job) -> list[str]:
         return []
     lines = [f'    {number}) set -- "$@" {shlex.join(words)} ;;' for number, words in enumerate(job.elements)]
     last = f'    *) echo "{job.recipe}: no run of this sweep has the number ${{SLURM_ARRAY_TASK_ID:-}}" >&2; exit 2 ;;'
-    together = (
-        'stop "run_dir= after the script would be the run directory of all runs of the sweep: give it to launch.py"'
-    )
-    apart = f'for word in "$@"; do [ "${{word#run_dir=}}" = "$word" ] || {together}; done'
-    return [apart, "case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
+    return ["case ${SLURM_ARRAY_TASK_ID:-} in", *lines, last, "esac"]
 
 
 def sbatch_script(job: Job, header: Sequence[str] = ()) -> str:

@@ -6,9 +6,7 @@ Each job runs a snapshot, so that edits do not affect a job that is pending, run
 only.
 """
 
-import contextlib
 import hashlib
-import itertools
 import os
 import secrets
 import shutil
@@ -33,25 +31,10 @@ def take(root: Path) -> Path:
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
     folder = private_folder(root, "code")
-    for again in itertools.count():  # a snapshot that was edited, or lost files in a purge of old files, is not reused
-        copy = folder / (digest.hexdigest()[:16] + (f"-{again}" if again else ""))
-        if not copy.is_dir():
-            _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
-        if source.stamp(copy) and all(_content(copy / name) == data for name, data in content.items()):
-            return copy
-    raise AssertionError("there is always another name")
-
-
-def size(root: Path) -> str:
-    """A phrase on the size that a snapshot would have. Writes nothing. Raises MachineError as `take` does."""
-    content = _read(root)
-    return f"{len(content)} files, {sum(map(len, content.values())) / 1e6:.1f} MB"
-
-
-def _content(path: Path) -> bytes | None:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    return None
+    copy = folder / digest.hexdigest()[:16]
+    if not copy.is_dir():
+        _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
+    return copy
 
 
 def keep_for(copy: Path, job: str) -> None:

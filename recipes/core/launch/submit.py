@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from recipes.core import files
 from recipes.core.errors import MachineError
-from recipes.core.launch import allocation, controller, jobs, scripts
+from recipes.core.launch import allocation, jobs, scripts
 from recipes.core.launch.jobs import Job
 from recipes.core.run import directory
 
@@ -63,11 +64,6 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     import submitit
 
     folder = files.private_folder(job.root, "submitit")  # the job files in it are pickles, which a job executes
-    parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"run_dir={parent}: cannot be made ({error.strerror}); give another run_dir=") from None
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))
@@ -79,7 +75,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             executor = _executor(job, python)
             accepted = executor.map_array(os.execvp, ["/bin/bash"] * count, [["bash", str(path)]] * count)
         except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
-            raise MachineError(controller.refusal(str(error), job)) from None
+            raise MachineError(refusal(str(error))) from None
         except OSError as error:
             raise MachineError(
                 f"{folder}: cannot be written ({error.strerror}): free space there for the job files"
@@ -94,13 +90,14 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     return dataclasses.replace(elements[0], job_id=array, elements=tuple(elements))
 
 
-def submission_text(job: Job, python: str) -> str:
-    """The text of the script that `submit` submits."""
-    executor = _executor(job, python)
-    if job.elements:
-        executor.parameters["map_count"] = len(job.elements)
-    # submitit 1.5 has no public function that returns the text without submitting it.
-    return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
+def refusal(output: str) -> str:
+    """One line on why Slurm refuses a job. output: the stderr of sbatch."""
+    return f"Slurm refuses this job: {one_line(output)[:300] or 'sbatch gave no reason'}"
+
+
+def one_line(output: str) -> str:
+    """The output of sbatch in one line, without its prefixes."""
+    return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
 def _executor(job: Job, python: str) -> "submitit.SlurmExecutor":

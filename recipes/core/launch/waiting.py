@@ -2,7 +2,6 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from recipes.core import errors
@@ -21,58 +20,39 @@ def wait_for_all(submitted: Submitted) -> int:
     return next((code for code in codes if code), errors.EXIT_DONE)
 
 
-def wait(submitted: Submitted, patience_s: float = 300.0, show: bool = True) -> int:
-    """Waits for the job to end and returns its exit status. show: whether to print the job's log while waiting.
-
-    patience_s: how long to ask again, in seconds, if the controller does not answer. Raises MachineError after this
-    time.
-    """
-    job = _wait_for_end(submitted, patience_s, show)
+def wait(submitted: Submitted, show: bool = True) -> int:
+    """Waits for the job to end and returns its exit status. show: whether to print the job's log at its end."""
+    job = _wait_for_end(submitted.job_id)
     if job and job.never_starts:
         why = f"its dependency {job.fields.get('Dependency')} cannot be met"
         print(f"job {submitted.job_id} never starts: {why}; remove it: scancel {submitted.job_id}", file=sys.stderr)
         return errors.EXIT_MACHINE
+    if show and submitted.log.exists():
+        print(submitted.log.read_text(errors="replace"), end="", flush=True)
     state, code = (job.state, job.exit_status) if job else ("", 0)
     status = _status(submitted)
     if state == "COMPLETED" or (not state and status and status["state"] == "done"):
         print(f"job {submitted.job_id}: completed; run directory {submitted.run_dir}")
         return directory.exit_code(status, code)
     reason = f": {status['reason']}" if status and status["reason"] else ""
-    if status and status["state"] == "preempted":
-        asks = queue.Queue()
-        reason = f": {queue.after_stop(submitted.run_dir, status, asks)}"
     print(f"job {submitted.job_id}: {state.lower() or 'ended'}{reason}; log {submitted.log}", file=sys.stderr)
     return directory.exit_code(status, code) or errors.EXIT_CRASH
 
 
-def _wait_for_end(submitted: Submitted, patience_s: float, show: bool) -> queue.Job | None:
+def _wait_for_end(job_id: str) -> queue.Job | None:
     """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more."""
-    printed_bytes, interval_s, silent_since, reported = 0, 0.5, 0.0, (False, 0)
+    interval_s, silent = 0.5, False
     while True:
-        job, is_over = None, False
         try:
-            job = queue.find(submitted.job_id)
-            is_over, silent_since = job is None or job.ended, 0.0
+            job, silent = queue.find(job_id), False
+            if job is None or job.ended or job.never_starts:
+                return job
         except MachineError as error:
-            if not silent_since:
-                print(f"{error}; the job continues, and Slurm is asked for {patience_s:g} s more", file=sys.stderr)
-            silent_since = silent_since or time.monotonic()
-            if time.monotonic() - silent_since > patience_s:
-                raise MachineError(f"job {submitted.job_id} continues, but {error}") from None
-        if job and job.never_starts:
-            return job
-        printed_bytes = _follow(submitted.log, printed_bytes) if show else 0
-        if job and job.waiting and (job.held, job.restarts) != reported:
-            reported = (job.held, job.restarts)
-            print(queue.describe(job), file=sys.stderr)
-        if is_over:
-            break
+            if not silent:
+                print(f"{error}; the job continues, and Slurm is asked again", file=sys.stderr)
+            silent = True
         time.sleep(interval_s)
         interval_s = min(5.0, interval_s * 1.1)  # reduces the load on the controller
-    if show:
-        time.sleep(0.2)  # the last lines may still be on their way
-        _follow(submitted.log, printed_bytes)
-    return job
 
 
 def _status(submitted: Submitted) -> dict[str, Any] | None:
@@ -82,17 +62,3 @@ def _status(submitted: Submitted) -> dict[str, Any] | None:
         if launch.startswith(f"{submitted.job_id}."):
             return directory.read_status(run_dir)
     return None
-
-
-def _follow(log: Path, start: int) -> int:
-    """Copies the content of ``log`` from byte ``start`` on to stdout. Returns the new position."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(start)
-            content = file.read()
-    except FileNotFoundError:
-        return start
-    sys.stdout.flush()
-    sys.stdout.buffer.write(content)
-    sys.stdout.flush()
-    return start + len(content)

@@ -63,12 +63,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture
-def copied(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run directory, which a test may damage."""
-    return Path(shutil.copytree(trained, tmp_path / "copied"))
-
-
 # --- valid jobs
 
 
@@ -119,22 +113,6 @@ def test_a_batch_too_small_for_the_jobs_ranks_is_reported(tmp_path: Path) -> Non
     ended = check(*words, *HERE, f"run_dir={tmp_path}/run")
     assert ended.status == 2, ended.out
     assert "leaves some of 300 ranks without any" in parts(ended)["recipe"]
-
-
-@pytest.mark.long
-def test_check_chooses_the_checkpoint_of_the_run(copied: Path, tmp_path: Path) -> None:
-    newest = copied / "checkpoints/step-00000003.pt"
-    older = f"resume={copied}/checkpoints/step-00000002.pt"
-    assert parts(check(*DIGITS, f"run_dir={tmp_path}/run", older))["recipe"].endswith("continues from step 2")
-    ended = check(*DIGITS, f"run_dir={copied}", "resume=never")
-    assert (ended.status, parts(ended)["recipe"].partition(":")[0]) == (2, "failed")
-    assert f"resume=never: {copied} has a checkpoint ({newest.name})" in parts(ended)["recipe"]
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    ended = check(*DIGITS, f"run_dir={copied}")
-    assert ended.status == 0, ended.out
-    [warning] = [line for line in ended.lines if line.startswith("warning: ")]
-    assert f": checkpoint {newest}: is damaged" in warning
-    assert any(line.startswith("recipe: ok: ") and line.endswith("from step 2") for line in ended.lines)
 
 
 @pytest.mark.long

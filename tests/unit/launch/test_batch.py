@@ -118,16 +118,6 @@ def test_a_job_whose_end_slurm_has_decided_is_not_requeued(
     assert (directory.read_status(preempted) or {})["next"] == next_word
 
 
-def test_a_job_that_is_held_while_it_runs_is_requeued_and_held(
-    preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stub_scontrol(stubs, RUNNING + "\nPriority=0")
-    finish(preempted)
-    assert stubs.calls("scontrol")[-1] == ["requeue", "7"]
-    assert "requeued (restart 1 of at most 20), but held: scontrol release 7 starts it;" in capsys.readouterr().out
-    assert (directory.read_status(preempted) or {})["next"] == "held"
-
-
 @pytest.mark.parametrize(("words", "restarts"), [((), "20"), (("max_requeues=0",), "")])
 def test_max_requeues_limits_the_requeues(
     preempted: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str], words: Sequence[str], restarts: str

@@ -4,23 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.errors import MachineError
 from recipes.core.launch import checks
 from recipes.core.run import command_line, dryrun
 from recipes.core.run.dryrun import Request
-from tests.helpers import ROOT
-from tests.unit.launch.stand_ins import MODULE, Bench
-
-
-def test_check_loads_the_profiles_modules(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {"PATH": "/usr/bin:/bin", "NOTES": str(bench.folder), "RECIPES_CLUSTER": "here", **MODULE}
-    assert checks.load_modules(ROOT, ("gcc/12", "x"), environ) == "gcc/12, x"
-    assert (bench.folder / "modules").read_text() == "load gcc/12\nload x\n"
-    with pytest.raises(MachineError, match=r"cluster=here: module load gcc/12 failed on "):
-        checks.load_modules(ROOT, ("gcc/12", "x"), {**environ, "MODULE_ENDS": "1"})
-    del environ["BASH_FUNC_module%%"]
-    expected = "not tried, this machine has no command module: gcc/12"
-    assert checks.load_modules(ROOT, ("gcc/12",), environ) == expected
 
 
 def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:

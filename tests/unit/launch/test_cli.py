@@ -11,7 +11,7 @@ import pytest
 import launch
 from recipes.core import errors
 from recipes.core.errors import MachineError
-from recipes.core.launch import checks, cli, local, snapshot
+from recipes.core.launch import checks, cli, local
 from recipes.core.run import command_line
 from tests.unit.launch.stand_ins import Stubs
 
@@ -24,8 +24,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    asked = 'if [ "$1" = --test-only ]; then cat > $NOTES/asked; env > $NOTES/env; echo "sbatch: Job 9 to start soon" >&2; exit; fi'
-    stubs.add("sbatch", f"{asked}\ncp $1 $NOTES/submitted; echo Submitted batch job 7")
+    stubs.add("sbatch", "env > $NOTES/env; echo Submitted batch job 7")
     stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
@@ -37,10 +36,9 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert (tmp_path / "runs/mnist/7/job.yaml").stat().st_mode & 0o777 == 0o640
     output = capsys.readouterr().out.splitlines()
     log = f"{tmp_path}/runs/submitit/7_0_log.out"
-    assert output == ["job 7: to start soon", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
+    assert output == ["job 7: submitted", f"run directory: {tmp_path}/runs/mnist/7", f"log: tail -F {log}"]
     [copy] = (tmp_path / "runs/code").iterdir()
     assert (copy / "recipes/toy.py").read_text() == "as submitted"
-    assert (tmp_path / "submitted").read_text() == (tmp_path / "asked").read_text()
     arguments = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["arguments"]
     assert arguments == [f"data_dir={tmp_path}/here/d", *words[2:]]
     script = tmp_path / "runs/mnist/7/job.sh"
@@ -60,14 +58,14 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
 @pytest.mark.parametrize(
     ("failing", "error", "status"),
     [
-        ("", None, 0), ("size", MachineError("x"), 3), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
+        ("", None, 0), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
         ("disk_space", MachineError("x"), 3), ("_ask_slurm", MachineError("x"), 3),
     ],
 )  # fmt: skip
 def test_check_returns_the_status_of_the_failed_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((snapshot, "size"), (checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
+    for owner, name in ((checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == failing:
@@ -94,7 +92,7 @@ def test_check_of_a_sweep_checks_its_first_run(
     assert checked == [tmp_path / "s/0"] * 2
     assert "the first of 2 runs is checked: lr=0.5" in capsys.readouterr().out
     assert launch.main(["check", *words]) == 3
-    assert "there is no Slurm on this machine" in capsys.readouterr().err
+    assert "No such file or directory: 'sbatch'" in capsys.readouterr().err
 
 
 def test_a_sweep_on_this_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,17 +97,6 @@ def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     assert source.difference(root) == b"# the difference is too large to be kept here\n"
 
 
-def test_a_changed_or_incomplete_snapshot_is_not_reused(root: Path) -> None:
-    first = snapshot.take(root)
-    (first / "recipes/toy.py").write_text("changed")
-    second = snapshot.take(root)
-    (second / "env/common.env").unlink()
-    third = snapshot.take(root)
-    assert (second.name, third.name) == (f"{first.name}-1", f"{first.name}-2")
-    assert snapshot.take(root) == third
-    assert (third / "recipes/toy.py").read_text() == "1"
-
-
 def test_every_folder_that_python_imports_is_copied(root: Path) -> None:
     for name in (
         "src/mine/__init__.py",

@@ -31,15 +31,6 @@ def test_a_private_folder_is_private(tmp_path: Path) -> None:
     assert files.private_folder(tmp_path, "submitit") == folder
 
 
-def test_a_run_directory_that_cannot_be_made_is_reported_before_submission(tmp_path: Path, stubs: Stubs) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "file").write_text("")
-    stubs.add("sbatch", "echo Submitted batch job 7")
-    with pytest.raises(MachineError, match=r"cannot be (made|created)"):
-        submit.submit(describe(root=tmp_path), sys.executable, str(tmp_path / "file" / "run"))
-    assert stubs.calls("sbatch") == []
-
-
 def test_the_run_directory_has_the_script_and_the_description(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,26 +40,6 @@ def test_waiting_returns_the_jobs_exit_status(
     assert capsys.readouterr().out.count("rank 0's words") == 1
 
 
-def test_waiting_reports_a_held_job_and_the_saved_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held = queue.Job("7", "PENDING", "JobHeldUser", 0, 1, {"Priority": "0"})
-    cancelled = queue.Job("7", "CANCELLED", "", 75, 1)
-    answers = iter([queue.Job("7", "RUNNING", "", 0, 0), held, held, cancelled])
-    monkeypatch.setattr(queue, "find", lambda job: next(answers))
-    monkeypatch.setattr(queue, "show", lambda *asked: [cancelled])
-    monkeypatch.setattr(waiting.time, "sleep", lambda s: None)
-    directory.write_status(
-        tmp_path, "preempted", attempt=helpers.attempt(tmp_path, launch="7.0", job="7").number, step=5, reason="SIGUSR2"
-    )
-    assert waiting.wait(submit.Submitted("7", tmp_path, tmp_path / "log")) == 75
-    first, last = capsys.readouterr().err.splitlines()
-    assert first == "job 7 is held (JobHeldUser): scontrol release 7 starts it"
-    assert last.startswith(
-        "job 7: cancelled: stopped by SIGUSR2, saved at step 5; job 7 has ended: CANCELLED; the job was cancelled:"
-    )
-
-
 def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
     one = submit.Submitted("7", Path("/r"), Path("/l"))
     for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
