@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +78,18 @@ def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
 
 def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queue | None) -> tuple[str, str]:
     state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
-    if state == "running":
+    refused = judge.why_not_begun(folder)
+    if state == "preempted" and asks:
+        note = queue.after_stop(folder, status, asks)
+    elif state == "running":
         note = f"status written {ago(now - _number(status.get('updated'), now))} ago"
         found = queue.of_run(folder, asks) if asks else None
         if found and found.asked and not found.is_active:  # it was killed, or its node
             state, note = "not running", f"{note}; {found.line}"
-    if asks and state == "preempted":
-        note = queue.after_stop(folder, status, asks)
-    if line := judge.why_not_begun(folder):
-        if not status:
-            note = line
-        elif state in ("running", "not running"):
-            note = f"{note}; a later launch did not begin: {line}"
-        else:
-            state, note = "not begun", f"{line} (before that: {state}{note and f', {note}'})"
-    if asks and not status and not note and (found := queue.of_run(folder, asks)).asked:
+    elif asks and not status and not refused and (found := queue.of_run(folder, asks)).asked:
         note = found.line
+    if refused:
+        note = "; ".join(filter(None, (note, f"the newest launch did not begin: {refused}")))
     return state, note
 
 
@@ -125,11 +122,8 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def ago(seconds: float) -> str:
-    """A duration as text, rounded to its largest unit (d, h, min or s)."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    """A duration as text, for example 0:10:00."""
+    return str(timedelta(seconds=round(max(0.0, seconds))))
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
