@@ -35,56 +35,35 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """For a submission: a line on the pending or running job that uses ``run_dir``. "" if no such job is known.
+    """For a submission: a line on the pending or running job that job.yaml in ``run_dir`` names; "" if it does not count.
 
-    Jobs that ``dependency`` waits for do not count.
+    Jobs that ``dependency`` waits for do not count. The job itself checks for all other users when it starts.
     """
-    awaited = set(re.findall(r"\d+", dependency))
-
-    def counts(job: object) -> bool:
-        return "singleton" not in dependency and str(job).partition("_")[0] not in awaited
-
-    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if submitted and counts(submitted):
+    job = str((files.read_json(run_dir / "job.yaml") or {}).get("job_id") or "")
+    if job and "singleton" not in dependency and job.partition("_")[0] not in re.findall(r"\d+", dependency):
         with contextlib.suppress(MachineError):
-            if problem := _check_by_slurm(str(submitted), run_dir, environ, 0.0, saved=False):
-                return problem
-    for attempt in _last_attempts(run_dir):
-        job = attempt.facts().get("job")
-        if (not submitted or job != submitted) and counts(job) and (problem := _check_attempt(attempt, environ, 0.0)):
-            return problem
+            return _check_by_slurm(job, run_dir, environ, 0.0, saved=False)
     return ""
 
 
-def _last_attempts(run_dir: Path, below: int | None = None) -> list[Attempt]:
+def _last_attempts(run_dir: Path, below: int) -> list[Attempt]:
     """The attempts that may still run: the last one that has begun, and those that were opened later.
 
     An attempt begins only when those before it have ended. below: only attempts with lower numbers count.
     """
     found = []
     for number in attempts.numbers(run_dir):
-        if below is None or number < below:
+        if number < below:
             found.append(attempt := Attempt(run_dir, number))
             if attempt.has_begun:
                 break
     return found
 
 
-def _share_array(environ: Mapping[str, str], attempt: Attempt) -> bool:
-    """Whether an attempt is of another element of this job's array."""
-    mine, theirs = (str(job or "").split("_") for job in (directory.job_id(environ), attempt.facts().get("job")))
-    return len(mine) == len(theirs) == 2 and mine[0] == theirs[0] and mine[1] != theirs[1]
-
-
 def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> str:
     """Checks whether the job or the process of one attempt still runs."""
     run_dir, facts = attempt.run_dir, attempt.facts()
     own_job, job = directory.job_id(environ), facts.get("job")
-    if _share_array(environ, attempt):
-        return (
-            f"run_dir={run_dir}: element {job} of this job array uses it, and each element needs its own: "
-            "launch.py makes such an array (sweep.KEY=A,B)"
-        )
     status = directory.read_status(run_dir) or {}
     judged = files.read_json(attempt.folder / "ended.json") or (
         status if status.get("attempt") == attempt.number else {}
@@ -132,11 +111,7 @@ def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patienc
         return ""
     if saved and found.fields.get("BatchFlag") == "0":
         return ""
-    end = f"cancel it (scancel {job})"
-    if found.waiting:
-        state = "was requeued and is pending" if found.restarts else "is pending"
-        return _used(run_dir, f"job {job}, which {state},", end, "will use it")
-    return _used(run_dir, f"job {job} ({found.state.lower()})", end)
+    return _used(run_dir, f"job {job} ({found.state.lower()})", f"cancel it (scancel {job})")
 
 
 def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
@@ -152,5 +127,5 @@ def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
     return ""
 
 
-def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> str:
-    return f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir"
+def _used(run_dir: Path, who: str, end: str) -> str:
+    return f"run_dir={shlex.quote(str(run_dir))}: {who} uses it: {end}, or give another run_dir"
