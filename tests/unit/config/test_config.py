@@ -397,16 +397,6 @@ def test_keys_that_would_change_the_result_are_refused_on_a_resume(
     command_line.parse(words, recipe="mnist", to_start=False)
 
 
-def test_each_run_of_a_sweep_inherits_its_own_keys(tmp_path: Path) -> None:
-    for number, seed in enumerate((1, 2)):
-        a_run(tmp_path / f"runs/{number}", 5, epochs=40, seed=seed)
-    settings = parse("sweep.seed=1,2", f"run_dir={tmp_path}/runs")
-    assert (settings.config.epochs, settings.run.run_dir) == (40, f"{tmp_path}/runs")
-    assert settings.typed == {"run_dir": f"{tmp_path}/runs"}
-    with pytest.raises(ConfigError, match="seed=2 becomes 3"):
-        parse("sweep.seed=1,3", f"run_dir={tmp_path}/runs")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
