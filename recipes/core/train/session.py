@@ -66,11 +66,11 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
-                entry.remove_own_folder(start)
                 failure.leave(code)
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        attempts.refuse(os.environ, code, str(error), start.ranks.rank)  # first: the end of another rank may end this one
+        # The record comes first, since the end of another rank may end this one.
+        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         has_parent = attempts.given(os.environ) is not None  # it prints the judgement, also if rank 0 was not refused
         if start.ranks.rank == 0 or not has_parent:
             time.sleep(failure.REPEATED_S if start.ranks.local_rank else 0.0)
@@ -83,7 +83,6 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         )
     except BaseException:
         traceback.print_exc()
-    entry.remove_own_folder(start)
     if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
         entry.end(code)
     failure.leave(code)
@@ -102,9 +101,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         stack.callback(over.set)
         if world.rank == 0:
             threading.Thread(target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True).start()
-        threading.Thread(
-            target=failure.watch_peers, args=(current, start, over), name="peer watch", daemon=True
-        ).start()
+        threading.Thread(target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True).start()
         stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
             opening.introduce(current, start)
