@@ -102,14 +102,12 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         if world.rank == 0:
             threading.Thread(target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True).start()
         threading.Thread(target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True).start()
-        stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
         try:
             opening.introduce(current, start)
             opening.check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
             results = main(start.settings.config, current)
-            stop.settling = True
             current.finish(results)
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
@@ -117,7 +115,6 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         except DryRunEnd:
             return errors.EXIT_DONE
         except BaseException as error:
-            stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
             return failure.fail(current, error)
