@@ -8,6 +8,7 @@ The table shows the keys in which the runs differ. For a run whose status is run
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         errors.show((__doc__ or "").strip())
         return errors.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [source.home(ROOT) / "runs"]
+    folders = [Path(word) for word in argv if word != "--json"] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
     try:
         queue = Queue()
         found = [

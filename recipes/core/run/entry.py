@@ -98,23 +98,16 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     except ConfigError as error:
         _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
+    is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
-        interface = _set_interface(info)
+        interface = None if is_set else network.choose(info)
     except network.NetworkError as error:
         _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
+    if interface:
+        os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
     return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
-
-
-def _set_interface(info: RankInfo) -> network.Choice | None:
-    """Sets the variables for the interface that reaches the other nodes, unless the user has set both. Raises NetworkError."""
-    if {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys():
-        return None
-    interface = network.choose(info)
-    if interface:
-        os.environ.update(network.settings(interface, os.environ))
-    return interface
 
 
 def _rank_unchecked() -> str:

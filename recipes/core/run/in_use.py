@@ -42,7 +42,7 @@ def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
     job = str((files.read_json(run_dir / "job.yaml") or {}).get("job_id") or "")
     if job and "singleton" not in dependency and job.partition("_")[0] not in re.findall(r"\d+", dependency):
         with contextlib.suppress(MachineError):
-            return _check_by_slurm(job, run_dir, environ, 0.0, saved=False)
+            return _check_by_slurm(job, run_dir, environ, 0.0)
     return ""
 
 
@@ -80,7 +80,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
-            return _check_by_slurm(str(job), run_dir, environ, patience_s, is_saved)
+            return _check_by_slurm(str(job), run_dir, environ, patience_s)
     if cluster is None and is_running is not None:
         pid, host = facts["process"]["pid"], facts["process"]["host"]
         return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if is_running else ""
@@ -96,20 +96,14 @@ def _is_running(facts: Mapping[str, Any]) -> bool | None:
     return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
 
 
-def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
-    """Checks by the state of the job in Slurm. saved: whether the attempt was stopped and saved.
-
-    Nothing requeues a stopped attempt in an allocation of salloc, although the job itself continues, so the attempt
-    counts as ended. Raises MachineError if Slurm cannot be asked.
-    """
+def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float) -> str:
+    """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked."""
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
     if not found or found.ended or (found.state == queue.COMPLETING and not patience_s):
-        return ""
-    if saved and found.fields.get("BatchFlag") == "0":
         return ""
     return _used(run_dir, f"job {job} ({found.state.lower()})", f"cancel it (scancel {job})")
 

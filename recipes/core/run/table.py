@@ -69,7 +69,7 @@ def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
         state=state,
-        step=int(_number(row.get("step"), _number(status.get("step"), 0))),
+        step=row.get("step") or status.get("step") or 0,
         note=note,
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
         results={name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None},
@@ -82,7 +82,7 @@ def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queu
     if state == "preempted" and asks:
         note = queue.after_stop(folder, status, asks)
     elif state == "running":
-        note = f"status written {ago(now - _number(status.get('updated'), now))} ago"
+        note = f"status written {ago(now - status.get('updated', now))} ago"
         found = queue.of_run(folder, asks) if asks else None
         if found and found.asked and not found.is_active:  # it was killed, or its node
             state, note = "not running", f"{note}; {found.line}"
@@ -117,32 +117,23 @@ def _last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _number(value: Any, otherwise: float) -> float:
-    return value if isinstance(value, (int, float)) and abs(value) < 1e15 else otherwise
-
-
 def ago(seconds: float) -> str:
     """A duration as text, for example 0:10:00."""
     return str(timedelta(seconds=round(max(0.0, seconds))))
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """The keys in which runs of the same recipe differ, in the order of their declaration."""
-    seen: dict[tuple[str, str], set[str]] = {}
+def table(runs: Sequence[Run]) -> list[str]:
+    """The lines of a table with one row per run: the keys in which runs of a recipe differ, and the results."""
+    seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
     for run in runs:
         for name, value in run.values.items():
             seen.setdefault((run.recipe, name), set()).add(str(value))
-    return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
-
-
-def table(runs: Sequence[Run]) -> list[str]:
-    """The lines of a table with one row per run: the keys in which runs differ, and the results."""
-    keys = differing(runs)
+    keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     results = [name for name in RESULTS if any(name in run.results for run in runs)]
     head = ["run", "state", "step", *keys, *results, "note"]
     rows = [
         [
-            _short(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
+            str(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
             *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs
@@ -151,12 +142,6 @@ def table(runs: Sequence[Run]) -> list[str]:
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
     ]
-
-
-def _short(folder: Path) -> str:
-    """The path relative to the current folder if it lies below it, else the full path."""
-    relative = os.path.relpath(folder)
-    return str(folder) if relative.startswith("..") else relative
 
 
 def _text(value: Any) -> str:

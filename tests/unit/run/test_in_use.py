@@ -110,19 +110,18 @@ def answering(folder: Path, *fields: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("state", "batch", "fields", "used"),
+    ("state", "fields", "used"),
     [
-        ("running", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),
-        ("preempted", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
-        ("preempted", "0", ("JobState=RUNNING",), ""),  # salloc
-        ("preempted", "1", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7 (requeue_hold) uses it"),
-        ("running", "1", ("JobState=FAILED",), ""),
+        ("running", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("preempted", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
+        ("preempted", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7 (requeue_hold) uses it"),
+        ("running", ("JobState=FAILED",), ""),
     ],
 )  # fmt: skip
 def test_slurm_is_asked_once_for_the_state_of_the_job(
-    tmp_path: Path, state: str, batch: str, fields: tuple[str, ...], used: str
+    tmp_path: Path, state: str, fields: tuple[str, ...], used: str
 ) -> None:
-    environ = answering(tmp_path / "bin", *fields, f"BatchFlag={batch}")
+    environ = answering(tmp_path / "bin", *fields)
     an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
     problem = look(tmp_path, **environ)
     assert used in problem if used else not problem

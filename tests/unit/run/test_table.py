@@ -105,7 +105,6 @@ def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
         (folder / name).write_text("[{: nothing")
     found = table.read_run(folder, time.time())
     assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
-    (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
