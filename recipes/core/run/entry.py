@@ -87,8 +87,6 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         if any(word in ("-h", "--help") for word in argv):
             errors.show(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
-        if other := source.other_code(ROOT, os.environ):
-            raise ConfigError(f"{host}: {other}")
         source.go_home(ROOT)
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:

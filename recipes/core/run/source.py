@@ -5,7 +5,7 @@ import glob
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,3 @@ def go_home(code: Path) -> None:
     """
     if stamp(code):
         os.chdir(home(code))
-
-
-def other_code(code: Path, environ: Mapping[str, str]) -> str:
-    """A line that names both folders if Python has imported ``code`` instead of the code of the job; else ""."""
-    expected = environ.get("RECIPES_SOURCE", "")
-    with contextlib.suppress(OSError):
-        if not expected or os.path.samefile(code, expected):
-            return ""
-    return (
-        f"Python imports the recipes from {code}, but this job runs {expected}: uninstall the one that is installed (pip uninstall"
-        " slurm-torch-recipes), or remove it from PYTHONPATH and from Python's startup files"
-    )
