@@ -29,12 +29,7 @@ def parse(
     environ = os.environ if environ is None else environ
     words = key_value.read(argv)
     swept = {name: words[name] for name in words if name.startswith(SWEEP)}
-    if swept and recipe:
-        name, value = next(iter(swept.items()))
-        raise ConfigError(
-            f"{name}={shown(value)}: only launch.py sweeps keys; give {name.removeprefix(SWEEP)}= one value"
-        )
-    if swept:
+    if swept and not recipe:
         return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
     return _one(words, recipe, environ, to_start)
 

@@ -150,14 +150,9 @@ def describe(job: Job) -> str:
     reason = f" ({job.reason})" if job.reason else ""
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
-    if job.waiting:
-        start = job.fields.get("StartTime", "")
-        when = "" if start in ("", "Unknown", "N/A", "None") else f", expected to start at {start}"
-        return f"job {job.id} is pending{reason}{when}"
-    if job.ended:
-        return f"job {job.id} has ended: {job.state}{reason}"
-    again = f", restart {job.restarts}" if job.restarts else ""
-    return f"job {job.id} is {job.state.lower()}{again}"
+    start = job.fields.get("StartTime", "")
+    when = f", expected to start at {start}" if job.waiting and start[:1].isdecimal() else ""
+    return f"job {job.id} is {job.state.lower()}{reason}{when}"
 
 
 def parse(text: str) -> list[Job]:

@@ -148,11 +148,11 @@ def job(state: str, reason: str = "", restarts: int = 0, **fields: str) -> Job:
     [
         (job("PENDING", "BeginTime", 1, StartTime="2026-11-23T13:25:32"), Next.requeued,
          "job 1 is pending (BeginTime), expected to start at 2026-11-23T13:25:32"),
-        (job("COMPLETING", "", 1), None, "job 1 is completing, restart 1"),
+        (job("COMPLETING", "", 1), None, "job 1 is completing"),
         (job("CANCELLED"), Next.requeued,
-         "job 1 has ended: CANCELLED; the job was cancelled: to resume, start it again with the same run_dir="),
+         "job 1 is cancelled; the job was cancelled: to resume, start it again with the same run_dir="),
         (job("COMPLETING", "NonZeroExitCode"), Next.max_requeues,
-         "job 1 is completing; not requeued, since max_requeues= is reached: to resume, start it again with the same run_dir="),
+         "job 1 is completing (NonZeroExitCode); not requeued, since max_requeues= is reached: to resume, start it again with the same run_dir="),
         (job("RUNNING", BatchFlag="0"), None, "job 1 is running; to resume, start it again with the same run_dir="),
         (None, Next.no_progress,
          "Slurm no longer knows job 1; not requeued, since its last start completed no step: to resume, start it again with the same run_dir="),
@@ -220,7 +220,7 @@ def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "state", "line"),
     [
-        ({"1": job("CANCELLED")}, "not running", "; job 1 has ended: CANCELLED"),
+        ({"1": job("CANCELLED")}, "not running", "; job 1 is cancelled"),
         ({"1": job("PENDING", "BeginTime", 1)}, "not running", "; job 1 is pending (BeginTime)"),
         ({"1": job("RUNNING")}, "running", ""),
         (None, "running", ""),

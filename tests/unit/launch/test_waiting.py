@@ -56,7 +56,7 @@ def test_waiting_reports_a_held_job_and_the_saved_run(
     first, last = capsys.readouterr().err.splitlines()
     assert first == "job 7 is held (JobHeldUser): scontrol release 7 starts it"
     assert last.startswith(
-        "job 7: cancelled: stopped by SIGUSR2, saved at step 5; job 7 has ended: CANCELLED; the job was cancelled:"
+        "job 7: cancelled: stopped by SIGUSR2, saved at step 5; job 7 is cancelled; the job was cancelled:"
     )
 
 
