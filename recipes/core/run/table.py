@@ -13,8 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.run import directory, judge, queue, resumed
-from recipes.core.run.queue import Queue
+from recipes.core.run import directory, judge, resumed
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
@@ -56,41 +55,28 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
-def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
-    """Reads one run directory. now: time.time(). asks: for the note on what happens next; None to not ask Slurm."""
+def read_run(folder: Path, now: float) -> Run:
+    """Reads one run directory, and does not ask Slurm. now: time.time()."""
     status, job = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
-    state, note = _state_and_note(folder, status, now, asks)
+    notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
+    if status.get("state") == "running":
+        notes.append(f"status written {ago(now - status.get('updated', now))} ago")
+    if refused := judge.why_not_begun(folder):
+        notes.append(f"the newest launch did not begin: {refused}")
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     return Run(
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
-        state=state,
+        state=str(status.get("state", "not begun")),
         step=row.get("step") or status.get("step") or 0,
-        note=note,
+        note="; ".join(notes),
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
         results={name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None},
     )
-
-
-def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queue | None) -> tuple[str, str]:
-    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
-    refused = judge.why_not_begun(folder)
-    if state == "preempted" and asks:
-        note = queue.after_stop(folder, status, asks)
-    elif state == "running":
-        note = f"status written {ago(now - status.get('updated', now))} ago"
-        found = queue.of_run(folder, asks) if asks else None
-        if found and found.asked and not found.is_active:  # it was killed, or its node
-            state, note = "not running", f"{note}; {found.line}"
-    elif asks and not status and not refused and (found := queue.of_run(folder, asks)).asked:
-        note = found.line
-    if refused:
-        note = "; ".join(filter(None, (note, f"the newest launch did not begin: {refused}")))
-    return state, note
 
 
 def _keys(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from recipes.core import files
 from recipes.core.doctor.explain import explain, of_run
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, table
+from recipes.core.run import directory
 from recipes.core.run.queue import Job, Queue
 from tests import helpers
 
@@ -215,24 +215,6 @@ def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error)
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert found == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
-
-
-@pytest.mark.parametrize(
-    ("answers", "state", "line"),
-    [
-        ({"1": job("CANCELLED")}, "not running", "; job 1 is cancelled"),
-        ({"1": job("PENDING", "BeginTime", 1)}, "not running", "; job 1 is pending (BeginTime)"),
-        ({"1": job("RUNNING")}, "running", ""),
-        (None, "running", ""),
-    ],
-)
-def test_the_table_says_of_a_run_whose_job_has_no_processes_that_it_is_not_running(
-    tmp_path: Path, answers: dict[str, Job | None] | None, state: str, line: str
-) -> None:
-    run = run_directory(tmp_path, "running")
-    found = table.read_run(run, time.time(), Answers(answers))
-    assert (found.state, found.note.startswith("status written")) == (state, True)
-    assert found.note.endswith(line or " ago")
 
 
 def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from recipes import report
 from recipes.core import files
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, Next
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, table
 from tests import helpers
@@ -136,6 +136,9 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     refuse(folder, "lr=0.1 becomes 0.2")
     found = table.read_run(folder, time.time())
     assert (found.state, found.note) == ("done", "the newest launch did not begin: lr=0.1 becomes 0.2")
+    directory.write_status(folder, "preempted", attempt=0, step=10, reason="SIGUSR2")
+    directory.note_next(folder, Next.max_requeues, 0)
+    assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"  # the refusal is older
     directory.write_status(folder, "running", attempt=0, step=10)
     found = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
     assert (found.state, found.step) == ("running", 10)
