@@ -5,9 +5,11 @@
     python -m recipes.report --json runs/cifar
 
 The table shows the keys in which the runs differ. For a run whose status is running, it shows how long ago that status was updated.
+`python -m recipes.doctor explain` also shows the state of its job in Slurm.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,19 +18,15 @@ from recipes.core import errors
 from recipes.core.errors import InputError
 from recipes.core.files import ROOT
 from recipes.core.run import source, table
-from recipes.core.run.queue import Queue
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print((__doc__ or "").strip())
         return errors.EXIT_DONE
-    folders = [Path(word) for word in argv if word != "--json"] or [source.home(ROOT) / "runs"]
+    folders = [Path(word) for word in argv if word != "--json"] or [Path(os.path.relpath(source.home(ROOT) / "runs"))]
     try:
-        queue = Queue()
-        found = [
-            table.read_run(path, time.time(), queue) for folder in folders for path in table.run_directories(folder)
-        ]
+        found = [table.read_run(path, time.time()) for folder in folders for path in table.run_directories(folder)]
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror}): name a run directory, or a folder of them"

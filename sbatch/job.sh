@@ -56,7 +56,6 @@ begin() {
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
     [ ! -d "$code" ] || cd "$code" || exit
     unset RECIPES_CODE
-    export RECIPES_SOURCE=$PWD # the folder from which Python must import the recipe
     words=()
     for word; do
         case $word in

@@ -88,13 +88,6 @@ MUTATIONS = [
         "tests/unit/launch/test_scripts.py::test_each_run_of_a_sweep_has_its_own_values",
     ),
     Mutation(
-        "recipes/core/run/entry.py",
-        "        if other := source.other_code(ROOT, os.environ):\n",
-        "        if other := '':\n",
-        "a rank trains with the code of another clone",
-        "tests/unit/launch/test_job_sh.py::test_a_job_that_imports_other_code_is_refused",
-    ),
-    Mutation(
         "recipes/core/run/source.py",
         '"read-tree", "HEAD", ',
         '"read-tree", "HEAD^", ',

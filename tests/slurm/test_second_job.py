@@ -70,6 +70,6 @@ def test_a_second_job_is_refused_while_the_first_runs_is_suspended_or_pending(
     assert status == 0, out
     later = re.search(r"^job (\d+): ", out, re.MULTILINE)
     assert later, out
-    assert f"job {later[1]}, which is pending, will use it" in first.submit()[1]
+    assert f"job {later[1]} (pending) uses it" in first.submit()[1]
     step = helpers.rows(first.run_dir)[-1]["step"]
     helpers.wait_until(lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue")

@@ -137,14 +137,10 @@ def test_a_requeued_ready_script_keeps_the_code_of_its_first_start(slurm: Cluste
     keys = ("device=cpu", "cpu_threads=1", "epochs=100000", "log_every_steps=1", "run_dir=mine")
     job = jobs.sbatch(slurm, repo, log, "--gpus-per-node=0", "--cpus-per-task=1", "sbatch/toy.sh", *keys)
     jobs.wait_for_training(slurm, job, repo / "mine")
-    [own] = Path(os.environ.get("TMPDIR") or "/tmp").glob(f"recipes-{os.getuid()}-{job}.0-node*")  # its compile cache
-    assert own.stat().st_mode & 0o777 == 0o700
     break_all(repo)
     slurm.run("scancel", "--signal=USR2", job)
     jobs.wait_requeued(slurm, job, log, 60)
     jobs.start_again(slurm, job)
     jobs.wait_for_training(slurm, job, repo / "mine", attempt=1)
-    assert own.exists()
     jobs.leave_no_job(slurm)
-    assert not own.exists()
     assert "edited after it was submitted" not in log.read_text()

@@ -58,7 +58,7 @@ JOB: tuple[str, ...] = (
 
 SUBMITTED: tuple[tuple[str, ...], ...] = (
     ("sweep.lr=",), ("sweep.lr=0.1,,0.2",), ("sweep.lr=0.1,0.1",), ("sweep.lr=0.1,-1",), ("sweep.lr=0.1,0.2", "lr=1"), ("sweep.lrr=1,2",),
-    ("sweep.nodes=1,2",), ("sweep.run_dir=/a,/b",), ("sweep.seed=" + ",".join(map(str, range(1001))),), ("sweep.data_dir=/a\n,/b",),
+    ("sweep.nodes=1,2",), ("sweep.run_dir=/a,/b",), ("sweep.data_dir=/a\n,/b",),
     ("parallel=-1",), ("parallel=2",), ("sweep.device=cpu,cuda",), ("sweep.num_workers=1,2",), ("sweep.cpu_threads=1,2",),
     ("gpus=8,2",), ("gpus=0",), ("gpus=2", "nodes=3"), ("gpus=4", "gpus_per_node=2"), ("gpus=4", "ranks_per_node=2"), ("master=h:1",), ("node_rank=1",), ("gpus_per_node=0",), ("gpus_per_node=2", "ranks_per_node=3"),
 )  # fmt: skip

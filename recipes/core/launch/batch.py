@@ -75,7 +75,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
             jobs.record(run_dir, Path(script).read_bytes(), {**described, "log": fields.get("StdOut")})
-    lines = [f"cd {shlex.quote(str(code))} || exit", f"export RECIPES_SOURCE={shlex.quote(str(code))}"]
+    lines = [f"cd {shlex.quote(str(code))} || exit"]
     lines += [shlex.join(["set", "--", *(f"{name}={value}" for name, value in typed.items())])]
     lines += [
         f"export {attempts.VARIABLE}={shlex.quote(str(attempt.folder))}" if attempt else f"unset {attempts.VARIABLE}"
@@ -205,9 +205,6 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
 
 
 def main(argv: list[str]) -> int:
-    if other := source.other_code(ROOT, os.environ):
-        print(other, file=sys.stderr)
-        return errors.EXIT_CONFIG
     source.go_home(ROOT)
     if argv[:1] != ["begin"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a requeue, before its result is recorded and printed

@@ -172,7 +172,6 @@ def run_here(settings: Settings) -> int:
     is_first = layout.node_rank == 0
     run_dir = directory.choose(_run_dir(settings), settings.recipe, None, ROOT) if is_first else None
     environ = dict(os.environ, RECIPES_CLUSTER=settings.job.cluster) if settings.job.cluster else dict(os.environ)
-    environ["RECIPES_SOURCE"] = str(ROOT)
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
     words |= {"run_dir": str(run_dir)} if run_dir else {}
     command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *(f"{k}={v}" for k, v in words.items())]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +12,7 @@ from recipes.core.errors import ConfigError, shown
 from recipes.core.run import resumed
 
 SWEEP = "sweep."
-MAX_RUNS = 1000  # at most, in a sweep; Slurm's default MaxArraySize is 1001
+ONE_FOR_ALL = {"run_dir", "config", "umask", "device", "cpu_threads", "num_workers"}  # all runs request the same CPUs
 
 
 def parse(
@@ -30,12 +29,7 @@ def parse(
     environ = os.environ if environ is None else environ
     words = key_value.read(argv)
     swept = {name: words[name] for name in words if name.startswith(SWEEP)}
-    if swept and recipe:
-        name, value = next(iter(swept.items()))
-        raise ConfigError(
-            f"{name}={shown(value)}: only launch.py sweeps keys; give {name.removeprefix(SWEEP)}= one value"
-        )
-    if swept:
+    if swept and not recipe:
         return _sweep({name: value for name, value in words.items() if name not in swept}, swept, environ)
     return _one(words, recipe, environ, to_start)
 
@@ -60,32 +54,17 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
             raise ConfigError(
                 f"{word}={shown(given)}: {name}={shown(words[name])} is given as well; give one of the two"
             )
-        if name in {"cpu_threads", "num_workers"} and "cpus_per_rank" not in words:
-            raise ConfigError(
-                f"{word}={shown(given)}: all runs of an array request the same CPUs: give cpus_per_rank= too"
-            )
-        if name in declare.names_of(JobKeys) | {"run_dir", "config", "umask", "device"}:
+        if name in declare.names_of(JobKeys) | ONE_FOR_ALL:
             raise ConfigError(f"{word}={shown(given)}: {name}= has one value for the whole array; sweep another key")
         if "" in values[name] or len(set(values[name])) < len(values[name]):
             raise ConfigError(f"{word}={shown(given)}: must be different values separated by commas")
-    count = math.prod(map(len, values.values()))
-    if count > MAX_RUNS:
-        raise ConfigError(f"{' '.join(map(shown, swept))}: {count} runs; a job array has at most {MAX_RUNS}")
     runs = tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
     each = []
-    for number, run in enumerate(runs):
-        run_dir = words.get("run_dir", "")
-        own = {"run_dir": f"{run_dir}/{number}"} if run_dir and len(runs) > 1 else {}
+    for run in runs:
         try:
-            one = _one({**words, **run, **own}, "", environ)
+            each.append(_one({**words, **run}, "", environ))
         except ConfigError as error:
-            pairs = [f"{name}={shown(value)}" for name, value in run.items()]
-            raise ConfigError(f"{' '.join(SWEEP + pair for pair in pairs)}: {error}") from None
-        if own:  # each run has its own folder in the given run_dir
-            keys = dataclasses.replace(one.run, run_dir=run_dir)
-            one = dataclasses.replace(one, run=keys, typed={**one.typed, "run_dir": run_dir})
-        each.append(one)
-    if len(runs) == 1:
-        return each[0]
+            pairs = [f"{SWEEP}{name}={shown(value)}" for name, value in run.items()]
+            raise ConfigError(f"{' '.join(pairs)}: {error}") from None
     common = {name: value for name, value in each[0].typed.items() if name not in values}
     return dataclasses.replace(each[0], typed=common, sweep=runs)

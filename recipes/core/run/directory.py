@@ -5,9 +5,7 @@
 
 import contextlib
 import os
-import socket
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,19 +22,6 @@ def job_id(environ: Mapping[str, str]) -> str | None:
     """``<job>``, or ``<array>_<task>`` in an array; None outside Slurm."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
-
-
-def own_folder(environ: Mapping[str, str]) -> Path | None:
-    """The path of a run's own temporary folder on this node; None outside Slurm. The folder is not created."""
-    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "0")
-    if not job:
-        return None
-    # Several runs may run at the same time in one step.
-    run_names = (environ.get(name, "") for name in ("RECIPES_LAUNCH", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
-    run = zlib.crc32(" ".join(run_names).encode("utf-8", "surrogateescape"))
-    parent = Path(environ.get("TMPDIR") or "/tmp")
-    parent = parent if parent.is_dir() else Path("/tmp")
-    return parent / f"recipes-{os.getuid()}-{job}.{step}-{socket.gethostname()}-{run:08x}"
 
 
 def launch_id(environ: Mapping[str, str]) -> str:

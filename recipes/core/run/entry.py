@@ -5,16 +5,13 @@ line because torch reads some variables of the env files when it is loaded.
 """
 
 import atexit
-import errno
 import os
 import re
-import shutil
 import signal
 import socket
-import stat
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +24,7 @@ from recipes.core.files import ROOT
 from recipes.core.place import network, ranks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, dryrun, source
+from recipes.core.run import command_line, dryrun, source
 from recipes.core.run.dryrun import Request
 from recipes.core.run.watchdog import Pulse
 
@@ -37,9 +34,8 @@ class Start:
     """The settings and facts that a recipe has before torch is imported.
 
     from_files: variables set from the env files. interface: the network interface found by its route; None if none was
-    found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. own_folder:
-    temporary folder of this job on this node; None if there is none. dry_run: the input of the dry run that
-    `launch.py check` started; None in a normal run.
+    found or the user has set it. pulse: the progress of this rank, which the watchdog process monitors. dry_run: the input
+    of the dry run that `launch.py check` started; None in a normal run.
     """
 
     settings: Settings
@@ -47,7 +43,6 @@ class Start:
     from_files: dict[str, str]
     interface: network.Choice | None
     pulse: Pulse = field(default_factory=Pulse)
-    own_folder: Path | None = None
     dry_run: Request | None = None
 
 
@@ -92,8 +87,6 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         if any(word in ("-h", "--help") for word in argv):
             print(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
-        if other := source.other_code(ROOT, os.environ):
-            raise ConfigError(f"{host}: {other}")
         source.go_home(ROOT)
         settings = command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
@@ -103,56 +96,16 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         from_files = envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
     except ConfigError as error:
         _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
-    prints = info.local_rank == 0
+    is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
-        interface = _set_interface(info)
+        interface = None if is_set else network.choose(info)
     except network.NetworkError as error:
-        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=prints)
-    own_folder = _make_own_folder(os.environ, prints=prints)
-    if settings.run.debug:
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
-    return Start(settings, info, from_files, interface, own_folder=own_folder, dry_run=dryrun.asked(os.environ))
-
-
-def _set_interface(info: RankInfo) -> network.Choice | None:
-    """Sets the variables for the interface that reaches the other nodes, unless the user has set both. Raises NetworkError."""
-    if {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys():
-        return None
-    interface = network.choose(info)
+        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
-    return interface
-
-
-def _make_own_folder(environ: MutableMapping[str, str], prints: bool) -> Path | None:
-    """Creates a folder on the node's own disk for this job's compile caches, and sets their variables.
-
-    A variable that is already set takes precedence. Jobs do not share these caches because several jobs would write to
-    them at the same time, and because the home folder is slow when many nodes use it. `remove_own_folder` removes the
-    folder. Returns None outside Slurm or if the folder cannot be used.
-    """
-    folder = directory.own_folder(environ)
-    if not folder:
-        return None
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "another user owns it or can write to it")
-    except OSError as error:
-        if prints:
-            line = f"{folder}: cannot be used ({error.strerror}): this job shares its compile caches with other jobs"
-            print(f"warning: {socket.gethostname()}: {line}", file=sys.stderr)
-        return None
-    environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
-    environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
-    return folder
-
-
-def remove_own_folder(start: Start) -> None:
-    """Removes the job's own folder on this node. Call it on every rank when the node has no more work for the run."""
-    if start.own_folder and start.ranks.local_rank == 0:
-        shutil.rmtree(start.own_folder, ignore_errors=True)
+    if settings.run.debug:
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch reads this variable when it is imported
+    return Start(settings, info, from_files, interface, dry_run=dryrun.asked(os.environ))
 
 
 def _rank_unchecked() -> str:

@@ -21,7 +21,6 @@ from recipes.core.run.attempt import Attempt
 ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # time between two heartbeats of a run
 WATCH_S = 4 * HEARTBEAT_S  # an attempt without a heartbeat for this long is not alive
-OLD_S = 300.0  # if the last heartbeat is older, there is no wait for the next one; clocks differ by less than this
 ASK_S = 20.0  # how long to wait for an answer of the controller
 
 
@@ -35,56 +34,35 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
 
 
 def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """For a submission: a line on the pending or running job that uses ``run_dir``. "" if no such job is known.
+    """For a submission: a line on the pending or running job that job.yaml in ``run_dir`` names; "" if it does not count.
 
-    Jobs that ``dependency`` waits for do not count.
+    Jobs that ``dependency`` waits for do not count. The job itself checks for all other users when it starts.
     """
-    awaited = set(re.findall(r"\d+", dependency))
-
-    def counts(job: object) -> bool:
-        return "singleton" not in dependency and str(job).partition("_")[0] not in awaited
-
-    submitted = (files.read_json(run_dir / "job.yaml") or {}).get("job_id")
-    if submitted and counts(submitted):
+    job = str((files.read_json(run_dir / "job.yaml") or {}).get("job_id") or "")
+    if job and "singleton" not in dependency and job.partition("_")[0] not in re.findall(r"\d+", dependency):
         with contextlib.suppress(MachineError):
-            if problem := _check_by_slurm(str(submitted), run_dir, environ, 0.0, saved=False):
-                return problem
-    for attempt in _last_attempts(run_dir):
-        job = attempt.facts().get("job")
-        if (not submitted or job != submitted) and counts(job) and (problem := _check_attempt(attempt, environ, 0.0)):
-            return problem
+            return _check_by_slurm(job, run_dir, environ, 0.0)
     return ""
 
 
-def _last_attempts(run_dir: Path, below: int | None = None) -> list[Attempt]:
+def _last_attempts(run_dir: Path, below: int) -> list[Attempt]:
     """The attempts that may still run: the last one that has begun, and those that were opened later.
 
     An attempt begins only when those before it have ended. below: only attempts with lower numbers count.
     """
     found = []
     for number in attempts.numbers(run_dir):
-        if below is None or number < below:
+        if number < below:
             found.append(attempt := Attempt(run_dir, number))
             if attempt.has_begun:
                 break
     return found
 
 
-def _share_array(environ: Mapping[str, str], attempt: Attempt) -> bool:
-    """Whether an attempt is of another element of this job's array."""
-    mine, theirs = (str(job or "").split("_") for job in (directory.job_id(environ), attempt.facts().get("job")))
-    return len(mine) == len(theirs) == 2 and mine[0] == theirs[0] and mine[1] != theirs[1]
-
-
 def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> str:
     """Checks whether the job or the process of one attempt still runs."""
     run_dir, facts = attempt.run_dir, attempt.facts()
     own_job, job = directory.job_id(environ), facts.get("job")
-    if _share_array(environ, attempt):
-        return (
-            f"run_dir={run_dir}: element {job} of this job array uses it, and each element needs its own: "
-            "launch.py makes such an array (sweep.KEY=A,B)"
-        )
     status = directory.read_status(run_dir) or {}
     judged = files.read_json(attempt.folder / "ended.json") or (
         status if status.get("attempt") == attempt.number else {}
@@ -101,7 +79,7 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
-            return _check_by_slurm(str(job), run_dir, environ, patience_s, is_saved)
+            return _check_by_slurm(str(job), run_dir, environ, patience_s)
     if cluster is None and is_running is not None:
         pid, host = facts["process"]["pid"], facts["process"]["host"]
         return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if is_running else ""
@@ -117,12 +95,8 @@ def _is_running(facts: Mapping[str, Any]) -> bool | None:
     return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
 
 
-def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
-    """Checks by the state of the job in Slurm. saved: whether the attempt was stopped and saved.
-
-    Nothing requeues a stopped attempt in an allocation of salloc, although the job itself continues, so the attempt
-    counts as ended. Raises MachineError if Slurm cannot be asked.
-    """
+def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float) -> str:
+    """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked."""
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
@@ -130,20 +104,14 @@ def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patienc
         time.sleep(1.0)
     if not found or found.ended or (found.state == queue.COMPLETING and not patience_s):
         return ""
-    if saved and found.fields.get("BatchFlag") == "0":
-        return ""
-    end = f"cancel it (scancel {job})"
-    if found.waiting:
-        state = "was requeued and is pending" if found.restarts else "is pending"
-        return _used(run_dir, f"job {job}, which {state},", end, "will use it")
-    return _used(run_dir, f"job {job} ({found.state.lower()})", end)
+    return _used(run_dir, f"job {job} ({found.state.lower()})", f"cancel it (scancel {job})")
 
 
 def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
     """Checks by the heartbeat, if no other check is possible. Takes up to `WATCH_S` seconds."""
     facts, first = attempt.facts(), attempts.newest_heartbeat(attempt)
     end = time.monotonic() + min(WATCH_S, patience_s)
-    while time.monotonic() < end and time.time() - first < OLD_S:
+    while time.monotonic() < end:
         time.sleep(1.0)
         if attempts.newest_heartbeat(attempt) > first:
             who = f"job {facts['job']}" if facts.get("job") else "a process"
@@ -152,5 +120,5 @@ def _check_by_heartbeat(attempt: Attempt, patience_s: float) -> str:
     return ""
 
 
-def _used(run_dir: Path, who: str, end: str, does: str = "uses it") -> str:
-    return f"run_dir={shlex.quote(str(run_dir))}: {who} {does}: {end}, or give another run_dir"
+def _used(run_dir: Path, who: str, end: str) -> str:
+    return f"run_dir={shlex.quote(str(run_dir))}: {who} uses it: {end}, or give another run_dir"

@@ -32,7 +32,7 @@ SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more t
 OWN_JOB_S = 10.0  # timeout for a question about this job, so that the wait does not use up the remaining time
 HOW_TO_RESUME = "to resume, start it again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
-NOT_REQUEUED = {
+NOT_REQUEUED: dict[Next | None, str] = {
     Next.cancelled: f"the job was cancelled: {HOW_TO_RESUME}",
     Next.max_requeues: f"not requeued, since max_requeues= is reached: {HOW_TO_RESUME}",
     Next.no_progress: f"not requeued, since its last start completed no step: {HOW_TO_RESUME}",
@@ -150,14 +150,9 @@ def describe(job: Job) -> str:
     reason = f" ({job.reason})" if job.reason else ""
     if job.held:
         return f"job {job.id} is held{reason}: scontrol release {job.id} starts it"
-    if job.waiting:
-        start = job.fields.get("StartTime", "")
-        when = "" if start in ("", "Unknown", "N/A", "None") else f", expected to start at {start}"
-        return f"job {job.id} is pending{reason}{when}"
-    if job.ended:
-        return f"job {job.id} has ended: {job.state}{reason}"
-    again = f", restart {job.restarts}" if job.restarts else ""
-    return f"job {job.id} is {job.state.lower()}{again}"
+    start = job.fields.get("StartTime", "")
+    when = f", expected to start at {start}" if job.waiting and start[:1].isdecimal() else ""
+    return f"job {job.id} is {job.state.lower()}{reason}{when}"
 
 
 def parse(text: str) -> list[Job]:
@@ -232,17 +227,13 @@ class Outlook:
     """The job of a run.
 
     id: the job ID; "" outside Slurm. job: None if Slurm does not know the job or could not be asked. asked: whether
-    Slurm answered. line: one line about the job. next: what happens to the job after the newest start of the run; None
-    while that start runs, or if nothing is known. submitted_since: whether this job was submitted after the job that
-    started the run last.
+    Slurm answered. line: one line about the job.
     """
 
     id: str
     job: Job | None
     asked: bool
     line: str
-    next: Next | None
-    submitted_since: bool = False
 
     @property
     def is_active(self) -> bool:
@@ -251,42 +242,29 @@ class Outlook:
 
 
 def of_run(run_dir: Path, queue: Queue) -> Outlook:
-    """The outlook of the job that was submitted last.
-
-    If that job has ended and the job that started the run last has not, it is the outlook of the latter.
-    """
+    """The job that was submitted last, or the job that started the run last if only that one has not ended."""
     attempt, described = attempts.facts(run_dir), files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
     ids = [one for one in (str(described.get("job_id") or ""), of_attempt) if re.fullmatch(r"\d+(_\d+)?", one)]
     if not ids:
-        return Outlook("", None, False, "it is not a Slurm job", None)
+        return Outlook("", None, False, "it is not a Slurm job")
     try:
         found = {one: job for one in ids if (job := queue.find(one))}
     except MachineError as error:
-        return Outlook(ids[0], None, False, str(error), None)
+        return Outlook(ids[0], None, False, str(error))
     if not found:
-        return Outlook(ids[-1], None, True, f"Slurm no longer knows job {ids[-1]}", None)
+        return Outlook(ids[-1], None, True, f"Slurm no longer knows job {ids[-1]}")
     chosen, job = next(((one, job) for one, job in found.items() if not job.ended), next(iter(found.items())))
-    number = str(attempt.get("launch", "")).rpartition(".")[2]
-    since = bool(of_attempt) and chosen != of_attempt
-    after = job.after_start(int(number) if number.isdecimal() and not since else -1)
-    return Outlook(chosen, job, True, describe(job), after, since)
+    return Outlook(chosen, job, True, describe(job))
 
 
 def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
-    found, recorded = of_run(run_dir, queue), next_of(status)
-    again = (Next.requeued, Next.held)
-    saved = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
-    if found.next in again:
-        return f"{saved}; {'submitted again' if found.submitted_since else 'requeued'}: {found.line}"
-    if not found.job and recorded in again:
-        return f"{saved}; job {found.id} was requeued, and its state now is unknown: {found.line}"
-    if found.is_active and not found.next and found.job and found.job.fields.get("BatchFlag") != "0":
-        return f"{saved}; {found.line}, and its batch script has not ended yet"
-    # The batch script has recorded why it did not requeue the job. While the script ends, Slurm shows the job like a
-    # cancelled one.
-    is_final = recorded and recorded not in again and not found.submitted_since
-    decided = recorded if is_final else found.next
-    line = f"{found.line}; " if found.id else ""
-    return f"{saved}; {line}{NOT_REQUEUED[decided] if decided else HOW_TO_RESUME}"
+    found, why = of_run(run_dir, queue), NOT_REQUEUED.get(next_of(status), "")
+    line = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
+    line += f"; {found.line}" if found.id else ""
+    if found.job and found.job.ended:
+        why = why or NOT_REQUEUED[found.job.after_start(0)]
+    elif found.job and found.job.fields.get("BatchFlag") != "0" and not (found.job.state == COMPLETING and why):
+        return line  # the job continues, or its batch script decides
+    return f"{line}; {why or HOW_TO_RESUME}"

@@ -1,10 +1,8 @@
 """The run that a launch resumes: its directory and keys, and the check that new keys do not change the experiment."""
 
-import contextlib
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,18 +26,12 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
         path = Path(run.resume)
         named += [("resume", one) for one in (path, path.parent, path.parent.parent)]  # RUN up to RUN/checkpoints/NAME
     for name, path in named:
-        try:
-            folder = Path(os.path.realpath(path.expanduser()))
-        except FileNotFoundError:  # the current folder was removed, which launch.py reports
+        folder = Path(os.path.expanduser(path))
+        # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
+        if not os.path.isfile(folder / "config.yaml") or (
+            name == "resume" and not os.path.isdir(folder / "checkpoints")
+        ):
             continue
-        try:
-            # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
-            is_run = name == "run_dir" or (folder / "checkpoints").is_dir()
-            if not is_run or not (folder / "config.yaml").is_file():
-                continue
-        except OSError as error:  # the path is too long, or a folder is not readable
-            given = shown(getattr(run, name))
-            raise ConfigError(f"{name}={given}: cannot be read ({error.strerror}): give another {name}=") from None
         other = recipe_of(folder)
         if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):
             raise ConfigError(
@@ -58,10 +50,7 @@ def recipe_of(run_dir: Path) -> str:
 def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     """The keys of a run that a resumed launch inherits, with their values as text. Raises ConfigError."""
     path = run_dir / "config.yaml"
-    try:
-        words = key_value.read_yaml(path, shown(path, 4096))
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or remove the file to resume with typed keys alone") from None
+    words = key_value.read_yaml(path, shown(path, 4096))
     known = declare.names_of(RunKeys) | declare.names_of(recipe_class)
     if unknown := sorted(words.keys() - known):
         raise ConfigError(
@@ -90,7 +79,9 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
             "give the earlier values, or another run_dir"
         )
-    if not settings.run.force and (problem := change_of_length(then, now, _is_finished(resumes, settings.run.resume))):
+    is_done = (directory.read_status(resumes) or {}).get("state") == "done"
+    is_finished = is_done and settings.run.resume in ("auto", "latest")  # from an earlier step, steps are left
+    if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
         raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
 
 
@@ -117,14 +108,3 @@ def change_of_length(then: Any, now: Any, finished: bool) -> str:
         if not finished and now.lr_depends_on_length:
             return f"{change}, and the learning-rate schedule of its remaining steps would change"
     return ""
-
-
-def _is_finished(run_dir: Path, resume: str) -> bool:
-    """Whether a run is done and is resumed from its last step."""
-    status = directory.read_status(run_dir) or {}
-    name = Path(os.path.expanduser(resume)).name
-    if name == "best":
-        with contextlib.suppress(OSError, ValueError):
-            name = (run_dir / "checkpoints" / name).read_text().strip()
-    step = re.fullmatch(r"step-(\d+)\.pt", name)
-    return status.get("state") == "done" and (step is None or int(step[1]) == status.get("step"))

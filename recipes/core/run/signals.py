@@ -19,7 +19,6 @@ from types import FrameType
 # NCCL catches it only if NCCL_PROXY_DUMP_SIGNAL names it (NVIDIA/nccl issue 704). SIGHUP: the terminal was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 TOGETHER_S = 0.3  # signals within this time count as one: timeout(1) signals the command, then its whole process group
-INTERRUPT_S = 25.0  # time for the last words after a second SIGINT, on a slow disk too
 SAID_S = 1.0  # time to write a line to stderr
 SHARE = 0.25  # the margin before the end of a job is at most this share of the time that is left at the start
 ASK_AGAIN_S = 60.0  # ask again for the end this long before the known end, which may have been moved
@@ -27,15 +26,10 @@ INTERRUPTED = 130  # exit status after a second SIGINT
 
 
 class StopFlag:
-    """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept.
-
-    settling: set it to True while the final state of the run is written; a second SIGINT then does not end the process.
-    last_words: called from another thread before a second SIGINT ends the process.
-    """
+    """Whether this rank is to stop, and the reason: the name of a signal, or a phrase. The first reason is kept."""
 
     def __init__(self) -> None:
-        self.reason, self.settling = "", False
-        self.last_words: Callable[[], object] = lambda: None
+        self.reason = ""
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -72,21 +66,17 @@ class _Listener:
             over = 0 in numbers  # 0 is not a signal: the flag is no longer needed
             if signal.SIGINT in numbers and not over:
                 self._interrupted_at = min(self._interrupted_at, time.monotonic())
-                if time.monotonic() - self._interrupted_at > TOGETHER_S and not self.flag.settling:
-                    _aside(self._last_words).join(INTERRUPT_S)
+                if time.monotonic() - self._interrupted_at > TOGETHER_S:
+                    _aside(lambda: print("ended by a second SIGINT", file=sys.stderr, flush=True)).join(SAID_S)
                     os._exit(INTERRUPTED)
             name = next((signal.Signals(number).name for number in numbers if number in SIGNALS), "")
             if name and not self.saying.ident:
                 self.flag.note(name)
                 self.saying = _aside(functools.partial(self._tell, name))
 
-    def _last_words(self) -> None:
-        self.flag.last_words()
-        print("ended by a second SIGINT", file=sys.stderr, flush=True)
-
 
 def _aside(call: Callable[[], object]) -> threading.Thread:
-    """Calls ``call`` in a separate thread, so that a blocked stderr or a slow disk blocks nothing else."""
+    """Calls ``call`` in a separate thread, so that a blocked stderr blocks nothing else."""
 
     def quietly() -> None:
         with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
 """The project's own code: its files, its commit, its difference from the commit, and whether it is a job's snapshot."""
 
 import contextlib
+import glob
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,21 @@ from recipes.core.files import read_json
 STAMP = "snapshot.json"  # file in a snapshot of the code: the path of the repository, and the commit
 DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference between the code and the commit
 MAX_DIFF_BYTES = 4 << 20  # largest difference that is kept
-LEFT_OUT = {"runs", "data", "tests", "sbatch", "build", "__pycache__"}  # top folders that are copied only if packages
+LEFT_OUT = {"runs", "data", "tests", "sbatch", "build"}  # folders in the top folder that are not code to import
 GIT_S = 20.0  # timeout for git
 
 
 def code_files(root: Path) -> Iterator[Path]:
-    """The files that a job needs: Python modules and packages in the top folder, env/, and sbatch/job.sh."""
-    if (shell := root / "sbatch/job.sh").is_file():
-        yield shell
-    for entry in sorted(root.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir() and _is_code(entry):
-            yield from _files_of(entry)
-        elif entry.suffix == ".py" and entry.is_file():
-            yield entry
+    """The files that a job needs: Python modules and packages in the top folder, env/, and sbatch/job.sh.
 
-
-def _is_code(folder: Path) -> bool:
-    """Whether a folder in the top folder is copied: env/, and folders that contain Python code to import."""
-    if folder.name in LEFT_OUT:
-        return (folder / "__init__.py").exists()
-    modules = (path for path in folder.glob("*.py") if not path.name.startswith("."))
-    return folder.name == "env" or any(modules) or any(folder.glob("*/__init__.py"))
-
-
-def _files_of(folder: Path) -> Iterator[Path]:
-    """The files in a folder. Symbolic links are followed, and each folder is visited once."""
-    seen: set[str] = set()
-    for path, folders, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(path)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and not name.endswith(".pyc") and os.path.isfile(Path(path, name)):
-                yield Path(path, name)
+    Hidden files are left out, and symbolic links are followed.
+    """
+    tops = (entry for entry in root.iterdir() if entry.name not in LEFT_OUT and not entry.name.startswith("."))
+    packages = [top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))]
+    for pattern in ("*.py", "sbatch/job.sh", "env/**", *(f"{glob.escape(name)}/**" for name in sorted(packages))):
+        for name in sorted(glob.glob(pattern, root_dir=root, recursive=True)):
+            if "__pycache__" not in name and (root / name).is_file():
+                yield root / name
 
 
 def commit(code: Path) -> str | None:
@@ -71,10 +50,8 @@ def difference(code: Path) -> bytes:
             return (code / DIFF).read_bytes()
         index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
         _git(code, "read-tree", "HEAD", **index)
-        new = set(os.fsdecode(_git(code, "ls-files", "--others", "--exclude-standard", "-z", **index)).split("\0"))
         names = [str(path.relative_to(code)) for path in code_files(code) if path.stat().st_size <= MAX_DIFF_BYTES]
-        if added := [name for name in names if name in new]:
-            _git(code, "add", "--intent-to-add", "--", *added, **index)
+        _git(code, "add", "--intent-to-add", "--", *names, **index)  # it leaves out files that git ignores
         diff = _git(code, "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", **index)
         return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"
     return b""
@@ -108,15 +85,3 @@ def go_home(code: Path) -> None:
     """
     if stamp(code):
         os.chdir(home(code))
-
-
-def other_code(code: Path, environ: Mapping[str, str]) -> str:
-    """A line that names both folders if Python has imported ``code`` instead of the code of the job; else ""."""
-    expected = environ.get("RECIPES_SOURCE", "")
-    with contextlib.suppress(OSError):
-        if not expected or os.path.samefile(code, expected):
-            return ""
-    return (
-        f"Python imports the recipes from {code}, but this job runs {expected}: uninstall the one that is installed (pip uninstall"
-        " slurm-torch-recipes), or remove it from PYTHONPATH and from Python's startup files"
-    )

@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from recipes.core import errors, files
-from recipes.core.run import directory, judge, queue, resumed
-from recipes.core.run.queue import Queue
+from recipes.core.run import directory, judge, resumed
 
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
@@ -55,45 +55,28 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
                 print(f"{entry.path}: cannot be read ({error.strerror}): skipped", file=sys.stderr)
 
 
-def read_run(folder: Path, now: float, asks: Queue | None = None) -> Run:
-    """Reads one run directory. now: time.time(). asks: for the note on what happens next; None to not ask Slurm."""
+def read_run(folder: Path, now: float) -> Run:
+    """Reads one run directory, and does not ask Slurm. now: time.time()."""
     status, job = directory.read_status(folder) or {}, files.read_json(folder / "job.yaml") or {}
     # A summary of an earlier attempt stays until the run is done again.
     summary = (files.read_json(folder / "summary.json") or {}) if status.get("state") == "done" else {}
     row = {} if summary else _last_row(folder / "metrics.jsonl")
-    state, note = _state_and_note(folder, status, now, asks)
+    notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
+    if status.get("state") == "running":
+        notes.append(f"status written {ago(now - status.get('updated', now))} ago")
+    if refused := judge.why_not_begun(folder):
+        notes.append(f"the newest launch did not begin: {refused}")
     arguments = job.get("arguments")
     typed = (str(word).partition("=") for word in (arguments if isinstance(arguments, list) else ()))
     return Run(
         folder=folder,
         recipe=str(job.get("recipe") or resumed.recipe_of(folder)),
-        state=state,
-        step=int(_number(row.get("step"), _number(status.get("step"), 0))),
-        note=note,
+        state=str(status.get("state", "not begun")),
+        step=row.get("step") or status.get("step") or 0,
+        note="; ".join(notes),
         values={**{name: value for name, _, value in typed if name != "run_dir"}, **_keys(folder / "config.yaml")},
         results={name: value for name in RESULTS if (value := {**row, **summary}.get(name)) is not None},
     )
-
-
-def _state_and_note(folder: Path, status: dict[str, Any], now: float, asks: Queue | None) -> tuple[str, str]:
-    state, note = str(status.get("state", "not begun")), str(status.get("reason") or "")
-    if state == "running":
-        note = f"status written {ago(now - _number(status.get('updated'), now))} ago"
-        found = queue.of_run(folder, asks) if asks else None
-        if found and found.asked and not found.is_active:  # it was killed, or its node
-            state, note = "not running", f"{note}; {found.line}"
-    if asks and state == "preempted":
-        note = queue.after_stop(folder, status, asks)
-    if line := judge.why_not_begun(folder):
-        if not status:
-            note = line
-        elif state in ("running", "not running"):
-            note = f"{note}; a later launch did not begin: {line}"
-        else:
-            state, note = "not begun", f"{line} (before that: {state}{note and f', {note}'})"
-    if asks and not status and not note and (found := queue.of_run(folder, asks)).asked:
-        note = found.line
-    return state, note
 
 
 def _keys(path: Path) -> dict[str, Any]:
@@ -120,35 +103,23 @@ def _last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _number(value: Any, otherwise: float) -> float:
-    return value if isinstance(value, (int, float)) and abs(value) < 1e15 else otherwise
-
-
 def ago(seconds: float) -> str:
-    """A duration as text, rounded to its largest unit (d, h, min or s)."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def differing(runs: Sequence[Run]) -> list[str]:
-    """The keys in which runs of the same recipe differ, in the order of their declaration."""
-    seen: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        for name, value in run.values.items():
-            seen.setdefault((run.recipe, name), set()).add(str(value))
-    return list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
+    """A duration as text, for example 0:10:00."""
+    return str(timedelta(seconds=round(max(0.0, seconds))))
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """The lines of a table with one row per run: the keys in which runs differ, and the results."""
-    keys = differing(runs)
+    """The lines of a table with one row per run: the keys in which runs of a recipe differ, and the results."""
+    seen: dict[tuple[str, str], set[str]] = {}  # by recipe and key
+    for run in runs:
+        for name, value in run.values.items():
+            seen.setdefault((run.recipe, name), set()).add(str(value))
+    keys = list(dict.fromkeys(name for (_, name), values in seen.items() if len(values) > 1))
     results = [name for name in RESULTS if any(name in run.results for run in runs)]
     head = ["run", "state", "step", *keys, *results, "note"]
     rows = [
         [
-            _short(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
+            str(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
             *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs
@@ -157,12 +128,6 @@ def table(runs: Sequence[Run]) -> list[str]:
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
     ]
-
-
-def _short(folder: Path) -> str:
-    """The path relative to the current folder if it lies below it, else the full path."""
-    relative = os.path.relpath(folder)
-    return str(folder) if relative.startswith("..") else relative
 
 
 def _text(value: Any) -> str:

@@ -20,8 +20,7 @@ import torch.distributed
 from recipes.core import errors, files
 from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, entry, in_use, judge, watchdog
-from recipes.core.run.entry import Start
+from recipes.core.run import directory, in_use, judge, watchdog
 from recipes.core.train import torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
@@ -66,7 +65,7 @@ def watch_owner(run: Run, over: threading.Event) -> None:
             leave(errors.EXIT_MACHINE)
 
 
-def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
+def watch_peers(run: Run, over: threading.Event) -> None:
     """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
 
     It replaces torch's own timeouts, which also count the time in which the job was suspended.
@@ -87,7 +86,6 @@ def watch_peers(run: Run, start: Start, over: threading.Event) -> None:
                     code = fail(run, torch_errors.PeerTimeout(words), behind)
                     with contextlib.suppress(Exception):  # the record only helps to find a cause in NCCL
                         _keep_flight_record(run)
-                    entry.remove_own_folder(start)
                 finally:
                     leave(code)
 

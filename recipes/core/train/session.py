@@ -66,7 +66,6 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
             code = _attempt(main, start, world, stop)
             if code not in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
                 # Skip the teardown of the group: it can wait for a rank that has ended, while the others wait for this one.
-                entry.remove_own_folder(start)
                 failure.leave(code)
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
@@ -84,7 +83,6 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         )
     except BaseException:
         traceback.print_exc()
-    entry.remove_own_folder(start)
     if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):
         entry.end(code)
     failure.leave(code)
@@ -103,17 +101,13 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         stack.callback(over.set)
         if world.rank == 0:
             threading.Thread(target=failure.watch_owner, args=(current, over), name="owner watch", daemon=True).start()
-        threading.Thread(
-            target=failure.watch_peers, args=(current, start, over), name="peer watch", daemon=True
-        ).start()
-        stop.last_words = lambda: current.failing.acquire(blocking=False) and failure.fail(current, KeyboardInterrupt())
+        threading.Thread(target=failure.watch_peers, args=(current, over), name="peer watch", daemon=True).start()
         try:
             opening.introduce(current, start)
             opening.check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
             world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
             results = main(start.settings.config, current)
-            stop.settling = True
             current.finish(results)
             world.pulse.beat(watchdog.WAITING)
             torch.distributed.barrier()
@@ -121,7 +115,6 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
         except DryRunEnd:
             return errors.EXIT_DONE
         except BaseException as error:
-            stop.settling = True
             current.failing.acquire()  # never released: nothing else may record an error
             current.progress("")
             return failure.fail(current, error)

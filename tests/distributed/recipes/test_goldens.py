@@ -47,7 +47,7 @@ def reported(run_dir: Path) -> dict[str, Any]:
     ("name", "ranks", "step", "note", "saved"),
     [
         ("done", 1, goldens.STEPS, "", goldens.STEPS),
-        ("preempted", 1, 11, "stopped by SIGTERM", 11),
+        ("preempted", 1, 11, "SIGTERM", 11),
         ("failed", 2, 12, "rank 1 on ", 8),
     ],
 )

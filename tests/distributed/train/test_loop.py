@@ -448,13 +448,11 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
     monkeypatch.setattr(failure, "leave", lambda code: (said.append(code), over.set()))
     pulse = watchdog.Pulse()
     pulse.beat(phase, 7)
-    start: Any = SimpleNamespace(own_folder=None)
-    monkeypatch.setattr(entry, "remove_own_folder", lambda start: None)
     world = SimpleNamespace(pulse=pulse, clock=pulse.clock, size=2, backend="gloo", behind=lambda: behind)
     run: Any = SimpleNamespace(world=world, keys=SimpleNamespace(timeout_s=1.0), failing=threading.Lock())
     ended = threading.Timer(2.0, over.set)
     ended.start()
-    failure.watch_peers(run, start, over)
+    failure.watch_peers(run, over)
     ended.cancel()
     assert bool(said) == ends
     if ends:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -198,30 +197,6 @@ def test_output_of_a_sites_python_is_not_executed(bench: Bench) -> None:
     assert bench.srun
     assert bench.srun[-1] == "run_dir=/nosuch"
     assert not list(bench.folder.rglob("canary"))
-
-
-def test_a_job_that_imports_other_code_is_refused(bench: Bench) -> None:
-    """The startup files of Python may import another clone. The batch script and each rank detect it."""
-    other = bench.folder / "other"
-    shutil.copytree(bench.root / "recipes", other / "recipes")
-    finder = f"""
-import sys
-from importlib.machinery import PathFinder
-
-class Finder:
-    def find_spec(name, *rest):
-        return PathFinder.find_spec(name, ["{other}"]) if name == "recipes" else None
-
-sys.meta_path.insert(0, Finder)
-"""
-    (bench.folder / "sitecustomize.py").write_text(finder)
-    environ = {"PYTHONPATH": str(bench.folder)}
-    refused(bench, bench.run("sbatch/mnist_1x1.sh", **environ), f"recipes from {other}, ", f"runs {bench.root}: ")
-    variables = {**os.environ, **environ, "RECIPES_SOURCE": str(bench.root)}
-    argv = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=1", f"run_dir={bench.folder}/run"]
-    done = subprocess.run(argv, cwd=bench.root, env=variables, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert f"recipes from {other}, but this job runs {bench.root}: " in done.stderr
 
 
 def test_a_requeued_job_runs_the_same_code_with_the_same_paths(bench: Bench) -> None:

@@ -27,8 +27,6 @@ def test_each_run_of_a_sweep_has_its_own_folder() -> None:
     assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
     assert directives(scripts.sbatch_script(job))["--array"] == "0-1%2"
     assert directives(scripts.sbatch_script(describe("sweep.lr=0.1,0.2,0.3", "parallel=2")))["--array"] == "0-2%2"
-    one = describe("sweep.lr=0.1")
-    assert (one.elements, one.arguments) == ((), ("lr=0.1",))
 
 
 def test_paths_are_relative_to_the_folder_of_the_submission() -> None:

@@ -53,7 +53,6 @@ def test_a_running_process_on_this_machine_uses_the_run_directory(
     pid = other["process"]["pid"]
     assert f"process {pid} on " in look(tmp_path)
     assert f"end it (kill {pid})" in look(tmp_path)
-    assert f"process {pid} on " in in_use.queued(tmp_path, "", {})
     helpers.attempt(tmp_path, step=None)  # a later launch that was refused does not hide it
     assert f"process {pid} on " in look(tmp_path)
     directory.write_status(tmp_path, "done", attempt=0, step=3)
@@ -72,18 +71,6 @@ def test_another_step_of_the_job_counts_but_an_earlier_start_does_not(tmp_path: 
     an_attempt(tmp_path, **{**other, "job": "7", "launch": "7.0", "cluster": ""})
     assert "another step of this job" in look(tmp_path, SLURM_JOB_ID="7")
     assert look(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1") == ""
-
-
-@pytest.mark.parametrize("state", ["running", "done"])
-def test_elements_of_an_array_may_not_share_a_run_directory(tmp_path: Path, state: str) -> None:
-    an_attempt(tmp_path, state, job="7_0", launch="7_0.0", cluster="")
-    second = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    assert look(tmp_path, **second) == (
-        f"run_dir={tmp_path}: element 7_0 of this job array uses it, and each element needs its own: "
-        "launch.py makes such an array (sweep.KEY=A,B)"
-    )
-    first = {**second, "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
-    assert look(tmp_path, **first) == ""
 
 
 def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +95,6 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(tmp_path: Path, monkeypa
     finally:
         over.set()
         thread.join()
-    os.utime(tmp_path / "attempts/0000/opened.json", (1, 1))
-    monkeypatch.setattr(in_use, "WATCH_S", 1e6)
-    assert look(tmp_path, patience_s=1e6, **here) == ""  # an old heartbeat is not waited for
 
 
 def answering(folder: Path, *fields: str) -> dict[str, str]:
@@ -123,33 +107,29 @@ def answering(folder: Path, *fields: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("state", "batch", "fields", "used"),
+    ("state", "fields", "used"),
     [
-        ("running", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),
-        ("running", "0", ("JobState=RUNNING",), "job 7 (running) uses it"),
-        ("preempted", "1", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
-        ("preempted", "0", ("JobState=RUNNING",), ""),  # salloc
-        ("preempted", "1", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7, which was requeued and is pending, will use it"),
-        ("running", "1", ("JobState=FAILED",), ""),
+        ("running", ("JobState=RUNNING",), "job 7 (running) uses it"),
+        ("preempted", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
+        ("preempted", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7 (requeue_hold) uses it"),
+        ("running", ("JobState=FAILED",), ""),
     ],
 )  # fmt: skip
 def test_slurm_is_asked_once_for_the_state_of_the_job(
-    tmp_path: Path, state: str, batch: str, fields: tuple[str, ...], used: str
+    tmp_path: Path, state: str, fields: tuple[str, ...], used: str
 ) -> None:
-    environ = answering(tmp_path / "bin", *fields, f"BatchFlag={batch}")
+    environ = answering(tmp_path / "bin", *fields)
     an_attempt(tmp_path, state, job="7", launch="7.0", cluster="")
     problem = look(tmp_path, **environ)
     assert used in problem if used else not problem
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
-    assert bool(in_use.queued(tmp_path, "", environ)) == bool(used)
-    assert (tmp_path / "bin/asked").read_text() == "asked\n" * 2
-    assert in_use.queued(tmp_path, "afterany:7", environ) == in_use.queued(tmp_path, "singleton", environ) == ""
 
 
-def test_a_requeued_job_counts_as_a_future_user(tmp_path: Path) -> None:
+def test_a_pending_job_is_known_from_its_submission(tmp_path: Path) -> None:
     environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
     an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
     assert in_use.queued(tmp_path, "", environ) == ""
     files.write_json(tmp_path / "job.yaml", {"job_id": "7"})
-    assert "job 7, which was requeued and is pending, will use it" in in_use.queued(tmp_path, "", environ)
+    assert "job 7 (pending) uses it: cancel it (scancel 7)" in in_use.queued(tmp_path, "", environ)
+    assert in_use.queued(tmp_path, "afterany:7", environ) == in_use.queued(tmp_path, "singleton", environ) == ""
     assert (tmp_path / "bin/asked").read_text() == "asked\n"

@@ -13,7 +13,7 @@ import pytest
 
 from recipes import report
 from recipes.core import files
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, Next
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, table
 from tests import helpers
@@ -77,7 +77,17 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     assert [row[1:] for row in rows] == [
         ["done", "10", "0.1", "0", "0.9412", "-", "1234.5"],
         ["not", "begun", "0", "0.2", "1", "-", "-", "-"],
-        ["not", "begun", "0", "0.3", "2", "-", "-", "-", "node7:", "no", "GPU"],
+        [
+            "not",
+            "begun",
+            "0",
+            "0.3",
+            "2",
+            "-",
+            "-",
+            "-",
+            *["the", "newest", "launch", "did", "not", "begin:", "node7:", "no", "GPU"],
+        ],
         ["failed", "50", "0.4", "3", "0.95", "0.5", "-", "lost"],
     ]
 
@@ -89,20 +99,12 @@ def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
     assert list(table.run_directories(tmp_path)) == [tmp_path / "run"]
 
 
-def test_a_running_run_shows_the_age_of_its_status(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", "running")
-    updated = directory.read_status(folder)["updated"]  # type: ignore[index]
-    for seconds, told in ((5, "5 s"), (600, "10 min"), (7200, "2 h"), (3 * 86400, "3 d")):
-        assert table.read_run(folder, updated + seconds).note == f"status written {told} ago"
-
-
 def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:
     folder = make(tmp_path / "a/run", lr=0.1)
     for name in ("status.json", "summary.json", "config.yaml", "metrics.jsonl"):
         (folder / name).write_text("[{: nothing")
     found = table.read_run(folder, time.time())
     assert (found.state, found.step, found.values, found.results) == ("not begun", 0, {}, {})
-    (folder / "status.json").write_text('{"state": "running", "step": "x", "updated": "y"}')
     (folder / "job.yaml").write_text('{"recipe": 3, "arguments": 7}')
     (folder / "config.yaml").write_text('lr: 0.1\nname: "a\\nb"\n')
     make(tmp_path / "a/other", lr=0.2, name="x\x1b[2Jy")
@@ -129,21 +131,18 @@ def test_a_folder_without_runs_is_reported_in_one_line(tmp_path: Path) -> None:
     assert ended.lines == [f"report: {tmp_path}: no run is there: name a run directory, or a folder of them"]
 
 
-def test_a_run_whose_newest_launch_was_refused_is_shown_as_refused(tmp_path: Path) -> None:
+def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", lr=0.1)
     refuse(folder, "lr=0.1 becomes 0.2")
     found = table.read_run(folder, time.time())
-    assert (found.state, found.note, found.step) == ("not begun", "lr=0.1 becomes 0.2 (before that: done)", 10)
-    assert found.results["val_top1"] == 0.9412
-    helpers.attempt(folder)  # a later launch has begun
-    found = table.read_run(folder, time.time())
-    assert (found.state, found.note) == ("done", "")
-
-
-def test_a_running_run_stays_running_if_a_second_launch_is_refused(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", "running")
-    refuse(folder, "job 7 (running) uses it")
-    found = table.read_run(folder, time.time())
-    assert found.state == "running"
-    assert found.note.startswith("status written ")
-    assert found.note.endswith(" ago; a later launch did not begin: job 7 (running) uses it")
+    assert (found.state, found.note) == ("done", "the newest launch did not begin: lr=0.1 becomes 0.2")
+    directory.write_status(folder, "preempted", attempt=0, step=10, reason="SIGUSR2")
+    directory.note_next(folder, Next.max_requeues, 0)
+    assert table.read_run(folder, time.time()).note == "SIGUSR2; max-requeues"  # the refusal is older
+    directory.write_status(folder, "running", attempt=0, step=10)
+    found = table.read_run(folder, directory.read_status(folder)["updated"] + 600)  # type: ignore[index]
+    assert (found.state, found.step) == ("running", 10)
+    assert found.note == "status written 0:10:00 ago; the newest launch did not begin: lr=0.1 becomes 0.2"
+    helpers.attempt(folder)
+    directory.write_status(folder, "done", attempt=2, step=10)
+    assert table.read_run(folder, time.time()).note == ""
