@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from recipes.core import errors
@@ -21,14 +22,12 @@ def wait_for_all(submitted: Submitted) -> int:
 
 
 def wait(submitted: Submitted, show: bool = True) -> int:
-    """Waits for the job to end and returns its exit status. show: whether to print the job's log at its end."""
-    job = _wait_for_end(submitted.job_id)
+    """Waits for the job to end and returns its exit status. show: whether to print the job's log while it grows."""
+    job = _wait_for_end(submitted.job_id, submitted.log if show else None)
     if job and job.never_starts:
         why = f"its dependency {job.fields.get('Dependency')} cannot be met"
         print(f"job {submitted.job_id} never starts: {why}; remove it: scancel {submitted.job_id}", file=sys.stderr)
         return errors.EXIT_MACHINE
-    if show and submitted.log.exists():
-        print(submitted.log.read_text(errors="replace"), end="", flush=True)
     state, code = (job.state, job.exit_status) if job else ("", 0)
     status = _status(submitted)
     if state == "COMPLETED" or (not state and status and status["state"] == "done"):
@@ -39,18 +38,25 @@ def wait(submitted: Submitted, show: bool = True) -> int:
     return directory.exit_code(status, code) or errors.EXIT_CRASH
 
 
-def _wait_for_end(job_id: str) -> queue.Job | None:
-    """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more."""
-    interval_s, silent = 0.5, False
+def _wait_for_end(job_id: str, log: Path | None) -> queue.Job | None:
+    """Waits until the job has ended or can never start. Returns it; None if Slurm does not know it any more. log: printed meanwhile."""
+    interval_s, silent, printed = 0.5, False, 0
     while True:
+        job, is_over = None, False
         try:
             job, silent = queue.find(job_id), False
-            if job is None or job.ended or job.never_starts:
-                return job
+            is_over = job is None or job.ended or job.never_starts
         except MachineError as error:
             if not silent:
                 print(f"{error}; the job continues, and Slurm is asked again", file=sys.stderr)
             silent = True
+        if log and log.exists():
+            with open(log, "rb") as file:
+                file.seek(printed)
+                printed += sys.stdout.buffer.write(file.read())
+            sys.stdout.flush()
+        if is_over:
+            return job
         time.sleep(interval_s)
         interval_s = min(5.0, interval_s * 1.1)  # reduces the load on the controller
 
