@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
-from recipes.core.doctor import variables as environment
 from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.files import ROOT
@@ -127,18 +126,11 @@ except OSError as error:
 """
 
 
-def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Variables that are misspelt, conflict with each other, or cannot work."""
-    found = environment.problems(here.environ)
-    return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
-
-
 CHECKS: Mapping[str, Check] = {
     "system": system,
     "torch": torch_import,
     "locked memory": locked_memory,
     "disks": disks,
     "interfaces": probe_network.interfaces,
-    "variables": environment_variables,
     "gpus": probe_gpus.examine,
 }
