@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/explain.py",
-        "for log in read for event in log.events), key=lambda event: event.pattern.level)",
-        "for log in read for event in log.events), key=lambda event: -event.pattern.level)",
+        "sorted(by_pattern, key=lambda pattern: pattern.level)",
+        "sorted(by_pattern, key=lambda pattern: -pattern.level)",
         "the diagnosis names a consequence, not its cause",
         "tests/unit/doctor/test_logs.py",
     ),
