@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)
     keys = words if command in (["report"], ["judge"]) else argv
-    settings = command_line.parse(["json=true" if word == "--json" else word for word in keys], recipe="doctor")
+    settings = command_line.parse(keys, recipe="doctor")
     # A batch shell is no rank.
     info = ranks.detect({} if command == ["judge"] else os.environ)
     envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
@@ -69,8 +69,6 @@ def main(argv: list[str]) -> int:
         seconds=cfg.seconds,
         on_cpu=settings.run.device is Device.cpu,
         data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
-        bandwidth=cfg.bandwidth,
-        as_json=cfg.json,
         judge_later=keys is words,
     )
     if command == ["judge"]:

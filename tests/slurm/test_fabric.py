@@ -180,10 +180,6 @@ def test_a_missing_route_on_one_node_is_reported(fabric: Fabric, tmp_path: Path)
 def test_a_firewall_on_the_master_port_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
     fabric.on("node1", rule)
-    ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
-    assert ended.status == 3, ended.out
-    assert "node2 reaches node1, but not its master port" in bad(verdict)
-    assert "set MASTER_PORT" in ended.out
     ended = fabric.train(tmp_path, LATE, MASTER_PORT=str(PORT))
     assert ended.status != 0
     assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out

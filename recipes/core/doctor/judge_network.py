@@ -23,10 +23,6 @@ FAULTS = {
         "reaches {peer} with small packets, but large ones are lost: the MTU on the path is smaller than the interface's",
         "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500",
     ),
-    "master": (
-        "reaches {peer}, but not its master port",
-        "a firewall lets some ports through and not this one: open ports 10000-32767 between the nodes, or set MASTER_PORT to an open one",
-    ),
 }
 
 

@@ -99,11 +99,11 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
 
 def test_of_two_nodes_without_a_link_the_second_is_named() -> None:
     reports = healthy(2)
-    fail(reports, "master")
+    fail(reports, "small")
     found = judged(reports, 2)
     assert found.exclude == ["node1"]
-    assert "not its master port (timed out; 2 of 2 links of node1 fail)" in bad(found)["node1"]
-    assert "MASTER_PORT" in verdict.lines(found)[3]
+    assert "but gets no answer (timed out; 2 of 2 links of node1 fail)" in bad(found)["node1"]
+    assert "firewall" in verdict.lines(found)[3]
 
 
 def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
