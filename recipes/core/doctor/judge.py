@@ -18,9 +18,7 @@ ALIKE = (
     ("torch", "torch", "torch", True),
     ("torch", "cuda", "CUDA", True),
     ("torch", "nccl", "NCCL", True),
-    ("system", "python", "Python", True),
-    ("system", "project", "these recipes' commit", True),
-    ("system", "driver", "the NVIDIA driver", False),
+    ("torch", "python", "Python", True),
     ("gpus", "count", "the number of GPUs", True),
     ("gpus", "name", "the kind of GPU", True),
     ("interfaces", "mtu", "the MTU of the interface", False),
@@ -116,14 +114,10 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
 def _facts(report: Mapping[str, Any]) -> dict[str, str]:
     """What the table shows of a node."""
     facts, gpus = report["facts"], _gpus(report)
-    network = facts.get("interfaces", {})
-    mbit = network.get("mbit") or 0
-    speed = f" {mbit // 1000}G" if mbit >= 1000 else ""
-    family = " IPv6" if ":" in network.get("address", "") else ""
     count = len(facts.get("gpus", {}).get("gpus", []))
     return {
         "gpus": f"{sum(gpu['correct'] for gpu in gpus)}/{count}" if count else "-",
         "tflops": f"{median(gpu['tflops'] for gpu in gpus):.0f}" if gpus else "-",
         "torch": facts.get("torch", {}).get("torch", "-"),
-        "network": f"{network.get('interface', '')}{speed}{family}" or "-",
+        "network": facts.get("interfaces", {}).get("interface", "-"),
     }

@@ -22,10 +22,7 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
         return {}, [*findings, Finding(what, error.fix)]
     if not chosen:
         return {}, findings
-    facts: Facts = {"interface": chosen.interface, "address": chosen.address}
-    for name in ("speed", "mtu"):
-        text = small_text(folders / chosen.interface / name)
-        facts["mbit" if name == "speed" else name] = int(text) if text.isdecimal() else None
+    facts: Facts = {"interface": chosen.interface, "mtu": small_text(folders / chosen.interface / "mtu") or None}
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = here.environ.get(name, "")
         # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.

@@ -4,18 +4,14 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 """
 
 import json
-import platform
-import re
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from recipes.core import files
 from recipes.core.doctor import commands, probe_gpus, probe_network
-from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
+from recipes.core.doctor.node import Facts, Finding, Surroundings
 from recipes.core.errors import one_line
-from recipes.core.files import ROOT
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 DISK_BYTES = 5 << 30
@@ -48,20 +44,6 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     return facts, findings
 
 
-def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Versions of Python, the driver, and this project's commit."""
-    facts: Facts = {"python": platform.python_version()}
-    module = here.root / "proc/driver/nvidia/version"
-    if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", small_text(module)):
-        facts["driver"] = found[1]
-    # None in a snapshot, which all nodes share.
-    commit, _ = commands.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
-    )
-    facts["project"] = commit.strip() or None
-    return facts, []
-
-
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
@@ -69,17 +51,6 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
     return json.loads(out.splitlines()[-1]), []
-
-
-def locked_memory(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Where there is InfiniBand: whether a process may lock the memory that it sends."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    has_rdma = (here.root / "sys/class/infiniband").is_dir() and here.environ.get("NCCL_IB_DISABLE") != "1"
-    if limit == resource.RLIM_INFINITY or limit >= 1 << 30 or not has_rdma or here.on_cpu:
-        return {}, []
-    what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
-    fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
-    return {}, [Finding(what, fix, bad=here.has_others)]
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -127,9 +98,7 @@ except OSError as error:
 
 
 CHECKS: Mapping[str, Check] = {
-    "system": system,
     "torch": torch_import,
-    "locked memory": locked_memory,
     "disks": disks,
     "interfaces": probe_network.interfaces,
     "gpus": probe_gpus.examine,
