@@ -29,7 +29,6 @@ from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
-from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line, directory, source
 from recipes.core.run.queue import Queue
 
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> int:
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
-    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
+    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
     plan = examine.Plan(
         run_dir=directory.for_examination(run_dir),
         seconds=cfg.seconds,
@@ -75,13 +74,6 @@ def main(argv: list[str]) -> int:
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(plan.run_dir / "reports"), hosts, plan, 0)
     return examine.run(plan, info)
-
-
-def _shared_id(info: RankInfo) -> str | None:
-    """An id that is the same on all ranks, also without a scheduler; None for a single rank."""
-    launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another value
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
-    return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
 
 
 def _end(status: int, why: str = "") -> NoReturn:

@@ -11,49 +11,39 @@ from recipes.core.doctor import commands
 from recipes.core.doctor.node import Facts, Finding, Surroundings
 from recipes.core.place import gpus
 
-SMI_S, CHECK_S = 20.0, 60.0
+CHECK_S = 60.0
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
-# A field that a GPU or driver does not support is [N/A].
-SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 
 
 def examine(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Facts and findings on the GPUs that this process may use."""
     if here.on_cpu:
         return {}, []
-    smi, _ = commands.run(SMI, SMI_S)  # many images do not have it
-    errors = {
-        uuid: count for uuid, found, count in (line.strip().partition(", ") for line in smi.splitlines()) if found
-    }
     granted = gpus.granted_gpus(here.environ)
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], CHECK_S)
-    if why and (errors or granted):
+    if why and granted:
         fix = f"run there: {sys.executable} -m recipes.core.doctor.gpucheck gpus"
         return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
     seen = [] if why else json.loads(out.splitlines()[-1])
-    found = _missing(here, len(seen), len(errors))
+    found = _missing(here, len(seen))
     for gpu in seen:
-        found += _of_one(gpu, errors.get(gpu.get("uuid", ""), ""))
+        found += _of_one(gpu)
     # Nodes may have different numbers of granted GPUs, and `_missing` compares each with its own.
     count = None if granted else len(seen)
     return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
 
 
-def _missing(here: Surroundings, seen: int, in_smi: int) -> list[Finding]:
-    """Whether torch sees fewer GPUs than it should. seen: by torch; in_smi: by nvidia-smi."""
+def _missing(here: Surroundings, seen: int) -> list[Finding]:
+    """Whether torch sees fewer GPUs than it should."""
     if few := gpus.shortage(here.environ, seen):
         return [Finding(few, f"compare nvidia-smi -L there; {_leave_out()}")]
     if here.info.in_slurm and seen == 0:
         fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
         return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
-    if in_smi and seen == 0 and gpus.named_gpus(here.environ) is None:
-        fix = "torch without CUDA, or too new for the driver: python -m torch.utils.collect_env"
-        return [Finding(f"nvidia-smi shows {in_smi} GPUs and torch sees 0", fix)]
     return []
 
 
-def _of_one(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
-    """errors: uncorrected memory errors by nvidia-smi."""
+def _of_one(gpu: Mapping[str, Any]) -> list[Finding]:
     name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
     fix = f"drain it: {_leave_out()}"
     if gpu.get("error"):
@@ -64,8 +54,6 @@ def _of_one(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
-    if errors.isdecimal() and int(errors):
-        found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     return found
 
 

@@ -69,19 +69,20 @@ def test_two_nodes_are_examined_after_a_killed_examination(tmp_path: Path, numbe
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    asked = tmp_path / "nvidia-smi"
-    asked.write_text(
-        f"#!/bin/sh\necho $$ > {tmp_path}/started && mv {tmp_path}/started {tmp_path}/pid\nexec sleep 60\n"
-    )
-    asked.chmod(0o755)
-    environ = helpers.clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    environ = helpers.clean_environment()
     command = [sys.executable, "-m", "recipes.doctor", f"run_dir={tmp_path}/run"]
     usual = partial(signal.signal, number, signal.SIG_DFL)  # whoever started the tests may ignore it
     with subprocess.Popen(command, cwd=helpers.ROOT, env=environ, preexec_fn=usual) as process:
-        helpers.wait_until((tmp_path / "pid").exists, 60, "its command")
+        tasks = Path(f"/proc/{process.pid}/task")
+
+        def commands() -> list[int]:
+            return [int(child) for path in tasks.glob("*/children") for child in path.read_text().split()]
+
+        helpers.wait_until(commands, 60, "its commands")
+        running = commands()
         process.send_signal(number)
         assert process.wait(5) == 128 + number
-    helpers.wait_for_the_end_of([int((tmp_path / "pid").read_text())], 5)
+    helpers.wait_for_the_end_of(running, 5)
 
 
 @pytest.mark.parametrize(
