@@ -29,7 +29,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 
 # Shares of ``seconds`` after which each part is abandoned.
-CHECKS, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
+CHECKS, REACH, GO, LINKS, VERDICT, STAND_IN = 0.4, 0.55, 0.6, 0.85, 0.92, 0.96
 SLACK_S = 3.0  # that the other nodes give the first one beyond its own limit
 LEAVE_S = 2.0  # for the other nodes to end before the one that gave the verdict
 
@@ -86,7 +86,7 @@ def run(plan: Plan, info: RankInfo) -> int:
         if info.node_rank == 0 and not plan.judge_later:
             code = give_verdict(reports, _hosts(info), plan, at(VERDICT))
         elif not plan.judge_later:
-            code = _stand_by(reports, info, plan, at(VERDICT) + SLACK_S, at(1))
+            code = _stand_by(reports, info, plan, at(STAND_IN), at(1))
     return code
 
 
