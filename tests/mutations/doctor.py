@@ -19,8 +19,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        'if gpu["tflops"] < judge_network.SLOW * middle:',
-        'if gpu["tflops"] > judge_network.SLOW * middle:',
+        'if gpu["tflops"] < SLOW * middle:',
+        'if gpu["tflops"] > SLOW * middle:',
         "healthy GPUs count as slow, and a slow GPU counts as healthy",
         "tests/unit/doctor/test_verdict.py",
     ),
@@ -39,7 +39,7 @@ MUTATIONS = [
         "tests/unit/doctor/test_verdict.py",
     ),
     Mutation(
-        "recipes/core/doctor/judge_network.py",
+        "recipes/core/doctor/judge.py",
         "bad = max((node, peer), key=lambda one: (one in known_bad, failed[one] / tried[one], one))",
         "bad = max((node, peer), key=lambda one: (one in known_bad, -failed[one] / tried[one], one))",
         "the doctor excludes the healthy node of a failing link",
@@ -53,7 +53,7 @@ MUTATIONS = [
         "tests/unit/doctor/test_probes.py",
     ),
     Mutation(
-        "recipes/core/doctor/probe_network.py",
+        "recipes/core/doctor/probes.py",
         'state not in ("ACTIVE", "")',
         'state in ("DISABLED",)',
         "an InfiniBand port that is down is not reported",

@@ -4,17 +4,22 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 """
 
 import json
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 from recipes.core import files
-from recipes.core.doctor import commands, probe_gpus, probe_network
-from recipes.core.doctor.node import Facts, Finding, Surroundings
+from recipes.core.doctor import commands
+from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
+from recipes.core.place import network
+from recipes.core.place.gpus import granted_gpus, shortage
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
 DISK_BYTES = 5 << 30
+FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
@@ -97,9 +102,84 @@ except OSError as error:
 """
 
 
+def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """The interface on the route to the other nodes, and InfiniBand ports that are not active."""
+    findings = []
+    for folder in sorted((here.root / "sys/class/infiniband").glob("*/ports/*")):
+        port, link = f"{folder.parts[-3]}:{folder.name}", small_text(folder / "link_layer")
+        state = small_text(folder / "state").rpartition(": ")[2]
+        if state not in ("ACTIVE", ""):
+            fix = f"check its cable, switch and subnet manager; if NCCL should not use it: NCCL_IB_HCA=^{port}"
+            findings.append(Finding(f"InfiniBand port {port} is {state} ({link or 'link unknown'})", fix, bad=False))
+    folders = here.root / "sys/class/net"
+    try:
+        chosen = network.choose(here.info)
+    except network.NetworkError as error:
+        down = [folder.name for folder in sorted(folders.glob("*")) if small_text(folder / "operstate") == "down"]
+        what = f"{error.what}; down there: {', '.join(down)}" if down else error.what
+        return {}, [*findings, Finding(what, error.fix)]
+    if not chosen:
+        return {}, findings
+    facts: Facts = {"interface": chosen.interface, "mtu": small_text(folders / chosen.interface / "mtu") or None}
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = here.environ.get(name, "")
+        # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.
+        is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
+        if value and here.has_others and is_listed == value.startswith("^"):
+            what = f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}"
+            findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
+    return facts, findings
+
+
+def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Facts and findings on the GPUs that this process may use."""
+    if here.on_cpu:
+        return {}, []
+    granted = granted_gpus(here.environ)
+    out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], 60)
+    if why and granted:
+        fix = f"run there: {sys.executable} -m recipes.core.doctor.gpucheck gpus"
+        return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
+    seen = [] if why else json.loads(out.splitlines()[-1])
+    found = _missing_gpus(here, len(seen))
+    for gpu in seen:
+        found += _of_gpu(gpu)
+    # Nodes may have different numbers of granted GPUs, and `_missing_gpus` compares each with its own.
+    count = None if granted else len(seen)
+    return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
+
+
+def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
+    """Whether torch sees fewer GPUs than it should."""
+    if few := shortage(here.environ, seen):
+        return [Finding(few, f"compare nvidia-smi -L there; {_leave_out()}")]
+    if here.info.in_slurm and seen == 0:
+        fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
+        return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
+    return []
+
+
+def _of_gpu(gpu: Mapping[str, Any]) -> list[Finding]:
+    name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
+    fix = f"drain it: {_leave_out()}"
+    if gpu.get("error"):
+        return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
+    found = []
+    if not gpu["correct"]:
+        found.append(Finding(f"{name} computes a matrix product wrongly", fix))
+    if gpu["free"] < FREE_SHARE * gpu["total"]:
+        what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
+        found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
+    return found
+
+
+def _leave_out() -> str:
+    return f"sbatch --exclude={socket.gethostname()} leaves out that node"
+
+
 CHECKS: Mapping[str, Check] = {
     "torch": torch_import,
     "disks": disks,
-    "interfaces": probe_network.interfaces,
-    "gpus": probe_gpus.examine,
+    "interfaces": interfaces,
+    "gpus": gpus,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.doctor import commands, probe_network, probes
+from recipes.core.doctor import commands, probes
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import network, ranks
 
@@ -142,13 +142,13 @@ def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
 def test_infiniband_ports(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", "4: ACTIVE")
     port(tmp_path, "mlx5_1", "1: DOWN")
-    found = only(probe_network.interfaces(here(tmp_path, root=str(tmp_path))))
+    found = only(probes.interfaces(here(tmp_path, root=str(tmp_path))))
     assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
 
 
 def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Path) -> None:
     two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
-    _, (found,) = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    _, (found,) = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
@@ -160,11 +160,11 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "sys/class/net/eth1"
     folder.mkdir(parents=True)
     (folder / "mtu").write_text("9000\n")
-    facts, found = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    facts, found = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert (facts, found) == ({"interface": "eth1", "mtu": "9000"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
-        assert probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
+        assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
-        one = only(probe_network.interfaces(here(tmp_path, two, **{name: value})))
+        one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, and the route to two goes by eth1"
-    assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
+    assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer

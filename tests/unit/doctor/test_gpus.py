@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core.doctor import commands, probe_gpus
+from recipes.core.doctor import commands, probes
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import ranks
 from recipes.core.place.ranks import RankInfo
@@ -45,7 +45,7 @@ def findings(
     here = Surroundings({"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "run", ask)
-        return probe_gpus.examine(here)[1]
+        return probes.gpus(here)[1]
 
 
 EIGHT = [card(i) for i in range(8)]
