@@ -24,7 +24,6 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 pytestmark = pytest.mark.timeout(300)
 
-PORT = 17_777
 V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 V6 = {"node1": "fd77::1", "node2": "fd77::2"}
 BOUND_S = 40
@@ -173,15 +172,6 @@ def test_a_missing_route_on_one_node_is_reported(fabric: Fabric, tmp_path: Path)
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
     assert "node2: no route to 10.77.0.1" in ended.out
-
-
-@pytest.mark.long
-def test_a_firewall_on_the_master_port_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
-    fabric.on("node1", rule)
-    ended = fabric.train(tmp_path, LATE, MASTER_PORT=str(PORT))
-    assert ended.status != 0
-    assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out
 
 
 @pytest.mark.long

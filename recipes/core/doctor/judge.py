@@ -155,7 +155,7 @@ def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
 
 
 def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
-    """The bandwidth of all nodes together, and nodes and pairs of nodes that are well below the others.
+    """The bandwidth of all nodes together, and nodes that are well below the others.
 
     A node is slow if the median of its pairs is, since one slow node makes one pair of every other node slow.
     """
@@ -177,10 +177,6 @@ def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
     for node in slow:
         what = f"its network is slow: {median(of_node[node]):.3g} GB/s with others, {usual}"
         verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True)
-    for pair, speed in pairs.items():
-        if speed < SLOW * middle and not slow.intersection(pair):
-            fix = "a link between their switches, or one of the two: measure again with others"
-            verdict.add(sorted(pair), f"the link between them is slow: {speed:.3g} GB/s, {usual}", fix, False)
 
 
 def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:

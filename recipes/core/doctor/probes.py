@@ -18,7 +18,6 @@ from recipes.core.place import network
 from recipes.core.place.gpus import granted_gpus, shortage
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
-DISK_BYTES = 5 << 30
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
@@ -78,12 +77,9 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
         free = json.loads(out)
-        least = {"shm": SHM_BYTES, "data": 0}.get(use, DISK_BYTES)
-        if free is not None and free < least:
+        if use == "shm" and free is not None and free < SHM_BYTES:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
-            fix = fix if use == "shm" else "free space there"
-            bad = use == "shm" and free < 64 << 20
-            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=bad))
+            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
     return {}, findings
 
 
@@ -103,14 +99,8 @@ except OSError as error:
 
 
 def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """The interface on the route to the other nodes, and InfiniBand ports that are not active."""
+    """The interface on the route to the other nodes."""
     findings = []
-    for folder in sorted((here.root / "sys/class/infiniband").glob("*/ports/*")):
-        port, link = f"{folder.parts[-3]}:{folder.name}", small_text(folder / "link_layer")
-        state = small_text(folder / "state").rpartition(": ")[2]
-        if state not in ("ACTIVE", ""):
-            fix = f"check its cable, switch and subnet manager; if NCCL should not use it: NCCL_IB_HCA=^{port}"
-            findings.append(Finding(f"InfiniBand port {port} is {state} ({link or 'link unknown'})", fix, bad=False))
     folders = here.root / "sys/class/net"
     try:
         chosen = network.choose(here.info)
