@@ -100,7 +100,7 @@ except OSError as error:
 
 def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """The interface on the route to the other nodes."""
-    findings = []
+    findings: list[Finding] = []
     folders = here.root / "sys/class/net"
     try:
         chosen = network.choose(here.info)
