@@ -1,4 +1,4 @@
-"""Message passing: every operation of torch.distributed, explained in one line, checked on every rank, and timed.
+"""Message passing: every operation of torch.distributed, explained in one line and checked on every rank, or timed.
 
     python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu    # explains and checks each operation
     srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce sizes=1M..1G
@@ -10,8 +10,6 @@ from recipes.core.run import entry
 
 START = entry.begin("collectives") if __name__ == "__main__" else None
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from recipes.core import bandwidth
 from recipes.core.train import session
 from recipes.core.errors import RunError, Stopped
 from recipes.core.train.run import Run
+from recipes.core.train.world import World
 
 T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
@@ -215,38 +214,39 @@ def learn(run: Run) -> None:
             continue
         with world.meeting():
             result, expected = lesson(this)
-        if wrong := bandwidth.wrong_ranks(torch.allclose(result.double(), expected.double()), world):
+        if wrong := wrong_ranks(torch.allclose(result.double(), expected.double()), world):
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
             raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
         run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{text if text != previous_text else 'as above'}")
         previous_text = text
 
 
-def bench(run: Run, cfg: Config) -> dict[str, Any]:
-    """Measures each operation at each size. Rank 0 writes one row of JSON per measurement.
+def wrong_ranks(is_correct: bool, world: World) -> list[int]:
+    """The ranks on which ``is_correct`` is False. Called by all ranks, which get the same result."""
+    wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
+    wrong[world.rank] = not is_correct
+    dist.all_reduce(wrong)
+    return [rank for rank, found in enumerate(wrong.tolist()) if found]
 
-    Raises RunError, on all ranks, if a result is wrong.
-    """
+
+def bench(run: Run, cfg: Config) -> dict[str, Any]:
+    """Measures each operation at each size. Rank 0 prints one line per measurement. Returns each operation's highest busbw."""
     world = run.world
-    best: dict[str, float] = {}  # the highest busbw of each operation, in GB/s
-    with open(run.dir / "bandwidth.jsonl" if world.rank == 0 else os.devnull, "w", encoding="utf-8") as file:
-        run.say(bandwidth.HEADING)
-        for operation in cfg.chosen_operations():
-            if operation == "send_recv" and world.size == 1:
-                run.say(f"{operation:<15}requires at least 2 ranks")
-                continue
-            sizes = dict.fromkeys(bandwidth.used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes))
-            for size in sizes:
-                with world.meeting():
-                    figure = bandwidth.measure(operation, size, world, cfg.seconds)
-                run.say(figure.line())
-                file.write(json.dumps(figure.row()) + "\n")
-                if figure.wrong:
-                    count = f"{figure.wrong} of {world.size} ranks"
-                    raise RunError(f"{operation} of {size} bytes: the result is wrong on {count}")
-                best[operation] = max(round(figure.busbw, 4), best.get(operation, 0.0))
-                if reason := run.agree_to_stop():
-                    raise Stopped(reason)
+    best: dict[str, float] = {}  # GB/s
+    run.say(f"{'operation':<15}{'bytes':>13}{'us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)")
+    for operation in cfg.chosen_operations():
+        if operation == "send_recv" and world.size == 1:
+            run.say(f"{operation:<15}requires at least 2 ranks")
+            continue
+        sizes = dict.fromkeys(bandwidth.used_bytes(operation, size, world.size) for size in sizes_of(cfg.sizes))
+        for size in sizes:
+            with world.meeting():
+                figure = bandwidth.measure(operation, size, world, cfg.seconds)
+            columns = f"{1e6 * figure.seconds:>12,.1f}{figure.algbw:>9.3f}{figure.busbw:>9.3f}"
+            run.say(f"{operation:<15}{figure.size:>13,}{columns}")
+            best[operation] = max(round(figure.busbw, 4), best.get(operation, 0.0))
+            if reason := run.agree_to_stop():
+                raise Stopped(reason)
     return {"busbw": best}
 
 

@@ -4,7 +4,6 @@
     python -m recipes.doctor                                                 # this machine alone, for example a login node
     python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data   # at the start of a job
     python -m recipes.doctor explain runs/imagenet/1234                      # why a run ended; in a folder of runs, each run
-    python -m recipes.doctor network=my.env                                  # the same, with the variables of an env file
 
 Expected duration: ten seconds on two nodes with two cores each; not measured on GPUs. It ends after ``seconds=120``, also if a check hangs.
 One process examines a node, and writes a report into run_dir, since the network may be broken. In a batch job, the nodes only report
@@ -30,7 +29,6 @@ from recipes.core.doctor.reports import Reports
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
-from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line, directory, source
 from recipes.core.run.queue import Queue
 
@@ -50,7 +48,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)
     keys = words if command in (["report"], ["judge"]) else argv
-    settings = command_line.parse(["json=true" if word == "--json" else word for word in keys], recipe="doctor")
+    settings = command_line.parse(keys, recipe="doctor")
     # A batch shell is no rank.
     info = ranks.detect({} if command == ["judge"] else os.environ)
     envfile.apply(profiles.env_variables(settings.run.network, settings.job.cluster), os.environ)
@@ -64,27 +62,18 @@ def main(argv: list[str]) -> int:
     limit.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _end(128 + number))
-    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id or _shared_id(info), ROOT)
+    run_dir = directory.choose(settings.run.run_dir, "doctor", info.run_id, ROOT)
     plan = examine.Plan(
         run_dir=directory.for_examination(run_dir),
         seconds=cfg.seconds,
         on_cpu=settings.run.device is Device.cpu,
         data_dir=cfg.data_dir or os.environ.get("RECIPES_DATA", ""),
-        bandwidth=cfg.bandwidth,
-        as_json=cfg.json,
         judge_later=keys is words,
     )
     if command == ["judge"]:
         hosts = hostlist.expand(os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname())
         return examine.give_verdict(Reports(plan.run_dir / "reports"), hosts, plan, 0)
     return examine.run(plan, info)
-
-
-def _shared_id(info: RankInfo) -> str | None:
-    """An id that is the same on all ranks, also without a scheduler; None for a single rank."""
-    launch = os.environ.get("RECIPES_LAUNCH", "") if info.num_nodes == 1 else ""  # each machine has another value
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or launch
-    return f"{info.master_addr}-{info.master_port}-{run}".strip("-").replace("/", "_") if info.world_size > 1 else None
 
 
 def _end(status: int, why: str = "") -> NoReturn:

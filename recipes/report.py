@@ -10,6 +10,7 @@ The table shows the keys in which the runs differ. For a run whose status is run
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe: report | head
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:

@@ -11,8 +11,6 @@ from recipes.core.config.run_keys import RecipeKeys
 class Config(RecipeKeys):
     starts_a_run: ClassVar[bool] = False
     seconds: float = key(120.0, "time limit of the whole examination, in seconds", low=20, high=3600)
-    json: bool = key(False, "print the verdict as JSON instead of the table (also --json)")
-    bandwidth: bool = key(True, "measure the bandwidth of all nodes together and of pairs of nodes")
     data_dir: str = key(
         "", "folder of the data, which every node must be able to read; default: $RECIPES_DATA", path=True
     )

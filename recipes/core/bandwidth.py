@@ -3,9 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,72 +13,51 @@ from torch.distributed import P2POp
 
 from recipes.core.train.world import World
 
-WARM_UP = 2
-A_BATCH_S = 0.02  # repetitions are timed in batches, so that the cost of synchronising the ranks is negligible
-MOST_REPEATED, MOST_BATCHES, LEAST_BATCHES = 1000, 50, 3
+WARM_UP, BATCHES = 2, 5
 # For these operations each rank holds the whole array. For the others the array is divided into one part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
-Filled = tuple[tuple[Tensor, Tensor | float], ...]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One operation.
+class Figure(NamedTuple):
+    """The result of one operation at one size. size: bytes of the whole array. Bandwidths are in GB/s (1e9 bytes per second)."""
 
-    fill: tensors and the values to write into them before the call, in this order. expected: tensors and their values after the call,
-    on this rank.
-    """
-
-    call: Callable[[], object]
-    fill: Filled
-    expected: Filled
+    size: int
+    seconds: float
+    algbw: float
+    busbw: float
 
 
-def make_case(operation: str, size: int, world: World) -> Case:
-    """An operation on ``size`` bytes of float32, of which it uses `used_bytes`.
+def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
+    """Measures an operation. Called by all ranks, which get the same result. budget_s: approximate time in seconds."""
+    used = used_bytes(operation, size, world.size)
+    seconds = statistics.median(seconds_of(call_of(operation, used, world), world, budget_s))
+    algbw = used / seconds / 1e9
+    return Figure(used, seconds, algbw, algbw * bus_factor(operation, world.size))
 
-    Each rank contributes its number plus 1. To a sum it contributes `addend` of its number, so that sums are exact.
-    """
-    count = used_bytes(operation, size, world.size) // 4
-    return _whole_case(operation, count, world) if operation in WHOLE else _part_case(operation, count, world)
 
-
-def _whole_case(operation: str, count: int, world: World) -> Case:
-    """An operation for which each rank holds the whole array of ``count`` numbers."""
-    rank, total = world.rank, sum(map(addend, range(world.size)))
-    data = torch.zeros(count, device=world.device)
+def call_of(operation: str, size: int, world: World) -> Callable[[], object]:
+    """An operation on ``size`` bytes of float32, as `used_bytes` returns them."""
+    n, rank, count = world.size, world.rank, size // 4
+    whole = torch.zeros(count, device=world.device)
     if operation == "send_recv":
-        received = torch.zeros_like(data)
-        right, left = (rank + 1) % world.size, (rank - 1) % world.size
-        return Case(partial(_ring, data, received, right, left), ((data, rank + 1.0),), ((received, left + 1.0),))
+        return partial(_ring, whole, torch.zeros_like(whole), (rank + 1) % n, (rank - 1) % n)
     if operation == "broadcast":
-        return Case(partial(dist.broadcast, data, 0), ((data, rank + 1.0),), ((data, 1.0),))
+        return partial(dist.broadcast, whole, 0)
     if operation == "reduce":
-        return Case(partial(dist.reduce, data, 0), ((data, addend(rank)),), ((data, total),) if rank == 0 else ())
-    return Case(partial(dist.all_reduce, data), ((data, addend(rank)),), ((data, total),))
-
-
-def _part_case(operation: str, count: int, world: World) -> Case:
-    """An operation for which the array of ``count`` numbers is divided into one part for each rank."""
-    n, rank, own = world.size, world.rank, world.rank + 1.0
-    whole, part = torch.zeros(n, count // n, device=world.device), torch.zeros(count // n, device=world.device)
-    ranks = torch.arange(1.0, n + 1, device=world.device)[:, None]
-    of_each = tuple((row, i + 1.0) for i, row in enumerate(whole)) if rank == 0 else ()
-    rows = list(whole) if rank == 0 else None
+        return partial(dist.reduce, whole, 0)
+    if operation == "all_reduce":
+        return partial(dist.all_reduce, whole)
+    if operation == "all_to_all":
+        return partial(dist.all_to_all_single, torch.zeros_like(whole), whole)
+    part, parts = torch.zeros(count // n, device=world.device), list(whole.view(n, -1)) if rank == 0 else None
     if operation == "gather":
-        return Case(partial(dist.gather, part, rows, 0), ((part, own),), of_each)
+        return partial(dist.gather, part, parts, 0)
     if operation == "scatter":
-        return Case(partial(dist.scatter, part, rows, 0), of_each, ((part, own),))
+        return partial(dist.scatter, part, parts, 0)
     if operation == "all_gather":
-        call = partial(dist.all_gather_into_tensor, whole.view(-1), part)
-        return Case(call, ((whole, 0.0), (part, own)), ((whole, ranks),))
-    if operation == "reduce_scatter":
-        addends = torch.tensor([addend(i) for i in range(n)], device=world.device)[:, None]
-        call = partial(dist.reduce_scatter_tensor, part, whole.view(-1))
-        return Case(call, ((whole, addends * addend(rank)),), ((part, float(addends.sum()) * addend(rank)),))
-    received = torch.zeros_like(whole)
-    call = partial(dist.all_to_all_single, received.view(-1), whole.view(-1))
-    return Case(call, ((whole, ranks * own),), ((received, ranks * own),))
+        return partial(dist.all_gather_into_tensor, whole, part)
+    assert operation == "reduce_scatter"
+    return partial(dist.reduce_scatter_tensor, part, whole)
 
 
 def used_bytes(operation: str, size: int, ranks: int) -> int:
@@ -99,67 +77,9 @@ def bus_factor(operation: str, ranks: int) -> float:
     return 2 * share if operation == "all_reduce" else share
 
 
-def addend(rank: int) -> float:
-    """The value that a rank contributes to a sum. It is small, since float32 is exact only up to 2^24.
-
-    With the ranks' own numbers, sums would exceed that from some hundred ranks on.
-    """
-    return rank % 13 + 1.0
-
-
 def _ring(data: Tensor, received: Tensor, to: int, source: int) -> None:
     for work in dist.batch_isend_irecv([P2POp(dist.isend, data, to), P2POp(dist.irecv, received, source)]):
         work.wait()
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The result of one operation at one size. size: bytes of the whole array.
-
-    Times in seconds are those of the slowest rank, over batches of repetitions. wrong: number of ranks with a wrong result.
-    """
-
-    operation: str
-    ranks: int
-    size: int
-    min_s: float
-    median_s: float
-    max_s: float
-    wrong: int
-
-    @property
-    def algbw(self) -> float:
-        """Algorithm bandwidth in GB/s (1e9 bytes per second), from the median time."""
-        return self.size / self.median_s / 1e9
-
-    @property
-    def busbw(self) -> float:
-        """Bus bandwidth in GB/s (1e9 bytes per second), from the median time."""
-        return self.algbw * bus_factor(self.operation, self.ranks)
-
-    def row(self) -> dict[str, Any]:
-        return {**asdict(self), "algbw": self.algbw, "busbw": self.busbw}
-
-    def line(self) -> str:
-        times = "".join(f"{1e6 * seconds:>12,.1f}" for seconds in (self.min_s, self.median_s, self.max_s))
-        result = f"wrong on {self.wrong} ranks" if self.wrong else "ok"
-        return f"{self.operation:<15}{self.size:>13,}{times}{self.algbw:>9.3f}{self.busbw:>9.3f}  {result}"
-
-
-HEADING = f"{'operation':<15}{'bytes':>13}{'min us':>12}{'median us':>12}{'max us':>12}{'algbw':>9}{'busbw':>9}  (GB/s)"
-
-
-def measure(operation: str, size: int, world: World, budget_s: float) -> Figure:
-    """Measures an operation. Called by all ranks, which get the same result. budget_s: approximate time in seconds."""
-    case = make_case(operation, size, world)
-    seconds = seconds_of(case.call, world, budget_s)
-    for tensor, value in case.fill:
-        tensor.copy_(torch.as_tensor(value, device=world.device))
-    case.call()
-    is_correct = all(bool((tensor == value).all()) for tensor, value in case.expected)
-    times = (min(seconds), statistics.median(seconds), max(seconds))
-    used = used_bytes(operation, size, world.size)
-    return Figure(operation, world.size, used, *times, len(wrong_ranks(is_correct, world)))
 
 
 def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> list[float]:
@@ -183,21 +103,11 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
         return [float(one) for one in found.tolist()]
 
     once = slowest([min(batch(1) for _ in range(WARM_UP))])[0]
-    longer = max(1.0, budget_s / (MOST_BATCHES * A_BATCH_S))
-    repeated = max(1, int(longer * min(MOST_REPEATED, A_BATCH_S / once)))
-    batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget_s / (repeated * once))))
-    return slowest([batch(repeated) for _ in range(batches)])
+    repeated = max(1, int(budget_s / (BATCHES * once)))
+    return slowest([batch(repeated) for _ in range(BATCHES)])
 
 
 def synchronize(world: World) -> None:
     """Waits until this rank's GPU has completed its queued work."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-
-
-def wrong_ranks(is_correct: bool, world: World) -> list[int]:
-    """The ranks on which ``is_correct`` is False. Called by all ranks, which get the same result."""
-    wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
-    wrong[world.rank] = not is_correct
-    dist.all_reduce(wrong)
-    return [rank for rank, found in enumerate(wrong.tolist()) if found]

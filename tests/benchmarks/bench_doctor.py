@@ -71,7 +71,7 @@ def examination(nodes: int, texts: list[str]) -> float:
             begin = time.process_time()
             mine = json.loads(texts[0])
             reports.write(mine, Stage.examined)
-            members = examine._members(reports.collect(range(nodes), Stage.examined, end), info, plan, 0)
+            members = examine._members(reports.collect(range(nodes), Stage.examined, end), info, 0)
             reports.write(mine, Stage.final)
             status = examine.give_verdict(reports, info.nodes, plan, end)
             seconds = time.process_time() - begin - slept

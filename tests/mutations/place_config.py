@@ -85,7 +85,7 @@ MUTATIONS = [
         'GPUs and torch sees {seen}" if seen < expected else ""',
         'GPUs and torch sees {seen}" if seen < expected // 2 else ""',
         "a node with seven of eight GPUs counts as good",
-        "tests/unit/doctor/test_probe_gpus.py tests/distributed/train/test_device.py::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
+        "tests/unit/doctor/test_gpus.py tests/distributed/train/test_device.py::test_missing_gpus_are_reported_in_one_line_with_host_and_counts",
     ),
     Mutation(
         "recipes/core/place/gpus.py",

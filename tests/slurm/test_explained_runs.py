@@ -101,7 +101,7 @@ def test_messages_of_srun_in_the_batch_log_explain_a_killed_rank(slurm: Cluster,
         slurm.wait_job(job, 90)
         done = slurm.run(sys.executable, "-m", "recipes.doctor", "explain", str(run_dir), cwd=repo, env=PYTHON)
         assert done.stdout.startswith("rank 1 on node2 exited without an error record"), done.stdout
-        assert "killed (1 rank)" in done.stdout, done.stdout
+        assert "killed (1 file)" in done.stdout, done.stdout
         assert f"{log}:" in done.stdout
         assert read(run_dir / "status.json")["kind"] == "killed"
         assert read(run_dir / "job.yaml")["log"] == str(log)  # for when Slurm no longer knows the job

@@ -24,7 +24,6 @@ from tests.slurm.cluster import Cluster, ClusterOptions, missing, running_cluste
 
 pytestmark = pytest.mark.timeout(300)
 
-PORT = 17_777
 V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 BOUND_S = 40
 PATIENT_S = 60  # where the findings are compared as a whole: on a busy machine torch's import alone can take a third of the bound
@@ -116,7 +115,7 @@ def test_a_network_with_a_misleading_interface_is_healthy_and_trains(fabric: Fab
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 0, ended.out
     assert verdict["healthy"] is True
-    assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
+    assert [row["network"] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
     trained(fabric.train(tmp_path), tmp_path)
     assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()
 
@@ -153,19 +152,6 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
     assert "node2 does not reach node1: node2: no route to 10.77.0.1" in ended.out
-
-
-@pytest.mark.long
-def test_a_firewall_on_the_master_port_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    rule = f"nft 'add table inet t; add chain inet t c {{ type filter hook input priority 0; }}; add rule inet t c tcp dport {PORT} drop'"
-    fabric.on("node1", rule)
-    ended, verdict = fabric.doctor(tmp_path, MASTER_PORT=str(PORT))
-    assert ended.status == 3, ended.out
-    assert "node2 reaches node1, but not its master port" in bad(verdict)
-    assert "set MASTER_PORT" in ended.out
-    ended = fabric.train(tmp_path, LATE, MASTER_PORT=str(PORT))
-    assert ended.status != 0
-    assert f"rank 1 cannot reach rank 0 at node1:{PORT}" in ended.out
 
 
 @pytest.mark.long

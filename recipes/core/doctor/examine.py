@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.core import errors
 from recipes.core.doctor import commands, judge, probes, reach, verdict
-from recipes.core.doctor.node import Finding, Surroundings
+from recipes.core.doctor.node import Surroundings
 from recipes.core.doctor.reports import POLL_S, Reports, Stage, stage_of
 from recipes.core.errors import Kind
 from recipes.core.files import write_json
@@ -29,14 +29,14 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 
 # Shares of ``seconds`` after which each part is abandoned.
-CHECKS, REACH, GO, LINKS, VERDICT = 0.4, 0.55, 0.6, 0.85, 0.92
+CHECKS, REACH, GO, LINKS, VERDICT, STAND_IN = 0.4, 0.55, 0.6, 0.85, 0.92, 0.96
 SLACK_S = 3.0  # that the other nodes give the first one beyond its own limit
 LEAVE_S = 2.0  # for the other nodes to end before the one that gave the verdict
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to examine. seconds: the time limit of the whole. as_json: how the verdict is printed.
+    """What to examine. seconds: the time limit of the whole.
 
     judge_later: whether another process judges the reports, after all nodes have ended.
     """
@@ -45,8 +45,6 @@ class Plan:
     seconds: float = 120.0
     on_cpu: bool = False
     data_dir: str = ""
-    bandwidth: bool = True
-    as_json: bool = False
     judge_later: bool = False
 
 
@@ -64,18 +62,19 @@ def run(plan: Plan, info: RankInfo) -> int:
 
     folder = plan.run_dir / "reports"
     reports = Reports(folder if plan.judge_later else folder / _id(info), info.node_rank, plan.seconds)
-    mine, port_findings = _listen(info)
+    mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname()}
+    if not info.nodes and (choice := _interface(info)):
+        mine["address"] = choice.address  # without Slurm, no node knows the others' names
     reports.write(mine, Stage.listening)
     here = Surroundings(os.environ, info, plan.run_dir, plan.data_dir, plan.on_cpu)
     facts, findings = probes.run_all(here, CHECKS * plan.seconds)
-    found = [asdict(finding) for finding in (*findings, *port_findings)]
-    mine |= {"host": socket.gethostname(), "facts": facts, "findings": found}
+    mine |= {"host": socket.gethostname(), "facts": facts, "findings": [asdict(finding) for finding in findings]}
     mine["links"] = _probe_peers(reports, info, at(REACH), 0.05 * plan.seconds)
     reports.write(mine, Stage.examined)
     if info.node_rank == 0:
-        with reach.listener(0) as listener:
+        with reach.listener() as listener:
             others = reports.collect(range(info.num_nodes), Stage.examined, at(GO))
-            mine["measure"] = _members(others, info, plan, listener.getsockname()[1])
+            mine["measure"] = _members(others, info, listener.getsockname()[1])
             reports.write(mine, Stage.ready)
             mine["bandwidth"] = _measure(mine["measure"], info, listener.fileno(), at(LINKS))
     else:
@@ -87,7 +86,7 @@ def run(plan: Plan, info: RankInfo) -> int:
         if info.node_rank == 0 and not plan.judge_later:
             code = give_verdict(reports, _hosts(info), plan, at(VERDICT))
         elif not plan.judge_later:
-            code = _stand_by(reports, info, plan, at(VERDICT) + SLACK_S, at(1))
+            code = _stand_by(reports, info, plan, at(STAND_IN), at(1))
     return code
 
 
@@ -95,24 +94,6 @@ def _id(info: RankInfo) -> str:
     """Distinguishes examinations in one run directory: the steps of a job come one after another, and each is one."""
     step = os.environ.get("SLURM_STEP_ID", "") if slurm_step.in_step(os.environ) else ""
     return f"{info.run_id or 'now'}-{step}-{info.restart_count}"
-
-
-def _listen(info: RankInfo) -> tuple[dict[str, Any], list[Finding]]:
-    """Starts this node's server. On the first node it also listens on the port at which the ranks will meet, if that is free."""
-    mine: dict[str, Any] = {"port": reach.serve(), "address": socket.gethostname(), "master": False}
-    if not info.nodes and (choice := _interface(info)):
-        mine["address"] = choice.address  # without Slurm, no node knows the others' names
-    if info.rank != 0 or info.num_nodes == 1 or not info.master_port or "TORCHELASTIC_RUN_ID" in os.environ:
-        return mine, []
-    try:
-        reach.serve(info.master_port, int(os.environ.get("RECIPES_LISTEN_FD", -1)))  # launch.py listens there already
-        mine["master"] = True
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        what = f"port {info.master_port}, at which the ranks meet, cannot be listened on ({why})"
-        fix = "set MASTER_PORT to a free one for all ranks, or end what listens there (ss -ltnp)"
-        return mine, [Finding(what, fix)]
-    return mine, []
 
 
 def _interface(info: RankInfo) -> network.Choice | None:
@@ -129,20 +110,19 @@ def _probe_peers(reports: Reports, info: RankInfo, end: float, timeout_s: float)
     answers = {}
     for peer, report in found.items():
         host = info.master_addr if peer == 0 else info.nodes[peer] if info.nodes else report["address"]
-        master_port = info.master_port if report["master"] else 0
-        answers[peer] = pool.submit(reach.probe, peer, host, report["port"], timeout_s, master_port)
+        answers[peer] = pool.submit(reach.probe, peer, host, report["port"], timeout_s)
     done, _ = wait(answers.values(), max(0.0, end - time.monotonic()))
     pool.shutdown(wait=False)
     late = "timed out"
     return [asdict(one.result() if one in done else reach.Link(peer, "connect", late)) for peer, one in answers.items()]
 
 
-def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, plan: Plan, port: int) -> dict[str, Any]:
+def _members(reports: Mapping[int, dict[str, Any]], info: RankInfo, port: int) -> dict[str, Any]:
     """``measure`` in the first node's report: all nodes that answered and are not bad measure bandwidth, unless node 0 is bad."""
     examined = {node: report for node, report in sorted(reports.items()) if stage_of(report) >= Stage.examined}
     bad = judge.verdict_of(_hosts(info), examined).bad_nodes
     nodes = [node for node in examined if node not in bad]
-    if not plan.bandwidth or len(nodes) < 2 or 0 not in nodes:
+    if len(nodes) < 2 or 0 not in nodes:
         nodes = []
     have_gpus = all(examined[node]["facts"].get("gpus", {}).get("gpus") for node in nodes)
     return {"nodes": nodes, "port": port, "backend": "nccl" if have_gpus else "gloo"}
@@ -204,7 +184,7 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
         directory.write_status(plan.run_dir, state, attempt=number, step=0, reason=worst, kind=kind, first=first)
         if code:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, code, worst)
-    print(json.dumps(verdict.as_json(found)) if plan.as_json else "\n".join(verdict.lines(found)), flush=True)
+    print("\n".join(verdict.lines(found)), flush=True)
     reports.remove()
     if code and len(hosts) > 1 and not plan.judge_later:
         # With srun --kill-on-bad-exit this process must end last: otherwise srun kills the others and reports their status.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes.core.doctor import logs
-from recipes.core.doctor.logs import LONGEST_LINE, Event, Log
-from recipes.core.doctor.patterns import Level, Pattern
+from recipes.core.doctor.logs import LONGEST_LINE, Log
+from recipes.core.doctor.patterns import Pattern
 from recipes.core.errors import shown
 from recipes.core.files import read_json
 from recipes.core.run import attempt as attempts
@@ -17,7 +17,7 @@ from recipes.core.run import queue as slurm_queue
 from recipes.core.run.queue import Outlook, Queue
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its status for so long, where Slurm does not know
-MOST_EXPLAINED = 3  # patterns; further ones are only named
+MOST_EXPLAINED = 3  # patterns
 
 
 class Judgement(NamedTuple):
@@ -27,6 +27,9 @@ class Judgement(NamedTuple):
     rank: int | None = None
 
 
+UNKNOWN = Judgement()
+
+
 def judgement(run_dir: Path) -> Judgement:
     """What the records of a run that has ended say about its end."""
     status = read_json(run_dir / "status.json") or {}
@@ -34,7 +37,7 @@ def judgement(run_dir: Path) -> Judgement:
         return Judgement(str(status.get("reason") or ""), status.get("first_failing_rank"))
     attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
     if not attempt or not attempts.records(attempt):
-        return Judgement()
+        return UNKNOWN
     found = judge.judge(judge.gather(attempt))
     return Judgement(found.reason, (found.first or {}).get("rank"))
 
@@ -121,70 +124,43 @@ def batch_logs(run_dir: Path, slurm: Outlook) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def of_logs(path: Path, found: Judgement | None = None, more: Sequence[Path] = ()) -> list[str]:
+def of_logs(path: Path, found: Judgement = UNKNOWN, more: Sequence[Path] = ()) -> list[str]:
     """Lines on a failed run, by its logs in a run directory, any folder of logs, or one file.
 
     more: further logs of the run's job. Raises InputError for a path that cannot be read or holds no log.
     """
-    is_folder = path.is_dir()
-    read, unread = list[Log](), list[tuple[Path, object]]()
+    is_folder, read = path.is_dir(), list[Log]()
+    why: object = f"holds no log (*{', *'.join(logs.SUFFIXES)})"
     for file in dict.fromkeys((*(logs.files_in(path) if is_folder else [path]), *more)):
         name = str(file.relative_to(path)) if file.is_relative_to(path) and is_folder else _short(file)
         try:
             read.append(logs.read(file, name))
         except (OSError, ValueError) as error:
-            unread.append((file, error))
-    if not read and not found:
-        raise logs.unreadable(*(unread or [(path, f"holds no log (*{', *'.join(logs.SUFFIXES)})")])[0])
-    events = sorted((event for log in read for event in log.events), key=lambda event: event.pattern.level)
-    lines = _lines(found or _by_events(events, len(read)), read, events)
-    if unread:
-        lines.append(f"not read: {unread[0][0]}" + (f", and {len(unread) - 1} more" if unread[1:] else ""))
-    return _shown(*lines)
+            why = error
+    if not read and not found.line:
+        raise logs.unreadable(path, why)
+    return _shown(*_lines(found, read))
 
 
-def _lines(found: Judgement, read: Sequence[Log], events: Sequence[Event]) -> list[str]:
-    """The judgement, the known lines with their fixes, and the end of the log of the first rank to fail.
-
-    events: the most serious first.
-    """
-    by_pattern: dict[Pattern, list[Event]] = {}
-    for event in sorted(events, key=lambda event: (event.pattern.level, event.rank != found.rank)):
-        by_pattern.setdefault(event.pattern, []).append(event)
-    lines = [found.line]
-    for pattern, alike in list(by_pattern.items())[:MOST_EXPLAINED]:
-        lines += [f"{pattern.level.name}: {_count(alike)}: {pattern.means}", f"  do: {pattern.fix}"]
-        lines.append(f"  {alike[0].log}: {alike[0].line}")
-    if rest := [_count(alike) for alike in list(by_pattern.values())[MOST_EXPLAINED:]]:
-        lines.append(f"also: {', '.join(rest)}")
-    own = [log for log in read if log.rank == found.rank and found.rank is not None]
-    own = own or [log for log in read if events and log.name == events[0].log] or list(read[-1:])
-    if own and own[0].tail:
-        lines += [f"{own[0].name} ends:", *(f"  | {line}" for line in own[0].tail)]
+def _lines(found: Judgement, read: Sequence[Log]) -> list[str]:
+    """The judgement, the known lines with their fixes, and the end of the log of the first rank to fail."""
+    own = f"logs/rank{found.rank}.log"
+    read = sorted(read, key=lambda log: log.name != own)
+    by_pattern: dict[Pattern, list[Log]] = {}
+    for log in read:
+        for pattern in log.known:
+            by_pattern.setdefault(pattern, []).append(log)
+    patterns = sorted(by_pattern, key=lambda pattern: pattern.level)  # of one level, the own ones of that rank first
+    files = f"{len(read)} file{'s' * (len(read) != 1)}"
+    lines = [found.line or (f"closest to a cause: {patterns[0].name}" if patterns else f"no known cause in {files}")]
+    for pattern in patterns[:MOST_EXPLAINED]:
+        log, count = by_pattern[pattern][0], len(by_pattern[pattern])
+        lines.append(f"{pattern.level.name}: {pattern.name} ({count} file{'s' * (count != 1)}): {pattern.means}")
+        lines += [f"  do: {pattern.fix}", f"  {log.name}: {log.known[pattern]}"]
+    if read:
+        last = read[0] if read[0].name == own else by_pattern[patterns[0]][0] if patterns else read[-1]
+        lines += [f"{last.name} ends:", *(f"  | {line}" for line in last.tail)] if last.tail else []
     return lines
-
-
-def _by_events(events: Sequence[Event], files: int) -> Judgement:
-    """The judgement by the logs alone. events: the most serious first."""
-    if not events:
-        return Judgement(f"no known cause in {files} file{'s' * (files != 1)}")
-    pattern = events[0].pattern
-    if pattern.level is Level.whole_job:
-        return Judgement(f"the whole job was ended, and no rank is to blame: {pattern.name}")
-    rank = next((event.rank for event in events if event.pattern is pattern and event.rank is not None), None)
-    if pattern.level is Level.consequence:
-        who = "a rank" if rank is None else f"rank {rank}"
-        line = f"{who} reported first, but only a consequence ({pattern.name}); the logs do not show its cause"
-        return Judgement(line, rank)
-    who = "the first error, on a rank that the logs do not name" if rank is None else f"rank {rank} failed first"
-    return Judgement(f"{who}: {pattern.name}", rank)
-
-
-def _count(events: Sequence[Event]) -> str:
-    """A pattern with the number of ranks that printed it, or of files where no rank is named."""
-    ranks = {event.rank for event in events if event.rank is not None}
-    count = len(ranks or {event.log for event in events})
-    return f"{events[0].pattern.name} ({count} {'rank' if ranks else 'file'}{'s' * (count != 1)})"
 
 
 def _short(path: Path) -> str:

@@ -1,6 +1,7 @@
-"""Prints torch's versions, or tests of the GPUs that it sees, as JSON: ``python -m recipes.core.doctor.gpucheck versions|gpus``."""
+"""Prints versions, or tests of the GPUs that torch sees, as JSON: ``python -m recipes.core.doctor.gpucheck versions|gpus``."""
 
 import json
+import platform
 import sys
 import time
 from typing import Any
@@ -12,13 +13,13 @@ TIMED_SIDE, TIMED, TIMED_S = 8192, 20, 0.2
 
 
 def versions() -> dict[str, Any]:
-    """Versions of torch, CUDA and NCCL, and the number of GPUs that torch sees."""
+    """Versions of Python, torch, CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     return {
+        "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": nccl,
-        "seen": torch.cuda.device_count(),
     }
 
 

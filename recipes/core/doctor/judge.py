@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from recipes.core.doctor import judge_network
 from recipes.core.doctor.verdict import Verdict
 from recipes.core.errors import shown
 
@@ -18,13 +17,28 @@ ALIKE = (
     ("torch", "torch", "torch", True),
     ("torch", "cuda", "CUDA", True),
     ("torch", "nccl", "NCCL", True),
-    ("system", "python", "Python", True),
-    ("system", "project", "these recipes' commit", True),
-    ("system", "driver", "the NVIDIA driver", False),
+    ("torch", "python", "Python", True),
     ("gpus", "count", "the number of GPUs", True),
     ("gpus", "name", "the kind of GPU", True),
     ("interfaces", "mtu", "the MTU of the interface", False),
 )
+SLOW = 0.6  # a value below this fraction of the median is slow
+# By the fault of a link (`reach.Link`): what a node sees of the other one, and the fix.
+FAULTS = {
+    "connect": (
+        "cannot connect to {peer}",
+        "check that its name resolves, that its interface is up, and that there is a route in both directions; a firewall must let the nodes"
+        " of a job through",
+    ),
+    "small": (
+        "connects to {peer}, but gets no answer",
+        "look for a firewall or a link that loses packets between them",
+    ),
+    "large": (
+        "reaches {peer} with small packets, but large ones are lost: the MTU on the path is smaller than the interface's",
+        "give both interfaces, and every switch between them, the same MTU: ip link set DEV mtu 1500",
+    ),
+}
 
 
 def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
@@ -38,9 +52,9 @@ def verdict_of(hosts: Sequence[str], reports: Mapping[int, Mapping[str, Any]]) -
     _own_findings(reports, verdict)
     _compare(reports, verdict)
     _slow_gpus(reports, verdict)
-    judge_network.links(reports, verdict)
-    judge_network.speeds(reports, verdict)
-    judge_network.collectives(reports, verdict)
+    _links(reports, verdict)
+    _speeds(reports, verdict)
+    _collectives(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
     out = {node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes}
     verdict.exclude = [verdict.hosts[node] for node in sorted(out) if verdict.hosts[node]]
@@ -107,23 +121,89 @@ def _slow_gpus(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> No
     tested = [(node, gpu) for node, report in reports.items() for gpu in _gpus(report)]
     middle = median(gpu["tflops"] for _, gpu in tested) if tested else 0.0
     for node, gpu in tested:
-        if gpu["tflops"] < judge_network.SLOW * middle:
+        if gpu["tflops"] < SLOW * middle:
             what = f"GPU {gpu['index']} ({gpu['uuid']}) is slow: {gpu['tflops']:.0f} TFLOP/s, where the median is {middle:.0f}"
             fix = "nvidia-smi -q -d PERFORMANCE there: heat, a power cap, or another process"
             verdict.add([node], what, fix, True)
 
 
+def _links(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """Links that fail. The node of which the larger share of links fails is the bad one; of two equal ones the later."""
+    tried: Counter[int] = Counter()
+    failed: Counter[int] = Counter()
+    faults: list[tuple[int, Mapping[str, Any]]] = []
+    for node, report in reports.items():
+        for link in report["links"]:
+            if link["peer"] not in reports:
+                continue  # a node that did not answer has an entry already
+            tried.update((node, link["peer"]))
+            if link["fault"]:
+                failed.update((node, link["peer"]))
+                faults.append((node, link))
+    known_bad, named = verdict.bad_nodes, set[int]()
+    for node, link in faults:
+        peer = link["peer"]
+        # The first node is the master: it is accused last.
+        bad = max((node, peer), key=lambda one: (one in known_bad, failed[one] / tried[one], one))
+        if bad in named:
+            continue
+        named.add(bad)
+        what, fix = FAULTS[link["fault"]]
+        count = f"{failed[bad]} of {tried[bad]} links of {verdict.host(bad)} fail"
+        what = f"{verdict.host(node)} {what.format(peer=verdict.host(peer))} ({link['why']}; {count})"
+        verdict.add([bad], what, fix, True)
+
+
+def _speeds(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """The bandwidth of all nodes together, and nodes that are well below the others.
+
+    A node is slow if the median of its pairs is, since one slow node makes one pair of every other node slow.
+    """
+    pairs: dict[tuple[int, int], float] = {}
+    of_node: dict[int, list[float]] = {}
+    for report in reports.values():
+        measured = report.get("bandwidth", {})
+        if "busbw" in measured:
+            verdict.figures["all_reduce_busbw_gb_per_s"] = measured["busbw"]
+        for one, other, speed in measured.get("pairs", []):
+            pairs[one, other] = speed
+            of_node.setdefault(one, []).append(speed)
+            of_node.setdefault(other, []).append(speed)
+    if not pairs:
+        return
+    middle = verdict.figures["pairs_median_gb_per_s"] = median(pairs.values())
+    usual = f"where the median is {middle:.3g}"
+    slow = {node for node, values in of_node.items() if len(values) > 1 and median(values) < SLOW * middle}
+    for node in slow:
+        what = f"its network is slow: {median(of_node[node]):.3g} GB/s with others, {usual}"
+        verdict.add([node], what, "ethtool DEV, or ibstat, there: link speed, errors, a cable", True)
+
+
+def _collectives(reports: Mapping[int, Mapping[str, Any]], verdict: Verdict) -> None:
+    """The bandwidth test of all nodes: a wrong sum; and where it did not end, the nodes that are behind the others."""
+    measured = {node: report["bandwidth"] for node, report in reports.items() if report.get("bandwidth")}
+    for node, found in measured.items():
+        if found.get("correct") is False:
+            fix = "memory or a link corrupts data: leave it out"
+            verdict.add([node], "an all_reduce has a wrong sum there", fix, True)
+    cut = [node for node, found in measured.items() if not found.get("ended")]
+    if not cut:
+        return
+    usual, _ = Counter(found["at"] for found in measured.values()).most_common(1)[0]
+    behind = [node for node in cut if measured[node]["at"] != usual]
+    found = measured[(behind or cut)[0]]
+    what = f"the bandwidth test of all nodes stopped at {found['at']} ({found.get('error') or 'no error'})"
+    fix = "NCCL_DEBUG=INFO python -m recipes.collectives over these nodes shows where; see the notes above"
+    verdict.add(behind, what, fix, True)
+
+
 def _facts(report: Mapping[str, Any]) -> dict[str, str]:
     """What the table shows of a node."""
     facts, gpus = report["facts"], _gpus(report)
-    network = facts.get("interfaces", {})
-    mbit = network.get("mbit") or 0
-    speed = f" {mbit // 1000}G" if mbit >= 1000 else ""
-    family = " IPv6" if ":" in network.get("address", "") else ""
     count = len(facts.get("gpus", {}).get("gpus", []))
     return {
         "gpus": f"{sum(gpu['correct'] for gpu in gpus)}/{count}" if count else "-",
         "tflops": f"{median(gpu['tflops'] for gpu in gpus):.0f}" if gpus else "-",
         "torch": facts.get("torch", {}).get("torch", "-"),
-        "network": f"{network.get('interface', '')}{speed}{family}" or "-",
+        "network": facts.get("interfaces", {}).get("interface", "-"),
     }

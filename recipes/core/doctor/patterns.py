@@ -13,9 +13,8 @@ class Level(IntEnum):
 
     cause = 0
     whole_job = 1  # no single rank is to blame. A job that hangs after a rank's failure ends at its time limit, too
-    error = 2  # an exception that is not in the table
-    hint = 3  # something is wrong, and the line does not say what
-    consequence = 4  # another rank is gone
+    hint = 2  # something is wrong, and the line does not say what
+    consequence = 3  # another rank is gone
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,3 @@ PATTERNS = (
       "srun: error: node-10-95: task 0: Exited with exit code 1",
       "the launcher, Slurm or scancel ended it", "look at the rank that failed first", CONSEQUENCE),
 )  # fmt: skip
-TRACEBACK = "Traceback (most recent call last)"
-EXCEPTION = Pattern(
-    "the program's own error", TRACEBACK, "", "Python's traceback says where", "read it there", Level.error
-)

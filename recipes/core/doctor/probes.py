@@ -4,22 +4,21 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 """
 
 import json
-import platform
-import re
-import resource
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 from recipes.core import files
-from recipes.core.doctor import commands, probe_gpus, probe_network
-from recipes.core.doctor import variables as environment
+from recipes.core.doctor import commands
 from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
-from recipes.core.files import ROOT
+from recipes.core.place import network
+from recipes.core.place.gpus import granted_gpus, shortage
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
-DISK_BYTES = 5 << 30
+FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
@@ -49,20 +48,6 @@ def run_all(here: Surroundings, deadline_s: float) -> tuple[dict[str, Facts], li
     return facts, findings
 
 
-def system(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Versions of Python, the driver, and this project's commit."""
-    facts: Facts = {"python": platform.python_version()}
-    module = here.root / "proc/driver/nvidia/version"
-    if found := re.search(r"(?:Kernel Module|Module for \w+)\s+(\d+[.\d]*)", small_text(module)):
-        facts["driver"] = found[1]
-    # None in a snapshot, which all nodes share.
-    commit, _ = commands.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10
-    )
-    facts["project"] = commit.strip() or None
-    return facts, []
-
-
 def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """In a separate process: an import can hang on a file system, or crash on a broken driver."""
     out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "versions"], 90)
@@ -70,17 +55,6 @@ def torch_import(here: Surroundings) -> tuple[Facts, list[Finding]]:
         fix = f"check that the node sees the environment {sys.prefix} and that it is complete"
         return {}, [Finding(f"torch cannot be imported there ({why})", fix, leave_out=here.has_others)]
     return json.loads(out.splitlines()[-1]), []
-
-
-def locked_memory(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Where there is InfiniBand: whether a process may lock the memory that it sends."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    has_rdma = (here.root / "sys/class/infiniband").is_dir() and here.environ.get("NCCL_IB_DISABLE") != "1"
-    if limit == resource.RLIM_INFINITY or limit >= 1 << 30 or not has_rdma or here.on_cpu:
-        return {}, []
-    what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
-    fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
-    return {}, [Finding(what, fix, bad=here.has_others)]
 
 
 def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
@@ -103,12 +77,9 @@ def disks(here: Surroundings) -> tuple[Facts, list[Finding]]:
             findings.append(Finding(f"{name} cannot be used ({why})", fix, leave_out=leave_out))
             continue
         free = json.loads(out)
-        least = {"shm": SHM_BYTES, "data": 0}.get(use, DISK_BYTES)
-        if free is not None and free < least:
+        if use == "shm" and free is not None and free < SHM_BYTES:
             fix = "loader processes and NCCL share memory there: docker run --ipc=host, or clear it"
-            fix = fix if use == "shm" else "free space there"
-            bad = use == "shm" and free < 64 << 20
-            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=bad))
+            findings.append(Finding(f"{name} has {files.size_text(free)} free", fix, bad=free < 64 << 20))
     return {}, findings
 
 
@@ -127,18 +98,78 @@ except OSError as error:
 """
 
 
-def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
-    """Variables that are misspelt, conflict with each other, or cannot work."""
-    found = environment.problems(here.environ)
-    return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
+def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """The interface on the route to the other nodes."""
+    findings: list[Finding] = []
+    folders = here.root / "sys/class/net"
+    try:
+        chosen = network.choose(here.info)
+    except network.NetworkError as error:
+        down = [folder.name for folder in sorted(folders.glob("*")) if small_text(folder / "operstate") == "down"]
+        what = f"{error.what}; down there: {', '.join(down)}" if down else error.what
+        return {}, [*findings, Finding(what, error.fix)]
+    if not chosen:
+        return {}, findings
+    facts: Facts = {"interface": chosen.interface, "mtu": small_text(folders / chosen.interface / "mtu") or None}
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = here.environ.get(name, "")
+        # NCCL reads prefixes, = before exact names, and ^ before names to avoid; gloo reads exact names.
+        is_listed = any(chosen.interface.startswith(one) for one in value.lstrip("^=").split(","))
+        if value and here.has_others and is_listed == value.startswith("^"):
+            what = f"{name}={value}, and the route to {chosen.peer} goes by {chosen.interface}"
+            findings.append(Finding(what, f"unset {name}, or set it to {chosen.interface}", bad=False))
+    return facts, findings
+
+
+def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Facts and findings on the GPUs that this process may use."""
+    if here.on_cpu:
+        return {}, []
+    granted = granted_gpus(here.environ)
+    out, why = commands.run([sys.executable, "-m", "recipes.core.doctor.gpucheck", "gpus"], 60)
+    if why and granted:
+        fix = f"run there: {sys.executable} -m recipes.core.doctor.gpucheck gpus"
+        return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
+    seen = [] if why else json.loads(out.splitlines()[-1])
+    found = _missing_gpus(here, len(seen))
+    for gpu in seen:
+        found += _of_gpu(gpu)
+    # Nodes may have different numbers of granted GPUs, and `_missing_gpus` compares each with its own.
+    count = None if granted else len(seen)
+    return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
+
+
+def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
+    """Whether torch sees fewer GPUs than it should."""
+    if few := shortage(here.environ, seen):
+        return [Finding(few, f"compare nvidia-smi -L there; {_leave_out()}")]
+    if here.info.in_slurm and seen == 0:
+        fix = "request GPUs (--gpus-per-node=…), or give device=cpu"
+        return [Finding("Slurm granted 0 GPUs and torch sees 0", fix, leave_out=False)]
+    return []
+
+
+def _of_gpu(gpu: Mapping[str, Any]) -> list[Finding]:
+    name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
+    fix = f"drain it: {_leave_out()}"
+    if gpu.get("error"):
+        return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
+    found = []
+    if not gpu["correct"]:
+        found.append(Finding(f"{name} computes a matrix product wrongly", fix))
+    if gpu["free"] < FREE_SHARE * gpu["total"]:
+        what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
+        found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
+    return found
+
+
+def _leave_out() -> str:
+    return f"sbatch --exclude={socket.gethostname()} leaves out that node"
 
 
 CHECKS: Mapping[str, Check] = {
-    "system": system,
     "torch": torch_import,
-    "locked memory": locked_memory,
     "disks": disks,
-    "interfaces": probe_network.interfaces,
-    "variables": environment_variables,
-    "gpus": probe_gpus.examine,
+    "interfaces": interfaces,
+    "gpus": gpus,
 }

@@ -4,7 +4,6 @@ Standard library only. A node probes a fixed number of others (`peers`), so its 
 """
 
 import contextlib
-import os
 import socket
 import threading
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ QUIET_S = 20.0  # after which the server closes a silent connection
 class Link:
     """What one node found on the way to another. peer: its node_rank. why: the reason of the fault.
 
-    fault: "" for none; connect; small (a connection, but no answer); large (small messages pass and large ones do not); master
-    (only its master port does not answer).
+    fault: "" for none; connect; small (a connection, but no answer); large (small messages pass and large ones do not).
     """
 
     peer: int
@@ -32,12 +30,9 @@ def peers(node_rank: int, num_nodes: int) -> list[int]:
     return sorted(set(chosen) - {node_rank})
 
 
-def serve(port: int = 0, descriptor: int = -1) -> int:
-    """Answers each connection with the bytes that it has sent, until this process ends. Returns the port. Raises OSError.
-
-    port: to listen on, at all addresses; 0: any free one. descriptor: of a listening socket, in place of a port.
-    """
-    listening = socket.socket(fileno=os.dup(descriptor)) if descriptor >= 0 else listener(port)
+def serve() -> int:
+    """Answers each connection with the bytes that it has sent, until this process ends. Returns the port. Raises OSError."""
+    listening = listener()
 
     def accept() -> None:
         while True:
@@ -48,11 +43,11 @@ def serve(port: int = 0, descriptor: int = -1) -> int:
     return int(listening.getsockname()[1])
 
 
-def listener(port: int) -> socket.socket:
-    """A listening socket for IPv6 and IPv4 where the machine has both, as TCPStore's is. Raises OSError."""
+def listener() -> socket.socket:
+    """A socket on a free port, for IPv6 and IPv4 where the machine has both, as TCPStore's is. Raises OSError."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), backlog=1024)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
 
 
 def _answer(connection: socket.socket) -> None:
@@ -61,8 +56,8 @@ def _answer(connection: socket.socket) -> None:
         connection.sendall(_receive(connection))
 
 
-def probe(peer: int, host: str, port: int, timeout_s: float, master_port: int = 0) -> Link:
-    """Probes the server of node ``peer`` on ``host``. timeout_s: of each step. master_port: probed as well, unless it is 0."""
+def probe(peer: int, host: str, port: int, timeout_s: float) -> Link:
+    """Probes the server of node ``peer`` on ``host``. timeout_s: of each step."""
     for fault, size in (("small", 1), ("large", LARGE)):
         try:
             connection = socket.create_connection((host, port), timeout_s)
@@ -76,11 +71,6 @@ def probe(peer: int, host: str, port: int, timeout_s: float, master_port: int = 
                     return Link(peer, fault, "the connection was closed")
             except OSError as error:
                 return Link(peer, fault, words(error))
-    if master_port:
-        try:
-            socket.create_connection((host, master_port), timeout_s).close()
-        except OSError as error:
-            return Link(peer, "master", words(error))
     return Link(peer)
 
 

@@ -1,4 +1,4 @@
-"""Message passing on real ranks: every result is checked, and bandwidths are computed as nccl-tests does. Also the doctor's tests with torch."""
+"""Message passing on real ranks: results are checked, and bandwidths are computed as nccl-tests does. Also the doctor's tests with torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import itertools
 import json
 import re
-import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,24 +50,20 @@ def bus_factor(operation: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_operation_is_timed_and_its_result_checked(tmp_path: Path, size: int) -> None:
-    ended = run(tmp_path, size, "mode=bench", "sizes=3,5,40,4K", "seconds=0.01")
+def test_every_operation_is_timed(tmp_path: Path, size: int) -> None:
+    ended = run(tmp_path, size, "mode=bench", "sizes=5..5K", "seconds=0.01")
     assert ended.status == 0, ended.out
     best = helpers.read(tmp_path, "summary")["busbw"]
-    rows = [json.loads(line) for line in (tmp_path / "bandwidth.jsonl").read_text().splitlines()]
-    cut = 16 * size  # each rank's part is a multiple of 16 bytes
-    timed = {operation: [4, 40, 4096] for operation in bandwidth.WHOLE}
-    timed |= {name: sorted({max(cut, one // cut * cut) for one in (5, 40, 4096)}) for name in PARTS}
+    rows = [line.replace(",", "").split() for line in ended.lines if re.match(r"\w+ +[\d,]+ +[\d,.]+ ", line)]
+    cut, sizes = 16 * size, (5, 20, 80, 320, 1280, 5120)  # each rank's part is a multiple of 16 bytes
+    timed = {operation: [4, *sizes[1:]] for operation in bandwidth.WHOLE}
+    timed |= {name: sorted({max(cut, one // cut * cut) for one in sizes}) for name in PARTS}
     if size == 1:
         del timed["send_recv"]
-    assert {operation: [row["size"] for row in rows if row["operation"] == operation] for operation in timed} == timed
-    assert {row["operation"] for row in rows} == set(timed) == set(best)
-    for row in rows:
-        assert (row["wrong"], row["ranks"]) == (0, size)
-        assert row["algbw"] == pytest.approx(row["size"] / row["median_s"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(row["operation"], size))
-        of_operation = [other["busbw"] for other in rows if other["operation"] == row["operation"]]
-        assert best[row["operation"]] == round(max(of_operation), 4)
+    assert {operation: [int(row[1]) for row in rows if row[0] == operation] for operation in timed} == timed
+    assert {row[0] for row in rows} == set(timed) == set(best)
+    for operation, value in best.items():
+        assert value == pytest.approx(max(float(row[4]) for row in rows if row[0] == operation), abs=0.001)
 
 
 FAULT = """
@@ -89,17 +83,14 @@ WRONG = "dist.all_gather_into_tensor = changed"
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "expected"),
+    ("fault", "expected"),
     [
-        (WRONG, (), "all_gather: the result is wrong on 1 of 2 ranks; the first is rank 1 on "),
-        (WRONG, ("mode=bench", "sizes=1K", "operations=all_gather"), "all_gather of 1024 bytes: the result is wrong on 1 of 2 ranks"),
-        ("dist.barrier = lambda: None", (), "barrier: the result is wrong on 1 of 2 ranks; the first is rank 0 on "),
+        (WRONG, "all_gather: the result is wrong on 1 of 2 ranks; the first is rank 1 on "),
+        ("dist.barrier = lambda: None", "barrier: the result is wrong on 1 of 2 ranks; the first is rank 0 on "),
     ],
 )  # fmt: skip
-def test_a_wrong_result_is_reported_with_its_rank(
-    tmp_path: Path, fault: str, words: tuple[str, ...], expected: str
-) -> None:
-    keys = ["device=cpu", "seconds=0.01", f"run_dir={tmp_path}", *words]
+def test_a_wrong_result_is_reported_with_its_rank(tmp_path: Path, fault: str, expected: str) -> None:
+    keys = ["device=cpu", f"run_dir={tmp_path}"]
     ended = helpers.run_ranks(FAULT.format(fault=fault), keys, 2)
     assert ended.status == 1, ended.out
     assert expected in helpers.read(tmp_path, "status")["reason"]
@@ -171,12 +162,10 @@ class OtherRank:
         values.copy_(values.clamp(min=self.call_s))
 
 
-@pytest.mark.parametrize(("others", "repeated"), [(0.0, 20), (0.05, 1)])
-def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
-    monkeypatch: pytest.MonkeyPatch, others: float, repeated: int
-) -> None:
-    """This rank takes 1 s for its first call, then 1 ms. repeated: calls in a batch of 20 ms, or one."""
-    other, calls, batches = OtherRank(others), itertools.count(), 5
+@pytest.mark.parametrize("others", [0.0, 0.05])
+def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """This rank takes 1 s for its first call, then 1 ms."""
+    other, calls, repeated = OtherRank(others), itertools.count(), 20
     for name in ("dist", "time"):
         monkeypatch.setattr(bandwidth, name, other)
     monkeypatch.setattr(bandwidth, "synchronize", other.synchronize)
@@ -186,44 +175,18 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
 
     slowest = max(others, 0.001)
     world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    assert bandwidth.seconds_of(call, world, batches * repeated * slowest * 1.01) == pytest.approx([slowest] * batches)
-    assert next(calls) == 2 + batches * repeated
+    found = bandwidth.seconds_of(call, world, bandwidth.BATCHES * repeated * slowest * 1.01)
+    assert found == pytest.approx([slowest] * bandwidth.BATCHES)
+    assert next(calls) == bandwidth.WARM_UP + bandwidth.BATCHES * repeated
 
 
-def test_the_figures_of_an_operation_are_minimum_median_and_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "seconds_of", lambda call, world, budget_s: [4.0, 1.0, 9.0, 2.0, 64.0])
-    monkeypatch.setattr(bandwidth, "wrong_ranks", lambda right, world: [0, 2] if right else [])
-    monkeypatch.setattr(dist, "all_reduce", lambda data: data.fill_(1.0 + 2.0 + 3.0))
-    world = cast(World, SimpleNamespace(size=3, rank=1, device=torch.device("cpu")))
-    found = bandwidth.measure("all_reduce", 1002, world, 1.0)
-    assert found == bandwidth.Figure("all_reduce", 3, 1000, 1.0, 4.0, 64.0, 2)
-    figure = replace(found, operation="all_gather", ranks=4, size=6_000_000_000, median_s=2.0, max_s=5.0, wrong=0)
-    assert (figure.algbw, figure.busbw) == (3.0, 2.25)  # 1e9 bytes are a GB
-    assert figure.line().split() == [
-        "all_gather", "6,000,000,000", "1,000,000.0", "2,000,000.0", "5,000,000.0", "3.000", "2.250", "ok",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_size_counts_the_parts_of_all_ranks(operation: str) -> None:
-    """As in nccl-tests, for operations that divide or join arrays."""
-    world = cast(World, SimpleNamespace(size=4, rank=0, device=torch.device("cpu")))
-    case = bandwidth.make_case(operation, 4100, world)
-    storages = {one.untyped_storage().data_ptr(): one for one, _ in (*case.fill, *case.expected)}.values()
-    largest = max(one.untyped_storage().nbytes() for one in storages)
-    assert largest == (4100 if operation in bandwidth.WHOLE else 4096)
-
-
-def test_sums_are_exact_in_float32_for_any_number_of_ranks() -> None:
-    count = 1024
-    cases = [
-        bandwidth.make_case("reduce_scatter", 16 * count, SimpleNamespace(size=count, rank=rank, device="cpu"))
-        for rank in range(count)
-    ]
-    total = torch.zeros(count)
-    for case in cases:  # one after another, as in a ring
-        total += torch.as_tensor(case.fill[0][1]).flatten()
-    assert total.tolist() == [case.expected[0][1] for case in cases]
+def test_bandwidths_are_those_of_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "seconds_of", lambda call, world, budget_s: [4e-9, 1e-9, 9e-9, 2e-9, 64e-9])
+    world = cast(World, SimpleNamespace(size=4, rank=1, device=torch.device("cpu")))
+    assert bandwidth.measure("all_reduce", 1002, world, 1.0) == pytest.approx((1000, 4e-9, 250.0, 375.0))
+    for operation in OPERATIONS:
+        share = bus_factor(operation, 4)
+        assert bandwidth.measure(operation, 640, world, 1.0) == pytest.approx((640, 4e-9, 160.0, 160.0 * share))
 
 
 def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,15 +216,14 @@ def test_a_gpus_speed_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes() -> None:
-    assert sizes_of("4..1G") == tuple(4**i for i in range(1, 16))
-    assert sizes_of("1K..8K") == (1024, 4096)
-    assert sizes_of("64M,4") == (64 << 20, 4)
+    assert sizes_of("4..1G") == [4**i for i in range(1, 16)]
+    assert sizes_of("1K..8K") == [1024, 4096]
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("sizes=8..4", "TO must be at least FROM"),
+        ("sizes=8..4", "FROM must be at least 1, and TO at least FROM"),
         ("sizes=1..2T", "must be FROM..TO"),
         ("operations=allreduce", "did you mean 'all_reduce'?"),
     ],
@@ -269,15 +231,3 @@ def test_sizes() -> None:
 def test_invalid_keys_are_reported(word: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         parser.parse_keys(Config, [word])
-
-
-@pytest.mark.long
-def test_a_signal_ends_the_benchmark_between_two_sizes(tmp_path: Path) -> None:
-    command = [*COMMAND, "ranks_per_node=2", f"run_dir={tmp_path}", "mode=bench", "sizes=1K..64M", "seconds=1"]
-    process = helpers.start(command)
-    helpers.wait_until(lambda: (tmp_path / "bandwidth.jsonl").exists() or process.poll() is not None, 60, "its begin")
-    process.send_signal(signal.SIGTERM)
-    ended = helpers.finish(process, 60)
-    assert ended.status == 75, ended.out
-    assert helpers.read(tmp_path, "status")["state"] == "preempted"
-    assert "stopped by SIGTERM" in ended.out

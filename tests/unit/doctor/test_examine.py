@@ -17,7 +17,6 @@ from recipes.core.doctor import commands, probes, reach
 from recipes.core.doctor.examine import (
     Plan,
     _end_step,
-    _listen,
     _measure,
     _members,
     _probe_peers,
@@ -104,18 +103,17 @@ def test_only_a_step_of_srun_is_ended(monkeypatch: pytest.MonkeyPatch, step: str
     ],
 )
 def test_the_nodes_that_answered_and_are_not_bad_measure_bandwidth(
-    tmp_path: Path, reports: list[dict[str, Any]], expected: list[int]
+    reports: list[dict[str, Any]], expected: list[int]
 ) -> None:
     by_node = dict(enumerate(reports))
-    chosen = _members(by_node, place(0, 4), Plan(tmp_path), 4711)
+    chosen = _members(by_node, place(0, 4), 4711)
     assert (chosen["nodes"], chosen["port"]) == (expected, 4711)
-    assert _members(by_node, place(0, 4), Plan(tmp_path, bandwidth=False), 4711)["nodes"] == []
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [((2, 2), "nccl"), ((2, 0), "gloo"), ((0, 0), "gloo")])
-def test_nccl_is_measured_if_each_node_has_a_gpu(tmp_path: Path, gpus: tuple[int, int], backend: str) -> None:
+def test_nccl_is_measured_if_each_node_has_a_gpu(gpus: tuple[int, int], backend: str) -> None:
     found = {node: report(node, count) for node, count in enumerate(gpus)}
-    assert _members(found, place(0), Plan(tmp_path), 1)["backend"] == backend
+    assert _members(found, place(0), 1)["backend"] == backend
 
 
 @pytest.mark.parametrize(
@@ -135,17 +133,15 @@ def test_the_status_says_whether_a_node_is_bad_and_doctor_json_which(
     assert not (tmp_path / "reports").exists()
 
 
-def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, plan = tmp_path / "reports", Plan(tmp_path, as_json=True)
+def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent(tmp_path: Path) -> None:
+    folder, plan = tmp_path / "reports", Plan(tmp_path)
     assert give_verdict(Reports(folder), [""] * 4, plan, 0) == 3
     assert not (tmp_path / "doctor.json").exists()  # without any report there is no verdict
     written(folder, Stage.final, report(0), report(1))
     written(folder, Stage.examined, report(2))
     written(folder, Stage.listening, report(3))
     assert give_verdict(Reports(folder), [""] * 4, plan, 0) == 3
-    found = json.loads(capsys.readouterr().out)
+    found = helpers.read(tmp_path, "doctor")
     assert [(entry["nodes"], entry["what"][:19]) for entry in found["entries"] if entry["bad"]] == [
         ([2], "answered at first, "), ([3], "did not answer: it "),
     ]  # fmt: skip
@@ -170,17 +166,16 @@ def test_two_nodes_measure_and_are_judged(
             return "\n".join(map(json.dumps, words)), ""
         return ('{"torch": "2.15.0"}', "") if "versions" in command else ask(command, timeout_s)
 
-    monkeypatch.setattr(probes, "CHECKS", {name: probes.CHECKS[name] for name in ("system", "torch")})
+    monkeypatch.setattr(probes, "CHECKS", {name: probes.CHECKS[name] for name in ("torch",)})
     monkeypatch.setattr(commands, "run", quick)
     lo = SimpleNamespace(address="127.0.0.1", interface="lo")
     fake = SimpleNamespace(gethostname=lambda: threading.current_thread().name)
     monkeypatch.setattr("recipes.core.doctor.examine.socket", fake)
     monkeypatch.setattr("recipes.core.doctor.examine._interface", lambda info: lo)
     codes: dict[int, int] = {}
-    port = helpers.free_port()
 
     def examined(rank: int) -> None:
-        codes[rank] = run(Plan(tmp_path, 60, on_cpu=True), replace(place(rank), master_port=port))
+        codes[rank] = run(Plan(tmp_path, 60, on_cpu=True), place(rank))
 
     threads = [threading.Thread(target=examined, args=(rank,), name=f"node{rank}") for rank in range(2)]
     for thread in threads:
@@ -202,18 +197,6 @@ def test_only_the_first_rank_of_a_node_examines_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_master_port_that_is_taken_is_the_first_nodes_fault() -> None:
-    with reach.listener(0) as taken:
-        port = taken.getsockname()[1]
-        mine, (found,) = _listen(replace(place(0), master_port=port))
-        assert (mine["master"], found.bad, found.leave_out) == (False, True, True)
-        assert found.what == f"port {port}, at which the ranks meet, cannot be listened on (Address already in use)"
-        assert _listen(replace(place(1), master_port=port))[1] == []  # only the first one listens there
-    mine, found_now = _listen(replace(place(0), master_port=port))
-    assert (mine["master"], found_now) == (True, [])
-    assert reach.probe(0, "127.0.0.1", mine["port"], 5, port).fault == ""
-
-
 def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "reports"
     written(folder, Stage.final, report(1), report(2))
@@ -227,21 +210,21 @@ def test_if_node_0_hangs_the_next_one_gives_the_verdict(tmp_path: Path, capsys: 
 def test_each_node_probes_some_others_at_their_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def probe(peer: int, host: str, port: int, timeout_s: float, master_port: int = 0) -> reach.Link:
-        asked.append((peer, host, port, master_port))
+    def probe(peer: int, host: str, port: int, timeout_s: float) -> reach.Link:
+        asked.append((peer, host, port))
         return reach.Link(peer)
 
     monkeypatch.setattr(reach, "probe", probe)
-    Reports(tmp_path, 0).write({"port": 100, "address": "a", "master": True}, Stage.listening)
-    Reports(tmp_path, 3).write({"port": 103, "address": "d", "master": False}, Stage.listening)
-    info = replace(place(2, 6), master_port=29)
+    Reports(tmp_path, 0).write({"port": 100, "address": "a"}, Stage.listening)
+    Reports(tmp_path, 3).write({"port": 103, "address": "d"}, Stage.listening)
+    info = place(2, 6)
     end = time.monotonic() + 5
     links = _probe_peers(Reports(tmp_path, 2), info, end, 2)  # node 5 has written nothing
-    assert sorted(asked) == [(0, "127.0.0.1", 100, 29), (3, "d", 103, 0)]
+    assert sorted(asked) == [(0, "127.0.0.1", 100), (3, "d", 103)]
     assert sorted((link["peer"], link["fault"]) for link in links) == [(0, ""), (3, "")]
     asked.clear()
     _probe_peers(Reports(tmp_path, 2), replace(info, nodes=("n0", "n1", "n2", "n3", "n4", "n5")), end, 2)
-    assert (3, "n3", 103, 0) in asked  # Slurm's names take precedence
+    assert (3, "n3", 103) in asked  # Slurm's names take precedence
     monkeypatch.setattr(reach, "probe", lambda *_: time.sleep(3))  # as a resolver that hangs
     links = _probe_peers(Reports(tmp_path, 2), info, time.monotonic() + 0.5, 2)
     assert [(link["fault"], link["why"]) for link in links] == [("connect", "timed out")] * 2

@@ -73,7 +73,7 @@ def test_the_runs_own_records_come_first(tmp_path: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     found = of_run(run, NO_SLURM)
     assert (found[0], found[3]) == (reason, "  logs/rank3.log: OSError: [Errno 5] Input/output error")
-    assert found[4].startswith("consequence: lost another rank (1 rank)")
+    assert found[4].startswith("consequence: lost another rank (1 file)")
     assert found[-3:] == [
         "logs/rank3.log ends:",
         "  | step 6",
@@ -87,7 +87,7 @@ def test_the_log_of_a_rank_without_a_record_is_read(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", reason=reason, rank=2, host="node2", kind=Kind.killed)
     assert of_run(run, NO_SLURM) == [reason]
     (run / "logs" / "rank2.log").write_text("RuntimeError: CUDA error: device-side assert triggered\n")
-    assert of_run(run, NO_SLURM)[1].startswith("cause: CUDA kernel failed (1 rank): ")
+    assert of_run(run, NO_SLURM)[1].startswith("cause: CUDA kernel failed (1 file): ")
 
 
 def test_failure_records_explain_a_run_without_a_final_status(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
     assert found == ["it is running, at step 7, status written 1:00:00 ago; job 1 is running"]
     found = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
     assert found[0].startswith("it ended without a final status")
-    assert found[1].startswith("cause: disk is full (1 rank)")
+    assert found[1].startswith("cause: disk is full (1 file)")
     assert found[-1] == "job 1 is pending (BeginTime)"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.doctor import commands, probe_network, probes
+from recipes.core.doctor import commands, probes
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import network, ranks
 
@@ -62,7 +60,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
     def gives_up(_: Surroundings) -> tuple[dict[str, object], list[Finding]]:
         raise TimeoutError("the kernel does not answer")
 
-    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "system": probes.system}
+    checks = {"hangs": hangs, "breaks": breaks, "gives_up": gives_up, "works": lambda _: ({"a": 1}, [])}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
     facts, findings = probes.run_all(here(tmp_path), 0.5)
@@ -72,21 +70,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_not_lost(
         ("the check of its breaks failed (RuntimeError: no such thing)", False),
         ("the check of its gives_up failed (TimeoutError: the kernel does not answer)", False),
     ]
-    assert facts["system"]["python"] == platform.python_version()
-
-
-def test_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [resource.RLIM_INFINITY, 64 << 10]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
-    on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
-    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert probes.locked_memory(on_gpus)[1] == []
-    limits.pop(0)
-    found = only(probes.locked_memory(on_gpus))
-    assert (found.what, found.bad) == ("locked memory is limited to 64 KB, and RDMA locks what it sends", True)
-    assert not only(probes.locked_memory(replace(on_gpus, info=ALONE))).bad
-    no_rdma = {"on_cpu": True}, {"environ": {"NCCL_IB_DISABLE": "1"}}, {"root": tmp_path / "none"}
-    assert [probes.locked_memory(replace(on_gpus, **changed))[1] for changed in no_rdma] == [[], [], []]  # type: ignore[arg-type]
+    assert facts == {"works": {"a": 1}}
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
@@ -109,8 +93,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         ({}, []),
         ({"/dev/shm": 40 << 20}, [("/dev/shm has 41.9 MB free", True)]),
         ({"/dev/shm": 64 << 20}, [("/dev/shm has 67.1 MB free", False)]),
-        ({"run": 4 << 30}, [("run_dir={} has 4295.0 MB free", False)]),
-        ({"/data": 0}, []),  # it is only read
     ],
 )
 def test_a_disk_that_is_nearly_full(
@@ -139,20 +121,6 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     assert not only(probes.torch_import(here(tmp_path))).leave_out  # alone it may be the wrong environment
 
 
-def test_the_drivers_version(tmp_path: Path) -> None:
-    file = tmp_path / "proc/driver/nvidia/version"
-    file.parent.mkdir(parents=True)
-    for line in (
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  11.4.0\n",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder@U16)\n",
-    ):
-        file.write_text(line)
-        facts, found = probes.system(here(tmp_path, root=str(tmp_path)))
-        assert (facts["driver"], found) == ("550.54.15", [])
-    assert facts["python"] == platform.python_version()
-    assert "driver" not in probes.system(here(tmp_path, root=str(tmp_path / "none")))[0]
-
-
 def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begin = time.monotonic()
     out, wrong = commands.run(["sh", "-c", "echo so far; sleep 30"], 2)
@@ -162,23 +130,9 @@ def test_a_file_system_that_does_not_answer_is_a_finding(monkeypatch: pytest.Mon
     assert commands.run(["sh", "-c", "echo why >&2; exit 3"], 5) == ("", "why")
 
 
-def port(root: Path, device: str, state: str, link: str = "InfiniBand") -> None:
-    folder = root / f"sys/class/infiniband/{device}/ports/1"
-    folder.mkdir(parents=True)
-    for name, text in (("state", state), ("link_layer", link)):
-        (folder / name).write_text(text + "\n")
-
-
-def test_infiniband_ports(tmp_path: Path) -> None:
-    port(tmp_path, "mlx5_0", "4: ACTIVE")
-    port(tmp_path, "mlx5_1", "1: DOWN")
-    found = only(probe_network.interfaces(here(tmp_path, root=str(tmp_path))))
-    assert (found.what, found.bad) == ("InfiniBand port mlx5_1:1 is DOWN (InfiniBand)", False)
-
-
 def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Path) -> None:
     two = replace(ranks.detect(TASK), nodes=("one", "no-such.invalid"))
-    _, (found,) = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    _, (found,) = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
     assert "cannot resolve no-such.invalid (" in found.what
     assert found.fix.startswith("add the name to DNS, or to /etc/hosts on each node")
 
@@ -189,19 +143,12 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
     two = ranks.detect(TASK)
     folder = tmp_path / "sys/class/net/eth1"
     folder.mkdir(parents=True)
-    for name, text in (("mtu", "9000"), ("speed", "400000"), ("operstate", "up")):
-        (folder / name).write_text(text + "\n")
-    facts, found = probe_network.interfaces(here(tmp_path, two, root=str(tmp_path)))
-    assert (facts, found) == ({"interface": "eth1", "address": "10.0.0.1", "mbit": 400_000, "mtu": 9000}, [])
+    (folder / "mtu").write_text("9000\n")
+    facts, found = probes.interfaces(here(tmp_path, two, root=str(tmp_path)))
+    assert (facts, found) == ({"interface": "eth1", "mtu": "9000"}, [])
     for value in ("eth1", "=eth1", "eth", "^docker,lo", "eth0,eth1"):
-        assert probe_network.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
+        assert probes.interfaces(here(tmp_path, two, NCCL_SOCKET_IFNAME=value))[1] == []
     for name, value in (("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^eth"), ("GLOO_SOCKET_IFNAME", "eth9")):
-        one = only(probe_network.interfaces(here(tmp_path, two, **{name: value})))
+        one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, and the route to two goes by eth1"
-    assert probe_network.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
-
-
-def test_a_misspelt_variable_does_not_exclude_the_node(tmp_path: Path) -> None:
-    found = only(probes.environment_variables(here(tmp_path, NCCL_SOCKET_IFNAM="eth0")))
-    assert "NCCL_SOCKET_IFNAME" in found.what + found.fix
-    assert not found.leave_out
+    assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer

@@ -24,13 +24,12 @@ def healthy(count: int, gpus: int = 8) -> list[Report]:
         return {
             "node_rank": node, "host": f"node{node}", "findings": [],
             "facts": {
-                "system": {"python": "3.11.7", "driver": "580.1", "project": "abc"},
-                "torch": {"torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
+                "torch": {"python": "3.11.7", "torch": "2.15.0", "cuda": "13.2", "nccl": "2.30.1"},
                 "gpus": {"count": gpus, "name": "H200", "gpus": [
                     {"index": i, "uuid": f"GPU-{node}-{i}", "name": "H200", "correct": True, "tflops": 700.0 + i, "free": 9, "total": 9}
                     for i in range(gpus)
                 ]},
-                "interfaces": {"interface": "ib0", "address": "10.0.0.1", "mtu": 4092, "mbit": 400_000},
+                "interfaces": {"interface": "ib0", "mtu": "4092"},
             },
             "links": [{"peer": peer, "fault": "", "why": ""} for peer in others],
             "bandwidth": {"at": "the end", "ended": True, "correct": True, "busbw": 40.0, "pairs": [[node, peer, 45.0] for peer in others if peer > node]},
@@ -99,11 +98,11 @@ def test_bad_nodes_among_sixty_four_are_found_and_only_they_are_in_the_table() -
 
 def test_of_two_nodes_without_a_link_the_second_is_named() -> None:
     reports = healthy(2)
-    fail(reports, "master")
+    fail(reports, "small")
     found = judged(reports, 2)
     assert found.exclude == ["node1"]
-    assert "not its master port (timed out; 2 of 2 links of node1 fail)" in bad(found)["node1"]
-    assert "MASTER_PORT" in verdict.lines(found)[3]
+    assert "but gets no answer (timed out; 2 of 2 links of node1 fail)" in bad(found)["node1"]
+    assert "firewall" in verdict.lines(found)[3]
 
 
 def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
@@ -117,9 +116,8 @@ def test_of_a_failing_pair_the_node_with_another_fault_is_bad() -> None:
     ("part", "name", "usual", "other", "called", "is_bad"),
     [
         ("torch", "nccl", "2.30.1", "2.18.3", "NCCL", True),
-        ("system", "project", "abc", "abc-dirty", "these recipes' commit", True),
         ("gpus", "count", 8, 7, "the number of GPUs", True),
-        ("interfaces", "mtu", 4092, 1500, "the MTU of the interface", False),
+        ("interfaces", "mtu", "4092", "1500", "the MTU of the interface", False),
     ],
 )
 def test_the_one_node_that_differs_is_named(
@@ -142,7 +140,7 @@ def test_a_fault_that_all_nodes_share_excludes_none_of_them() -> None:
     reports[1]["findings"] = []
     assert judged(reports, 3).exclude == ["node0", "node2"]
     for report in reports:
-        report["findings"] = [finding("NCCL_NET: is empty", "unset it", leave_out=False)]
+        report["findings"] = [finding("torch cannot be imported there", "check it", leave_out=False)]
     reports[1]["findings"] = []
     found = judged(reports, 3)
     assert (set(bad(found)), found.exclude) == ({"node0", "node2"}, [])
@@ -155,13 +153,10 @@ def all_pairs(count: int) -> list[Report]:
     return reports
 
 
-def test_a_slow_link_is_a_note_and_a_slow_node_is_excluded() -> None:
+def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
     reports = all_pairs(6)
     reports[1]["bandwidth"]["pairs"][2][2] = 20.0  # nodes 1 and 4
-    found = judged(reports, 6)
-    (entry,) = found.entries
-    assert (entry.nodes, entry.bad, found.exclude) == ([1, 4], False, [])
-    assert entry.what == "the link between them is slow: 20 GB/s, where the median is 45"
+    assert judged(reports, 6).entries == []
     reports = all_pairs(6)
     for report in reports:
         for pair in report["bandwidth"]["pairs"]:
@@ -178,7 +173,7 @@ def test_the_table_shows_what_each_node_has() -> None:
     reports[0]["findings"] = [finding("a note", "nothing", bad=False)]
     found = judged(reports, 2)
     row = {
-        "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "torch": "2.15.0", "network": "ib0 400G",
+        "node": "node0", "verdict": "ok", "gpus": "8/8", "tflops": "704", "torch": "2.15.0", "network": "ib0",
     }  # fmt: skip
     assert found.table == [row, {**row, "node": "node1", "verdict": "BAD", "gpus": "7/8"}]
     lines = verdict.lines(found)

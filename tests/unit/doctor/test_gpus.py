@@ -1,4 +1,4 @@
-"""Findings on a node's GPUs, by what Slurm, nvidia-smi and torch report."""
+"""Findings on a node's GPUs, by what Slurm and torch report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes.core.doctor import commands, probe_gpus
+from recipes.core.doctor import commands, probes
 from recipes.core.doctor.node import Finding, Surroundings
 from recipes.core.place import ranks
 from recipes.core.place.ranks import RankInfo
@@ -33,53 +33,44 @@ def card(index: int, **changes: Any) -> dict[str, Any]:
     return {**known, "tflops": 700.0, **changes}
 
 
-def smi(index: int, errors: str = "0") -> str:
-    return f"GPU-{index}, {errors}\n"
-
-
 def findings(
-    cards: Sequence[dict[str, Any]] | None, smi_text: str = "", why: str = "", in_slurm: bool = True, **environ: str
+    cards: Sequence[dict[str, Any]] | None, why: str = "", in_slurm: bool = True, **environ: str
 ) -> list[Finding]:
     """The findings where the commands answer so; cards: what torch sees, None where it does not answer."""
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
         assert timeout_s <= 60
-        text = " ".join(command)
-        if "gpucheck" in text:
-            return ("", why) if cards is None else (json.dumps(cards), "")
-        return smi_text, ""
+        return ("", why) if cards is None else (json.dumps(cards), "")
 
     here = Surroundings({"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "run", ask)
-        return probe_gpus.examine(here)[1]
+        return probes.gpus(here)[1]
 
 
-EIGHT, SMI = [card(i) for i in range(8)], "".join(map(smi, range(8)))
+EIGHT = [card(i) for i in range(8)]
 
 
 def test_healthy_gpus_are_no_finding() -> None:
-    assert findings(EIGHT, SMI) == []
+    assert findings(EIGHT) == []
     assert findings([], in_slurm=False) == []
-    assert findings([card(0)], SMI, in_slurm=False) == []  # one may be cut into slices
+    assert findings([card(0)], in_slurm=False) == []
     assert findings([card(0)], CUDA_VISIBLE_DEVICES="3") == []  # each task may have its own
 
 
 @pytest.mark.parametrize(
-    ("cards", "smi_text", "environ", "expected"),
+    ("cards", "environ", "expected"),
     [
-        (EIGHT[:7], "", {}, "Slurm granted 8 GPUs and torch sees 7"),
+        (EIGHT[:7], {}, "Slurm granted 8 GPUs and torch sees 7"),
         (
             EIGHT[:7],
-            "",
             {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
             "CUDA_VISIBLE_DEVICES names 8 GPUs and torch sees 7",
         ),
-        ([], SMI, {"in_slurm": False}, "nvidia-smi shows 8 GPUs and torch sees 0"),
     ],
 )
-def test_missing_gpus(cards: list[dict[str, Any]], smi_text: str, environ: dict[str, Any], expected: str) -> None:
-    (found,) = findings(cards, smi_text, **environ)
+def test_missing_gpus(cards: list[dict[str, Any]], environ: dict[str, Any], expected: str) -> None:
+    (found,) = findings(cards, **environ)
     assert (found.what, found.bad, found.leave_out) == (expected, True, True)
 
 
@@ -106,13 +97,7 @@ def test_a_gpu_that_computes_wrongly_is_a_finding(changed: dict[str, Any], expec
     assert found.bad is is_bad
 
 
-def test_memory_errors() -> None:
-    errors = "".join(smi(i, "5" if i == 4 else "[N/A]") for i in range(8))
-    (found,) = findings(EIGHT, errors)
-    assert found.what == "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
-
-
 def test_a_driver_that_does_not_answer() -> None:
-    (found,) = findings(None, smi(0), why="python did not answer in 60 s")
+    (found,) = findings(None, why="python did not answer in 60 s")
     assert found.what == "its GPUs could not be tested (python did not answer in 60 s)"
     assert found.bad
