@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MachineError as err:
         message, status = str(err), errors.EXIT_MACHINE
     except KeyboardInterrupt:
-        message, status = "interrupted; no partial files are left, the same command continues", 130
+        message, status = "interrupted; run the same command again", 130
     else:
         return 0
     print(f"error: {message}", file=sys.stderr)
@@ -242,7 +242,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
         if split.skipped:
-            _say(f"{name}: {len(split.skipped)} images skipped; index.json names them")
+            _say(f"{name}: {split.skipped} images skipped; index.json names them")
     _say(f"imagenet is in {target}, {len(copy.classes)} classes")
     if len(copy.splits) == len(format.SPLITS):  # training needs both
         _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")

@@ -61,9 +61,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/write.py",
-        "            offset += len(payload)\n",
-        "            offset = len(payload)\n",
-        "a packed copy contains wrong positions from the third sample of a file on",
+        "RECORD.pack(len(payloads), ",
+        "RECORD.pack(0, ",
+        "a packed copy contains wrong positions from the second sample of a file on",
         "tests/unit/data/test_packing.py::test_a_packed_copy_has_the_documented_format",
     ),
     Mutation(

@@ -167,11 +167,6 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
     return find_idx(CIFAR10, data_dir)
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` has a packed copy, finished or not. Raises DataFileError where permission is missing."""
-    return bool(kind(folder / "index.json") or kind(folder / "packing.json"))
-
-
 def find_imagenet(data_dir: str | Path) -> Path:
     """The folder that has ``train/`` and ``val/``, or a packed copy: ``data_dir``, or ``imagenet`` in it.
 
@@ -179,7 +174,7 @@ def find_imagenet(data_dir: str | Path) -> Path:
     """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
-        if is_packed(folder) or all(kind(folder / split) == "folder" for split in ("train", "val")):
+        if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
             return folder
     raise DataFileError(
         f"data_dir={str(base)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give the "

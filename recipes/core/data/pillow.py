@@ -30,7 +30,7 @@ def read_file(path: Path) -> bytes:
         if isinstance(error, PermissionError | IsADirectoryError) or path.is_symlink():
             raise Unreadable(f"cannot be read ({error.strerror})") from None
         raise InputError(
-            f"source=: {str(path)!r} cannot be read ({error.strerror}): make it readable and run the same command to continue"
+            f"source=: {str(path)!r} cannot be read ({error.strerror}): make it readable and run the same command again"
         ) from None
 
 

@@ -144,9 +144,6 @@ def test_a_folder_that_is_no_packed_copy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "files" / "train").mkdir(parents=True)
     with pytest.raises(InputError, match=r"stage_dir=: needs a packed copy .*no index\.json.*prepare imagenet"):
         to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
-    (tmp_path / "files" / "packing.json").write_text("{}")
-    with pytest.raises(InputError, match=r"packing is not finished"):
-        to_local_disk(tmp_path / "files", tmp_path / "node", ignore)
     assert not (tmp_path / "node").exists()
 
 
