@@ -49,9 +49,9 @@ def mnist(folder: Path, size: Size) -> str:
     """Writes a data_dir with MNIST's files, plain; gives what they are."""
     real = _prepared(in_memory.mnist) if size.images == FULL.images else None
     sets = real or in_memory.fake(size.images, 10, (1, 28, 28), 10)
-    place = folder / datasets.MNIST.folders[0]
+    place = folder / datasets.MNIST.folder
     place.mkdir(parents=True)
-    for file, tensor in zip(datasets.MNIST.files, (t for s in sets for t in (s.images, s.labels)), strict=True):
+    for file, tensor in zip(datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True):
         content = tensor.to(torch.uint8).squeeze()  # IDX has no channels
         (place / file.name).write_bytes(idx.header(*content.shape) + content.numpy().tobytes())
     return "MNIST" if real else f"{size.images:,} {RANDOM}"

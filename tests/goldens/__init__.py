@@ -87,7 +87,7 @@ def train(recipe: str, folder: Path) -> list[dict[str, Any]]:
 
 def write_cifar10(folder: Path) -> None:
     """Noise as bright as its class, in the files of `prepare cifar10`: 100 images to train on, 60 to evaluate."""
-    place = folder / datasets.CIFAR10.folders[0]
+    place = folder / datasets.CIFAR10.folder
     place.mkdir(parents=True)
     random_bytes = random.Random(0).randbytes
     files = iter(datasets.CIFAR10_IDX)

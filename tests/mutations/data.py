@@ -82,8 +82,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/prepare.py",
-        "fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)",
-        "fault = None",
+        "fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)\n",
+        "fault = None\n",
         "a download with another SHA-256 is accepted",
         "tests/unit/data/test_prepare.py::test_a_damaged_source_is_refused",
     ),

@@ -7,8 +7,8 @@ as big-endian uint32, the data. Only the type uint8 is used here.
 import math
 from pathlib import Path
 
-from recipes.core.data import datasets
-from recipes.core.data.datasets import CIFAR10, MNIST, DataFileError
+from recipes.core import errors
+from recipes.core.data.datasets import CIFAR10, DataFileError
 
 UINT8 = 0x08
 
@@ -19,12 +19,12 @@ def header(*shape: int) -> bytes:
 
 
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
-    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file, plain or gzip.
+    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file.
 
     Raises DataFileError (one line: file, fault, fix).
     """
     try:
-        content = datasets.content(path)
+        content = path.read_bytes()
         if content[:3] != bytes([0, 0, UINT8]):
             raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
         end = 4 + 4 * content[3] if len(content) > 3 else 0
@@ -32,7 +32,7 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
         if not shape or len(content) != end + math.prod(shape):
             raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
         return shape, content[end:]
-    except DataFileError as error:
-        name = CIFAR10.name if path.parent.name in CIFAR10.folders else MNIST.name
+    except (DataFileError, OSError) as error:
+        name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"
         fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
-        raise DataFileError(f"{path}: {error}; {fix}") from None
+        raise DataFileError(f"{path}: {errors.shown(error)}; {fix}") from None
