@@ -33,8 +33,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/loader.py",
-        "                labels[i] = IGNORE\n",
-        "                labels[i] = 0\n",
+        "                    labels[i] = IGNORE\n",
+        "                    labels[i] = 0\n",
         "an unreadable image is trained as class 0",
         "tests/unit/data/test_images.py::test_an_unreadable_image_is_skipped_named_and_counted",
     ),
