@@ -68,13 +68,13 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/stage.py",
-        "if fault := datasets.content_fault(size, digest.hexdigest(), file):",
+        "if fault := datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file):",
         "if fault := None:",
         "a damaged file is staged, and the run trains on it",
         "tests/unit/data/test_staging.py::test_a_damaged_source_is_named_and_never_staged",
     ),
     Mutation(
-        "recipes/core/data/packed/stage.py",
+        "recipes/core/files.py",
         "found.st_uid != os.geteuid()",
         "found.st_uid == -1",
         "a run trains on the folder of another user",

@@ -32,7 +32,7 @@ def take(root: Path) -> Path:
     for name, data in sorted(content.items()):
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
-    folder = private_folder(root, "code")
+    folder = private_folder(root / "runs" / "code")
     for again in itertools.count():  # a snapshot that was edited, or lost files in a purge of old files, is not reused
         copy = folder / (digest.hexdigest()[:16] + (f"-{again}" if again else ""))
         if not copy.is_dir():
