@@ -28,7 +28,7 @@ from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.datasets import DataFile, Dataset
-from recipes.core.data.packed import format, write
+from recipes.core.data.packed import write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
@@ -227,8 +227,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         if split.skipped:
             _say(f"{name}: {split.skipped} images skipped; index.json names them")
     _say(f"imagenet is in {target}, {len(copy.classes)} classes")
-    if len(copy.splits) == len(format.SPLITS):  # training needs both
-        _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
+    _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
 def prepare_weights(keys: WeightsKeys) -> None:

@@ -61,7 +61,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/packed/write.py",
-        "RECORD.pack(len(payloads), ",
+        "RECORD.pack(size, ",
         "RECORD.pack(0, ",
         "a packed copy contains wrong positions from the second sample of a file on",
         "tests/unit/data/test_packing.py::test_a_packed_copy_has_the_documented_format",

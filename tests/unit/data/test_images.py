@@ -382,7 +382,6 @@ def flip_a_label(path: Path) -> None:
         (lambda copy: (copy / "train-00001.bin").unlink(), r"train-00001.bin' cannot be read \(No such file"),
         (lambda copy: flip_a_label(copy / "train.index"), r"train.index' is damaged"),
         (lambda copy: change_index(copy, classes=list(CLASSES[:2])), r"train.index' is damaged"),
-        (lambda copy: change_index(copy, splits={}), r"has no samples of train/"),
     ],
 )
 def test_a_damaged_packed_copy_is_found_when_it_is_opened(

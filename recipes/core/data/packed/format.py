@@ -71,11 +71,6 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-def header(options: PackOptions) -> dict[str, Any]:
-    """The first fields of index.json."""
-    return {**VERSION, "size": options.size, "quality": options.quality}
-
-
 def prepare_command(folder: Path) -> str:
     """The command that packs into ``folder``."""
     return f"{datasets.prepare_command('imagenet', folder)} source=…"
@@ -92,7 +87,7 @@ def read_index(folder: Path) -> PackedCopy:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
     try:
         found: Any = json.loads(content)
-        splits = {name: _split(name, found["splits"][name]) for name in SPLITS if name in found["splits"]}
+        splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
         copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, content)
         if any(found[name] != VERSION[name] for name in VERSION) or not all(isinstance(c, str) for c in copy.classes):
             raise ValueError

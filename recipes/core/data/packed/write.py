@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from recipes.core import files
 from recipes.core.data import classfolder, datasets, pillow
@@ -33,7 +33,7 @@ SAMPLES_PER_SHARD = 2048
 
 
 def pack(source: Path, target: Path, options: PackOptions, say: Callable[[str], None] = print) -> PackedCopy:
-    """Writes a packed copy of ``source`` (``train/``, ``val/`` or both) to ``target``, or verifies the finished copy there.
+    """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the finished copy there.
 
     say: gets lines for the user. Raises InputError (source, other options, a damaged copy, too many unreadable images) and
     MachineError (disk, lock, a worker that was killed), one line each.
@@ -54,8 +54,9 @@ def pack(source: Path, target: Path, options: PackOptions, say: Callable[[str], 
             finally:
                 files.remove_temporary(target)  # of workers that were killed
             splits = {split: _join(target, split, listing, shards) for split, listing in listings.items()}
-            classes = next(iter(listings.values())).classes
-            files.write_json(target / format.INDEX, {**format.header(options), "classes": classes, "splits": splits})
+            index = {**format.VERSION, "size": options.size, "quality": options.quality}
+            index |= {"classes": listings["train"].classes, "splits": splits}
+            files.write_json(target / format.INDEX, index)
             return format.read_index(target)
     except OSError as error:
         raise files.disk_error(error, "data_dir", target) from error
@@ -88,17 +89,10 @@ def _check_target(target: Path) -> None:
 
 
 def _listings(source: Path) -> dict[str, Listing]:
-    splits = [split for split in format.SPLITS if datasets.kind(source / split, "source") == "folder"]
-    if not splits:
-        raise InputError(
-            f"source={str(source)!r}: has neither train/ nor val/; "
-            "give a folder with train/<class>/*.JPEG and val/<class>/*.JPEG"
-        )
-    listings: dict[str, Listing] = {}
-    for split in splits:
-        classes = listings["train"].classes if listings else None
-        listings[split] = classfolder.scan(source / split, classes)
-    return listings
+    if not all(datasets.kind(source / split, "source") == "folder" for split in format.SPLITS):
+        raise InputError(f"source={str(source)!r}: must have train/<class>/*.JPEG and val/<class>/*.JPEG")
+    train = classfolder.scan(source / "train")
+    return {"train": train, "val": classfolder.scan(source / "val", train.classes)}
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,7 @@ def _write_shards(
 ) -> list[_Shard]:
     """Writes all shards. say: gets a line about the progress every ten seconds.
 
-    Raises InputError (an image's folder is gone), MachineError (a worker was killed or has no memory) and OSError (the disk).
+    Raises MachineError (a worker was killed or has no memory) and OSError (the disk).
     """
     tasks, total = _tasks(listings), sum(map(len, listings.values()))
     count = min(options.workers or len(os.sched_getaffinity(0)), -(-total // SAMPLES_PER_SHARD))
@@ -169,21 +163,27 @@ def _start(parent: int) -> None:
 def _pack_shard(
     source: Path, target: Path, options: PackOptions, split: str, number: int, images: list[tuple[str, int]]
 ) -> _Shard:
-    records, payloads = bytearray(), bytearray()
+    records, digest = bytearray(), hashlib.sha256()
     skipped: list[dict[str, str]] = []
-    for name, label in images:
-        relative = f"{split}/{name}"
-        try:
-            data = pillow.read_file(source / relative)
-            payload, height, width = pillow.encode(data, options.size, options.quality)
-        except Unreadable as error:
-            skipped.append({"file": relative, "why": str(error)})
-            continue
-        records += format.RECORD.pack(len(payloads), len(payload), number, label, height, width)
-        payloads += payload
-    files.write_bytes(target / format.shard_name(split, number), payloads)
-    digest = hashlib.sha256(payloads).hexdigest()
-    return _Shard(split, number, len(payloads), digest, bytes(records), skipped)
+    size = 0
+
+    def fill(file: IO[bytes]) -> None:
+        nonlocal size
+        for name, label in images:
+            relative = f"{split}/{name}"
+            try:
+                payload, height, width = pillow.encode(
+                    pillow.read_file(source / relative), options.size, options.quality
+                )
+            except Unreadable as error:
+                skipped.append({"file": relative, "why": str(error)})
+                continue
+            records.extend(format.RECORD.pack(size, len(payload), number, label, height, width))
+            size += file.write(payload)
+            digest.update(payload)
+
+    files.write_whole(target / format.shard_name(split, number), fill)
+    return _Shard(split, number, size, digest.hexdigest(), bytes(records), skipped)
 
 
 def _join(target: Path, split: str, listing: Listing, shards: list[_Shard]) -> dict[str, Any]:
