@@ -130,7 +130,9 @@ def prepare_mnist(keys: PrepareKeys) -> None:
         if datasets.fault_of(folder / file.name, file) is None:
             _say(f"{file.name}: already there, verified")
             continue
-        files.write_bytes(folder / file.name, _local(file, keys.source) if keys.source else _downloaded(file))
+        url = f"{datasets.MNIST_URL}{file.name}.gz"
+        content = _local(file, keys.source) if keys.source else _valid(url, download(url), file)
+        files.write_bytes(folder / file.name, content)
         _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say_next(datasets.MNIST, data_dir)
 
@@ -143,17 +145,6 @@ def _local(file: DataFile, source: str) -> bytes:
             if datasets.kind(path, "source") == "file":
                 return _valid(path, path.read_bytes(), file)
     raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
-
-
-def _downloaded(file: DataFile) -> bytes:
-    """The content of ``file`` from the first mirror that has it. Raises as the last mirror does: InputError, MachineError."""
-    *others, last = (f"{mirror}{file.name}.gz" for mirror in datasets.MNIST_MIRRORS)
-    for url in others:
-        try:
-            return _valid(url, download(url), file)
-        except (InputError, MachineError) as error:
-            _say(f"{file.name}: {error}")
-    return _valid(last, download(last), file)
 
 
 def _valid(where: object, content: bytes, file: DataFile) -> bytes:

@@ -20,7 +20,6 @@ from typing import IO, Any
 
 from recipes.core.errors import MachineError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
@@ -170,26 +169,18 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def check_free(folder: Path, need: int) -> None:
-    """Raises OSError with ENOSPC, as a write would, if fewer than ``need`` bytes are free in ``folder``."""
+    """Raises OSError with ENOSPC and both sizes if fewer than ``need`` bytes are free in ``folder``."""
     free = free_bytes(folder)
     if free is not None and free < need:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        sizes = f"{size_text(need)} needed, {size_text(free)} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {sizes}", str(folder))
 
 
-def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> MachineError:
-    """The MachineError to raise after a failed write to ``folder``, the value of ``key``.
-
-    need: required bytes, 0 if unknown.
-    """
-    sizes, fix = "", ""
-    if error.errno in FULL:
-        fix = "make room there, or "
-        with contextlib.suppress(OSError):
-            free = free_bytes(folder)
-            sizes = "" if free is None else f", {size_text(free)} free"
-        sizes = (f"; {size_text(need)} needed" if need else "") + sizes
+def disk_error(error: OSError, key: str, folder: Path) -> MachineError:
+    """The MachineError to raise after a failed write to ``folder``, the value of ``key``."""
+    fix = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
     return MachineError(
-        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}{sizes}): {fix}give another {key}="
+        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}give another {key}="
     )
 
 

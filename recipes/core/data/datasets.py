@@ -33,19 +33,15 @@ class Dataset:
     names: tuple[str, ...]
 
 
-# The names and the first mirror are torchvision 0.30's (datasets/mnist.py), the second mirror is used by TensorFlow's
-# examples. Both serve the same bytes; yann.lecun.com has no working https copy. The hashes are of the unpacked files,
-# since the same content can be compressed to different bytes.
+# The names and the URL are torchvision 0.30's (datasets/mnist.py); yann.lecun.com has no working https copy. The hashes are
+# of the unpacked files, since the same content can be compressed to different bytes.
 MNIST_FILES = (
     DataFile("train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
     DataFile("train-labels-idx1-ubyte", 60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
     DataFile("t10k-images-idx3-ubyte", 7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
     DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 )
-MNIST_MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST = Dataset("mnist", "mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
 IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 

@@ -62,7 +62,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
-    folder = files.private_folder(job.root / "runs" / "submitit")  # the job files in it are pickles, which a job executes
+    folder = files.private_folder(job.root / "runs/submitit")  # a job executes the pickles in it
     parent = Path(run_dir) if run_dir else job.root / "runs" / job.recipe
     try:
         parent.mkdir(parents=True, exist_ok=True)

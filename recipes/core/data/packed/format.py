@@ -71,14 +71,9 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-def prepare_command(folder: Path) -> str:
-    """The command that packs into ``folder``."""
-    return f"{datasets.prepare_command('imagenet', folder)} source=…"
-
-
 def read_index(folder: Path) -> PackedCopy:
     """Reads index.json. Raises InputError (one line: file, fault, fix) where it is missing or damaged."""
-    path, again = folder / INDEX, prepare_command(folder)
+    path, again = folder / INDEX, datasets.prepare_command("imagenet", folder)
     try:
         content = path.read_bytes()
     except FileNotFoundError:

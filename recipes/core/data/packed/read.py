@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile, DataFileError
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
@@ -24,7 +25,7 @@ class Packed:
     """
 
     def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
-        again = f"pack again: {format.prepare_command(folder)}"
+        again = f"pack again: {datasets.prepare_command('imagenet', folder)}"
         found = copy.splits[split]
         self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)

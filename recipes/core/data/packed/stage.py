@@ -37,7 +37,7 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
         raise InputError(f"stage_dir=: needs a packed copy as data_dir: {error}") from None
     target = Path(os.path.realpath(stage_dir)) / f"{folder.resolve().name}-{copy.sha256[:12]}-{os.geteuid()}"
     all_files = [*copy.files, DataFile(format.INDEX, len(copy.content), copy.sha256)]
-    need = total = sum(file.size for file in all_files)
+    total = sum(file.size for file in all_files)
 
     def missing() -> list[DataFile]:
         return [file for file in all_files if not _is_there(target / file.name, file.size)]
@@ -54,11 +54,10 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
         if missing():
             with files.locked(target / LOCK, wait_for_copy):
                 files.remove_temporary(target)
-                need = sum(file.size for file in missing())
-                files.check_free(target, need)
+                files.check_free(target, sum(file.size for file in missing()))
                 _copy_all(missing(), folder, target, show)
     except OSError as error:
-        raise files.disk_error(error, "stage_dir", target.parent, need) from None
+        raise files.disk_error(error, "stage_dir", target.parent) from None
     return target
 
 
@@ -93,5 +92,5 @@ def _copy(file: DataFile, folder: Path, target: Path) -> None:
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
     if fault := datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file):
-        raise InputError(f"{str(path)!r} {fault}: pack again: {format.prepare_command(folder)}")
+        raise InputError(f"{str(path)!r} {fault}: pack again: {datasets.prepare_command('imagenet', folder)}")
     files.write_bytes(target / file.name, content)
