@@ -67,16 +67,8 @@ class ImagenetKeys(PrepareKeys):
 
 @dataclass(frozen=True)
 class WeightsKeys:
-    arch: str = key("resnet50", "torchvision classifier", pattern=r"[a-z][a-z0-9_]{0,63}", form="a model's name")
-    weights: str = key(
-        "true",
-        "name of the weights, such as IMAGENET1K_V1; true: the newest",
-        pattern=declare.NAME,
-        form=declare.NAME_FORM,
-    )
-
-    def __post_init__(self) -> None:
-        declare.check(self)
+    arch: str = key("resnet50", "torchvision classifier")
+    weights: str = key("true", "name of the weights, such as IMAGENET1K_V1; true: the newest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, status = "interrupted; run the same command again", 130
     else:
         return 0
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {errors.shown(message, 1000)}", file=sys.stderr)
     return status
 
 

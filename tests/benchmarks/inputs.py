@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from recipes.core.data import datasets, idx, in_memory
+from recipes.core.data import datasets, in_memory
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
@@ -53,7 +53,7 @@ def mnist(folder: Path, size: Size) -> str:
     place.mkdir(parents=True)
     for file, tensor in zip(datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True):
         content = tensor.to(torch.uint8).squeeze()  # IDX has no channels
-        (place / file.name).write_bytes(idx.header(*content.shape) + content.numpy().tobytes())
+        (place / file.name).write_bytes(datasets.idx_header(*content.shape) + content.numpy().tobytes())
     return "MNIST" if real else f"{size.images:,} {RANDOM}"
 
 

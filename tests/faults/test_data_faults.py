@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, decode, idx, image_sets, pillow
+from recipes.core.data import crops, datasets, decode, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.packed import format, write
@@ -95,7 +95,7 @@ def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(tmp_path: Pat
             content = damaged(random.Random(number), plain)
             path.write_bytes(content)
             try:
-                shape, payload = idx.read_idx(path)
+                shape, payload = datasets.read_idx(path)
             except DataFileError as error:
                 one_line(str(error), path, "recipes.prepare mnist")
                 seen["named"] += 1

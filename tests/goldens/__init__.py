@@ -23,7 +23,7 @@ from typing import Any
 
 from PIL import Image
 
-from recipes.core.data import datasets, idx
+from recipes.core.data import datasets
 from tests import helpers
 
 FOLDER = Path(__file__).parent
@@ -94,8 +94,8 @@ def write_cifar10(folder: Path) -> None:
     for count in (100, 60):
         labels = bytes(i % 10 for i in range(count))
         images = (bright(random_bytes(3 * 32 * 32), label) for label in labels)
-        (place / next(files)).write_bytes(idx.header(count, 3, 32, 32) + b"".join(images))
-        (place / next(files)).write_bytes(idx.header(count) + labels)
+        (place / next(files)).write_bytes(datasets.idx_header(count, 3, 32, 32) + b"".join(images))
+        (place / next(files)).write_bytes(datasets.idx_header(count) + labels)
     (place / "index.json").write_text("{}")
 
 

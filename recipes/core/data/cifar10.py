@@ -6,7 +6,7 @@ The IDX files are read when a run starts: no image is decoded then. Only torchvi
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.data import classfolder, datasets, idx, pillow
+from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX, DataFileError
 from recipes.core.errors import InputError
@@ -61,8 +61,8 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
         classes = train.classes
         found = {"train": _from_listing(train), "test": _from_listing(classfolder.scan(source / "test", classes))}
     for split, (labels, pixels) in found.items():
-        files.write_bytes(folder / f"{split}-images-idx4-ubyte", idx.header(len(labels), 3, 32, 32) + pixels)
-        files.write_bytes(folder / f"{split}-labels-idx1-ubyte", idx.header(len(labels)) + labels)
+        files.write_bytes(folder / f"{split}-images-idx4-ubyte", datasets.idx_header(len(labels), 3, 32, 32) + pixels)
+        files.write_bytes(folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(len(labels)) + labels)
     index = {
         "source": name,
         "classes": classes,

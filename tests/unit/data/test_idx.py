@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data.datasets import MNIST, DataFileError, find_mnist
-from recipes.core.data.idx import read_idx
+from recipes.core.data.datasets import MNIST, DataFileError, find_mnist, read_idx
 
 
 def idx(shape: tuple[int, ...], payload: bytes, dtype: int = 0x08) -> bytes:

@@ -16,8 +16,7 @@ from PIL import Image
 
 from recipes import prepare
 from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10_CLASSES, DataFileError, find_cifar10
-from recipes.core.data.idx import read_idx
+from recipes.core.data.datasets import CIFAR10_CLASSES, DataFileError, find_cifar10, read_idx
 from tests.unit.data.common import encoded, picture, put
 from tests.unit.data.serving import Server, serving
 
