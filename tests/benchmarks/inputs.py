@@ -31,10 +31,11 @@ RANDOM = "random images"  # what is used if there are no real ones
 
 
 def photos(folder: Path, size: Size) -> str:
-    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``; gives what they are."""
+    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``, and one to val/; gives what they are."""
     if size.photos != FULL.photos or not PHOTOS.is_file():
         for number in range(size.photos):
             write(folder / f"train/class{number:04d}/0.JPEG", made_photo(number, 500, 375), quality=92)
+        write(folder / "val/class0000/0.JPEG", made_photo(0, 500, 375))
         return f"{size.photos} made JPEGs of 500x375"
     with tarfile.open(PHOTOS) as packed:
         found = [member for member in packed if member.name.endswith(".JPEG")][: size.photos]
@@ -42,6 +43,8 @@ def photos(folder: Path, size: Size) -> str:
             file = folder / "train" / member.name.partition("_")[0] / member.name
             file.parent.mkdir(parents=True)
             file.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+        (folder / "val").mkdir()
+        (folder / "val" / file.parent.name).symlink_to(file.parent)
     return f"{len(found)} JPEGs of ImageNet"
 
 
@@ -83,6 +86,7 @@ def input_figure(
 
 def small_jpegs(folder: Path, count: int) -> None:
     """Writes ``count`` JPEGs of 64x48 to ``folder/train/<class>/``, of ten classes."""
+    write(folder / "val/class0/0.jpg", made_photo(0, 64, 48))
     for number in range(count):
         file = folder / f"train/class{number % 10}/{number}.jpg"
         if number < DIFFERENT:

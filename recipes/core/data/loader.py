@@ -171,7 +171,7 @@ class Loader:
 class _Job:
     """One rank's part of a batch, to be decoded into ``host``, uint8 (b, S, S, 3).
 
-    bad: why an image is unreadable, by its position in the batch.
+    bad: why an image is unreadable, by its position in the batch. at: by the first position of a chunk, the position that is being decoded.
     """
 
     source: Images
@@ -182,6 +182,7 @@ class _Job:
     shard: Shard | None = None
     flip: Tensor | None = None
     bad: dict[int, str] = field(default_factory=dict)
+    at: dict[int, int] = field(default_factory=dict)
 
     @property
     def images(self) -> Tensor:
@@ -191,6 +192,7 @@ class _Job:
         """Decodes a chunk. Unreadable images become black and are noted in ``bad``."""
         out, samples, crop = self.host.numpy(), self.samples, self.crop
         for i in range(begin, end):
+            self.at[begin] = i
             try:
                 crop(self.source, self.decoder, samples[i], i, out[i])
             except (OSError, Unreadable) as error:
@@ -235,9 +237,9 @@ def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
         try:
             chunk.result(0)
         except FutureTimeout:
-            name = job.source.name(job.samples[begin])
+            name = job.source.name(job.samples[job.at.get(begin, begin)])
             raise MachineError(
-                f"{job.source.place!r}: reading did not return for {STALL_S:g} s, in the {CHUNK} images from {name!r}: check its file system"
+                f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
             ) from None
     return job
 
