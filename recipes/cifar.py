@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from recipes.conf.cifar import Arch, Config
 from recipes.core.data import in_memory, sampling
-from recipes.core.train import loop, models, optimisation, session
+from recipes.core.train import loop, optimisation, session
 from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train.checkpoint import State
@@ -68,7 +68,7 @@ class ResNet9(nn.Module):
 def make_net(cfg: Config, run: Run) -> nn.Module:
     net = resnet18(10) if cfg.arch is Arch.resnet18 else ResNet9(10)
     if cfg.sync_bn:
-        net = models.sync_batch_norm(net, run.on_gpus)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 
@@ -97,8 +97,6 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
     torch.backends.cudnn.benchmark = True  # shapes do not change from step to step
-    if cfg.num_workers:
-        run.say(f"num_workers={cfg.num_workers} has no effect here: the data set is in memory")
     sets = (
         in_memory.cifar10(cfg.data_dir) if cfg.dataset == "cifar10" else in_memory.fake(50_000, 10_000, (3, 32, 32), 10)
     )

@@ -40,12 +40,12 @@ OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even i
 def main(argv: list[str]) -> int:
     command, words = argv[:1], argv[1:]
     if command == ["explain"] and words:
-        errors.show("\n".join(explain.explain([Path(word) for word in words], Queue())))
+        print("\n".join(explain.explain([Path(word) for word in words], Queue())))
         return errors.EXIT_DONE
     if command == ["explain"]:
         raise ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")
     if any(word in ("-h", "--help") for word in argv):
-        errors.show(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
+        print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(ROOT)

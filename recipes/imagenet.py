@@ -37,9 +37,8 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
     net = models.classifier(cfg.arch, cfg.pretrained, classes, cfg.zero_init_residual)
-    models.check_sizes(cfg.arch, net, {cfg.small_px or cfg.px, cfg.px, cfg.val_px})
     if cfg.sync_bn:
-        net = models.sync_batch_norm(net, run.on_gpus)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return net.to(run.world.device).to(memory_format=torch.channels_last)
 
 

@@ -89,8 +89,6 @@ def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
-    if cfg.num_workers:
-        run.say(f"num_workers={cfg.num_workers} has no effect here: the data set is in memory")
     train_set, test_set = (part.to(world.device) for part in load(cfg))
     net = Net().to(world.device)
     model = world.parallel(net, compile=cfg.compile)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (default: that of sys.argv) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        errors.show(USAGE.format(datasets="\n".join(map(_help, DATASETS))).rstrip("\n"))
+        print(USAGE.format(datasets="\n".join(map(_help, DATASETS))).rstrip("\n"))
         return 0
     try:
         name, keys = parse(arguments)

@@ -21,7 +21,7 @@ from recipes.core.run.queue import Queue
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        errors.show((__doc__ or "").strip())
+        print((__doc__ or "").strip())
         return errors.EXIT_DONE
     folders = [Path(word) for word in argv if word != "--json"] or [source.home(ROOT) / "runs"]
     try:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         lines = [json.dumps({**vars(run), "folder": str(run.folder)}, default=str) for run in found]
     else:
         lines = table.table(found)
-    errors.show("\n".join(lines))
+    print("\n".join(lines))
     return errors.EXIT_DONE
 
 

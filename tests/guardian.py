@@ -9,8 +9,6 @@ after the mark: the kernel releases it when the controller dies.
 Mounts and named network namespaces: the session has its own mount namespace, which ends with its last process.
 
 Clusters: tests/slurm/cluster.py puts the mark into the name of a cluster's folder, which the guardian removes.
-
-Each guardian first does the same for dead sessions whose guardian was killed. `python tests/guardian.py` does only this.
 """
 
 from __future__ import annotations
@@ -48,11 +46,8 @@ def begin() -> None:
         return
     own_mounts()
     mark = secrets.randbelow(1 << 48 if limit == resource.RLIM_INFINITY else limit)
-    # Locked under a temporary name first: another guardian could otherwise lock it, and treat this test run as dead.
-    new = lock_file(mark).with_suffix(".new")
-    lock = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    lock = os.open(lock_file(mark), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    new.rename(lock_file(mark))
     guardian = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(mark)], cwd="/", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -86,32 +81,19 @@ def kill(mark: int) -> bool:
     return found
 
 
-def clean(path: Path, wait: bool) -> None:
-    """Cleans up after the session that holds this lock. wait: first wait for its end; otherwise skip a session that is alive."""
-    with contextlib.suppress(OSError), path.open("r+") as lock:  # another guardian was first, or the session is alive
-        if os.fstat(lock.fileno()).st_uid != os.geteuid():
-            return  # anyone may write to /tmp
-        fcntl.lockf(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mark, deadline = int(path.stem.removeprefix(LOCK)), time.monotonic() + KILLED_S
-        while kill(mark):
-            if time.monotonic() > deadline:
-                return  # the next guardian tries again
+def main(mark: int) -> None:
+    """Waits for the end of the session with this mark, and cleans up after it."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    with lock_file(mark).open("r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + KILLED_S
+        while kill(mark) and time.monotonic() < deadline:
             time.sleep(0.02)
         for folder in BASE.glob(f"{CLUSTER}{mark}_*"):
             shutil.rmtree(folder, ignore_errors=True)
-        path.unlink()
-
-
-def main(argv: list[str]) -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    own = [lock_file(int(mark)) for mark in argv]
-    for path in set(BASE.glob(f"{LOCK}*.lock")).difference(own):
-        if path.stem.removeprefix(LOCK).isdecimal():  # anyone may write to /tmp
-            clean(path, wait=False)
-    for path in own:
-        clean(path, wait=True)
+        lock_file(mark).unlink()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from recipes.core.config.declare import NAME, NAME_FORM, default, key
+from recipes.core.config.declare import NAME, default, key
 from recipes.core.config.run_keys import Dtype, TrainKeys
 from recipes.core.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Config(TrainKeys):
         form="the name of a model",
     )
     pretrained: str = key(
-        "", "start from torchvision's weights: true, or their name, such as IMAGENET1K_V2", pattern=NAME, form=NAME_FORM
+        "", "start from torchvision's weights: true, or their name, such as IMAGENET1K_V2", pattern=NAME
     )
     epochs: int = default(TrainKeys, "epochs", 90)
     global_batch_size: int = default(TrainKeys, "global_batch_size", 1024)

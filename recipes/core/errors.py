@@ -4,12 +4,9 @@ Standard library only. This module imports nothing from the project.
 """
 
 import re
-import signal
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
-
-Word = TypeVar("Word", bound=Enum)
+from typing import Any
 
 MAX_SHOWN = 60  # characters of a bad value that are shown
 
@@ -84,32 +81,12 @@ class Next(str, Enum):
 
 def kind_of(record: Mapping[str, Any]) -> Kind | None:
     """The kind in a status record or an error record. None if the record has no known kind."""
-    return _member(Kind, record.get("kind"))
+    return next((kind for kind in Kind if kind.value == record.get("kind")), None)
 
 
 def next_of(status: Mapping[str, Any]) -> Next | None:
     """What happens next to a run, according to its status. None if the status does not say."""
-    return _member(Next, status.get("next"))
-
-
-def _member(of: type[Word], word: object) -> Word | None:
-    try:
-        return of(word)
-    except ValueError:
-        return None
-
-
-def show(text: str) -> None:
-    """Prints ``text``.
-
-    If the reader has closed the pipe (``| head``), SIGPIPE ends the process without a traceback. Must be called from the
-    main thread.
-    """
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        print(text, flush=True)
-    finally:
-        signal.signal(signal.SIGPIPE, before)
+    return next((one for one in Next if one.value == status.get("next")), None)
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipes.core.train import checkpoint
-from recipes.core.train.checkpoint import Keep, Saver
+from recipes.core.train.checkpoint import Saver
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, one_thread
 
 STATE_MB = 100
@@ -21,7 +21,7 @@ def figures(size: Size) -> list[Figure]:
     megabytes = STATE_MB if size.images == FULL.images else 1
     content = make_content(megabytes)
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        saver = Saver(Path(folder), Path(folder), Keep(newest=1), lambda path, step: None)
+        saver = Saver(Path(folder), Path(folder), lambda path, step: None, keep=1)
         durations = {"begin to end": 0.0}
 
         def beside() -> float:

@@ -126,7 +126,7 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
     with monkeypatch.context() as patch:
         for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
             patch.setattr(owner, name, watched(name, getattr(owner, name)))
-        saver = checkpoint.Saver(folder, folder, checkpoint.Keep(newest=1), lambda path, step: copy_at("saved"))
+        saver = checkpoint.Saver(folder, folder, lambda path, step: copy_at("saved"), keep=1)
         saver.save({**content, "meta": {"step": 2, "config": {}}})
         saver.wait()
 

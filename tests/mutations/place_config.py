@@ -152,8 +152,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config/envfile.py",
-        'return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))',
-        "return bool(_SECRET_PART.fullmatch(name.upper()))",
+        'if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):',
+        "if _SECRET_PART.fullmatch(variable.upper()):",
         "an env file may contain HF_TOKEN, and a log may then show the token",
         "tests/unit/config/test_envfile.py",
     ),

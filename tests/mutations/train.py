@@ -19,8 +19,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/resume.py",
-        "    if other:\n        host = run.world.hosts[0]\n",
-        "    if other and run.world.rank == 0:\n        host = run.world.hosts[0]\n",
+        "    if other:\n        host = world.hosts[0]\n",
+        "    if other and world.rank == 0:\n        host = world.hosts[0]\n",
         "machines with different keys train one model with two learning rates",
         "tests/distributed/train/test_guards.py",
     ),

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.timeout(300)
 
 PORT = 17_777
 V4 = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
-V6 = {"node1": "fd77::1", "node2": "fd77::2"}
 BOUND_S = 40
 PATIENT_S = 60  # where the findings are compared as a whole: on a busy machine torch's import alone can take a third of the bound
 TRAINING = ("recipes.mnist", "device=cpu", "dataset=digits", "max_steps=5", "epochs=1", "cpu_threads=1")
@@ -46,12 +45,12 @@ class Fabric:
         done = self.slurm.on_node(node, "sh", "-c", command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
-    def set_hosts(self, addresses: dict[str, str], own_is_loopback: bool = True) -> None:
+    def set_hosts(self) -> None:
         """What both nodes' names point to."""
-        for node in addresses:
+        for node in V4:
             lines = ["127.0.0.1 localhost"]
-            for name, address in addresses.items():
-                lines.append(f"{'127.0.1.1' if name == node and own_is_loopback else address} {name}")
+            for name, address in V4.items():
+                lines.append(f"{'127.0.1.1' if name == node else address} {name}")
             text = "\n".join(lines)
             self.on(node, f"printf '%s\\n' '{text}' > /etc/hosts")
 
@@ -95,8 +94,8 @@ def working_network(fabric: Fabric) -> Iterator[None]:
     """A working network, before each test."""
     for node in V4:
         fabric.on(node, "nft flush ruleset; ip addr flush dev fast0; ip link set fast0 mtu 1500 up")
-        fabric.on(node, f"ip addr add {V4[node]}/24 dev fast0; ip addr add {V6[node]}/64 dev fast0 nodad")
-    fabric.set_hosts(V4)
+        fabric.on(node, f"ip addr add {V4[node]}/24 dev fast0")
+    fabric.set_hosts()
     yield
     jobs.leave_no_job(fabric.slurm)
 
@@ -112,20 +111,12 @@ def trained(ended: helpers.Ended, tmp_path: Path) -> None:
     assert helpers.read(tmp_path / "run", "summary")["steps"] == 5
 
 
-@pytest.mark.parametrize("addresses", [V4, V6], ids=["a decoy and 127.0.1.1", "IPv6 alone"])
 @pytest.mark.long
-def test_a_network_with_a_misleading_interface_is_healthy_and_trains(
-    fabric: Fabric, tmp_path: Path, addresses: dict[str, str]
-) -> None:
-    fabric.set_hosts(addresses)
-    if addresses is V6:
-        for node in V4:
-            fabric.on(node, f"ip addr del {V4[node]}/24 dev fast0")
+def test_a_network_with_a_misleading_interface_is_healthy_and_trains(fabric: Fabric, tmp_path: Path) -> None:
     ended, verdict = fabric.doctor(tmp_path)
     assert ended.status == 0, ended.out
     assert verdict["healthy"] is True
     assert [row["network"].split()[0] for row in verdict["table"]] == ["fast0", "fast0"]  # type: ignore[attr-defined]
-    assert [row["network"].endswith(" IPv6") for row in verdict["table"]] == [addresses is V6] * 2  # type: ignore[attr-defined]
     trained(fabric.train(tmp_path), tmp_path)
     assert "network: fast0 (route to node2" in (tmp_path / "run/logs/rank0.log").read_text()
 
@@ -152,7 +143,6 @@ def test_choosing_the_misleading_interface_fails(fabric: Fabric, tmp_path: Path)
     ), ended.out
 
 
-@pytest.mark.long
 def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -> None:
     fabric.on("node2", "ip link set fast0 down")
     ended, verdict = fabric.doctor(tmp_path)
@@ -163,17 +153,6 @@ def test_an_interface_that_is_down_is_reported(fabric: Fabric, tmp_path: Path) -
     ended = fabric.train(tmp_path, "timeout_s=10")
     assert ended.status != 0
     assert "node2 does not reach node1: node2: no route to 10.77.0.1" in ended.out
-
-
-def test_a_missing_route_on_one_node_is_reported(fabric: Fabric, tmp_path: Path) -> None:
-    fabric.on("node2", "ip route del 10.77.0.0/24 dev fast0")
-    ended, verdict = fabric.doctor(tmp_path)
-    assert ended.status == 3, ended.out
-    assert verdict["exclude"] == ["node2"]
-    assert "no route to 10.77.0.1" in bad(verdict)
-    ended = fabric.train(tmp_path, "timeout_s=10")
-    assert ended.status != 0
-    assert "node2: no route to 10.77.0.1" in ended.out
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def test_submitit(slurm: Cluster, repo: Path, expected_state: str, tmp_path: Pat
     assert state_of(tmp_path / "run") == expected_state
 
 
-@pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "launch.py", "accelerate", "mpirun"])
+@pytest.mark.parametrize("command", ["torchrun", "torch.distributed.launch", "accelerate", "mpirun"])
 @pytest.mark.long
 def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: Path) -> None:
     run_dir, environ = f"run_dir={tmp_path}/run", {}
@@ -72,8 +72,6 @@ def test_two_ranks_of_one_machine(command: str, expected_state: str, tmp_path: P
         argv = [*TORCHRUN, "--standalone", "--nproc-per-node=2", *MODULE]
     elif command == "torch.distributed.launch":
         argv = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--master-port", PORT, *MODULE]
-    elif command == "launch.py":
-        argv = [sys.executable, str(helpers.ROOT / "launch.py"), "recipe=toy", "launcher=local", "ranks_per_node=2", *KEYS]  # fmt: skip
     elif command == "accelerate":
         argv = [accelerate(), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
         argv += ["--dynamo_backend=no", *MODULE]

@@ -14,7 +14,7 @@ from tests.slurm.cluster import Cluster
 pytestmark = pytest.mark.timeout(300)
 
 KEYS = ("recipe=toy", "nodes=1", "gpus_per_node=2", "cpus_per_rank=1", "cluster=here")
-SITE = "exclusive: true\nmem: 0\nswitches: 1@00:00:01\n"
+SITE = "extra: --exclusive --mem=0 --switches=1@00:00:01\n"
 WAYS = ("--gres", "--gpus-per-node", "--gpus-per-task")
 # sbatch asks the first of these, the controller the second.
 CLI_FILTER = """

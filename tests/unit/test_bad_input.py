@@ -52,7 +52,7 @@ KEYS: tuple[str, ...] = (
 JOB: tuple[str, ...] = (
     "recipe=../mnist", "recipe=mnist;touch canary", "launcher=slrm", "nodes=1-4", "gpus_per_node=-1", "time=1h",
     "partition=a\n#SBATCH --exclusive", "name=a/b", "exclude=node[1-", "exclude=n[1-99999999]", "dependency=12", "mail=@x",
-    "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x", "extra=--mem=1 --mem=2", "extra=--gres=gpu:1",
+    "extra=-p gpu", "extra=--mem=1 2", "extra=--nodes=2", "extra=--outp=x",
     "cluster=../x", "gpus=8;2", "node_rank=-1", "master=hostA", "master=h:1:2", "config=newline.yaml",
 )  # fmt: skip
 

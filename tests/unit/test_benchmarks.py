@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks import bench_login, inputs
-from tests.benchmarks.measure import FULL, TINY, Figure, interleaved
+from tests.benchmarks import bench_login
+from tests.benchmarks.measure import TINY, Figure, interleaved
 
 
 @pytest.mark.parametrize("name", benchmarks.benchmarks())
@@ -71,16 +71,6 @@ def test_status_2_and_one_line_for_an_invalid_argument(
     assert err.count("\n") == 1
 
 
-def test_the_long_benchmark_requires_real_images(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(inputs, "CIFAR_JPEGS", tmp_path / "none")
-    monkeypatch.setattr(inputs, "DATA", tmp_path)
-    assert benchmarks.main([str(tmp_path), "only=cifar_training"], FULL) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("cifar_training: accuracy requires the real CIFAR-10: python -m recipes.prepare cifar10")
-
-
 def test_ratios_are_of_medians_of_means_or_of_pairs() -> None:
     ours, theirs = [1.0, 2.0, 6.0], [2.0, 8.0, 5.0]
     found = {
@@ -110,8 +100,3 @@ def test_sides_take_turns_and_the_first_round_is_not_counted() -> None:
     values = interleaved(3, {"a": lambda: side("a"), "b": lambda: side("b")})
     assert "".join(order) == "baabbaab"
     assert values == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
-
-
-def test_a_command_with_another_status_is_not_measured() -> None:
-    with pytest.raises(RuntimeError, match="status 2, not 0"):
-        bench_login.wall_s(bench_login.MISSPELT)

@@ -1,1 +1,1 @@
-"""From words to checked settings: keys, profiles of sites, env files, help. Never torch; `run` and all rooms above it import it."""
+"""From `key=value` arguments to checked settings: keys, profiles of sites, env files, help. Never imports torch."""

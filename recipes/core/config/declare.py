@@ -12,6 +12,9 @@ from recipes.core.errors import ConfigError, shown
 
 LARGEST = 2**63 - 1  # a larger whole number could be written into a checkpoint, but not be read back
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line for some programs, or controls a terminal
+NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
+NAME_FORM = "letters, digits and _ . + @ = : - only"
+NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -33,7 +36,7 @@ def key(
     low: float | None = None,
     high: float | None = None,
     pattern: str = "",
-    form: str = "",
+    form: str = NAME_FORM,
     path: bool = False,
     may_change: bool = False,
     of_launch: bool = False,
@@ -42,9 +45,9 @@ def key(
     """A dataclass field with what its check and ``--help`` need.
 
     low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
-    empty if the default is; form: that pattern in words, after "must be". path: the value is a path, made absolute when
-    a job is submitted. may_change: a resumed run may have another value (so may paths). of_launch: a resumed run does not
-    inherit the value. sbatch: the same option of sbatch.
+    empty if the default is; form: that pattern in words, after "must be"; default: that of NAME. path: the value is a
+    path, made absolute when a job is submitted. may_change: a resumed run may have another value (so may paths).
+    of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {
         "help": help, "low": low, "high": high, "pattern": pattern, "form": form, "path": path, "may_change": may_change,
@@ -93,11 +96,6 @@ def check(keys: Any) -> None:
                 raise ConfigError(f"{given}: must be {meta['form']}")
             if value.startswith("~") and os.path.expanduser(value) == value:
                 raise ConfigError(f"{given}: this user has no home folder; write the absolute path")
-
-
-NAME = r"[A-Za-z0-9_.+@=:-]{1,128}"
-NAME_FORM = "letters, digits and _ . + @ = : - only"
-NAMES = r"[A-Za-z0-9_.+@=:,-]{1,256}"
 
 
 def names_of(cls: type) -> set[str]:

@@ -33,10 +33,7 @@ _REFUSED = re.compile(
     r"PATH|HOME|SHELL|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|LD_\w+|DYLD_\w+|GCONV_PATH|GLIBC_TUNABLES|GIT_\w+|CC|CXX|CUDA_HOME"
     r"|TORCHINDUCTOR_CACHE_DIR|TORCH_EXTENSIONS_DIR|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|TRITON_\w*(?:PATH|DIR)"
     r"|\w*INJECTION\w*|OPENSSL_\w+|RDMAV_DRIVERS|IBV_DRIVERS|UCX_MODULE_DIR|OMP_TOOL_LIBRARIES|COMPILER_PATH|GCC_EXEC_PREFIX"
-    # Every variable that bash 5.2 or dash reads as a setting, makes read-only, or assigns itself.
-    r"|ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|FUNCNAME|FUNCNEST"
-    r"|OPTARG|OPTERR|OPTIND|UID|EUID|PPID|PWD|OLDPWD|SHLVL|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH(?:SECONDS|REALTIME)"
-    r"|HIST\w+|DIRSTACK|GROUPS|PIPESTATUS|COMP_\w+|COMPREPLY|READLINE_\w+|MAPFILE|REPLY|TMOUT|MAIL\w*|_"
+    r"|ENV|IFS|BASH\w*|SHELLOPTS|POSIXLY_CORRECT|PS[0-4]|PROMPT_\w+|CDPATH|GLOBIGNORE|EXECIGNORE|PWD|UID|EUID|PPID"
     # Variables that Slurm or a launcher sets.
     r"|(?:CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|(?:SLURM|SLURMD|SBATCH|SRUN|SALLOC)_\w+"
     r"|(?:LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+"
@@ -63,7 +60,14 @@ def parse(text: str, name: str) -> dict[str, str]:
         variable, value = setting.groups()
         if variable in settings:
             raise ConfigError(f"{where}: {variable} is already set; keep one of the two")
-        _refuse_name(variable, where)
+        if _REFUSED.fullmatch(variable):
+            raise ConfigError(
+                f"{where}: {variable} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
+            )
+        if any(_SECRET_PART.fullmatch(part) for part in variable.upper().split("_")):
+            raise ConfigError(
+                f"{where}: {variable} looks like a secret; env files are shared: export it in your own shell"
+            )
         settings[variable] = value.strip('"')
     return settings
 
@@ -110,17 +114,3 @@ def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[
     elif network:
         raise ConfigError(f"network={shown(network)}: {declare.choice(network, fabrics)}")
     return [root / "common.env", *of_network, *(root / site_file for site_file in site_files)]
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's value is a secret, by its name."""
-    return any(_SECRET_PART.fullmatch(part) for part in name.upper().split("_"))
-
-
-def _refuse_name(name: str, where: str) -> None:
-    if _REFUSED.fullmatch(name):
-        raise ConfigError(
-            f"{where}: {name} chooses which code runs, or belongs to the shell, to Slurm or to the launcher; remove it"
-        )
-    if is_secret(name):
-        raise ConfigError(f"{where}: {name} looks like a secret; env files are shared: export it in your own shell")

@@ -49,7 +49,7 @@ class JobKeys:
         sbatch="--ntasks-per-node and --gpus-per-node",
     )  # fmt: skip
     gpu_type: str = declare.key(
-        "", "type of GPU, if the site has several, such as a100", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--gpus-per-node=TYPE:NUMBER",
+        "", "type of GPU, if the site has several, such as a100", pattern=declare.NAME, sbatch="--gpus-per-node=TYPE:NUMBER",
     )  # fmt: skip
     ranks_per_node: int | None = declare.key(
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
@@ -75,19 +75,15 @@ class JobKeys:
     time: str = declare.key(
         "01:00:00", "time limit", pattern=durations.PATTERN, form=durations.FORM, sbatch="--time",
     )  # fmt: skip
-    partition: str = declare.key(
-        "", "Slurm partition(s)", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--partition"
-    )
-    account: str = declare.key("", "Slurm account", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--account")
-    qos: str = declare.key("", "Slurm quality of service", pattern=declare.NAME, form=declare.NAME_FORM, sbatch="--qos")
+    partition: str = declare.key("", "Slurm partition(s)", pattern=declare.NAMES, sbatch="--partition")
+    account: str = declare.key("", "Slurm account", pattern=declare.NAME, sbatch="--account")
+    qos: str = declare.key("", "Slurm quality of service", pattern=declare.NAME, sbatch="--qos")
     constraint: str = declare.key(
         "", "node features", pattern=r"[A-Za-z0-9_.,:&|*()\[\]!-]{1,256}", form="node features, combined with & | , * ( ) [ ]",
         sbatch="--constraint",
     )  # fmt: skip
     exclude: str = declare.key("", "nodes to exclude, such as node[3-4],node7", sbatch="--exclude")
-    reservation: str = declare.key(
-        "", "Slurm reservation", pattern=declare.NAMES, form=declare.NAME_FORM, sbatch="--reservation"
-    )
+    reservation: str = declare.key("", "Slurm reservation", pattern=declare.NAMES, sbatch="--reservation")
     dependency: str = declare.key(
         "", "jobs to wait for, such as afterok:1234, afterany:1234:1235 or singleton", pattern=DEPENDENCY,
         form="a value of sbatch's --dependency, such as afterok:1234 or singleton; several are separated by commas (all) or ? (any)",
@@ -101,11 +97,7 @@ class JobKeys:
         "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="give the options in it"
     )
     name: str = declare.key(
-        "",
-        "name of the job; default: the recipe's name",
-        pattern=r"[A-Za-z0-9_.+@=:-]{1,64}",
-        form=f"{declare.NAME_FORM}, at most 64",
-        sbatch="--job-name",
+        "", "name of the job; default: the recipe's name", pattern=declare.NAME, sbatch="--job-name"
     )
     cluster: str = declare.key(
         "",
@@ -186,13 +178,6 @@ def extra_options(text: str) -> dict[str, str]:
         # sbatch accepts an abbreviated option.
         if known := next((known for known in ours if known.startswith(name)), ""):
             raise ConfigError(f"{given}: extra= must not contain --{name}: {ours[known]}")
-        if name == "gres" and "gpu" in value:
-            raise ConfigError(
-                f"{given}: extra= must not request GPUs: give gpus_per_node= and gpu_type=; if the site requires --gres,"
-                " write `gpus: --gres` into its profile"
-            )
-        if name in found:
-            raise ConfigError(f"{given}: --{name} is given twice")
         found[name] = value
     return found
 

@@ -7,17 +7,12 @@ from typing import Any
 from recipes.core.config import declare, envfile, job_keys, key_value
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
-from recipes.core.place import durations
 
 LISTS = ("modules", "env_files")  # keys of a profile that are lists of names
 NAME = r"[A-Za-z0-9_.+/-]{1,256}"  # of a module or an env file
 # Keys of a profile that are texts, each with a regular expression and the rule in words.
 TEXTS = {
     "gpus": ("--gres|--gpus-per-node|--gpus-per-task", "must be --gres, --gpus-per-node or --gpus-per-task"),
-    "exclusive": ("true|false|user|mcs|topo", "must be true, false, or a value of sbatch's --exclusive"),
-    "mem": (r"\d{1,12}[KMGT]?", "must be a value of sbatch's --mem, such as 0 or 64G"),
-    "segment": (r"\d{1,6}", "must be a number of nodes"),
-    "switches": (rf"\d{{1,6}}(@({durations.PATTERN}))?", "must be NUMBER or NUMBER@TIME"),
     "environment": (r"/[A-Za-z0-9_.+/@=-]{1,256}", "must be the absolute path of a venv or a conda environment"),
     "data_dir": (r"(/|~/).*", "must be an absolute path"),
 }

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, cast
 
 from recipes.core.config import declare
@@ -29,27 +28,20 @@ def require(recipe: str, given: str) -> None:
 def load(recipe: str) -> tuple[type, Differences]:
     """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py.
 
-    Raises ConfigError for an unknown recipe, and for keys that the file declares incorrectly.
+    Raises ConfigError for an unknown recipe, and if a variant or a data set in the file sets an unknown key.
     """
     require(recipe, f"recipe={shown(recipe)}")
-    try:
-        module = importlib.import_module(f"recipes.conf.{recipe}")
-        _check(module)
-    except ConfigError as error:
-        raise ConfigError(f"recipes/conf/{recipe}.py: {error}") from None
-    return module.Config, getattr(module, "VARIANTS", {})
-
-
-def _check(module: ModuleType) -> None:
-    """Raises ConfigError if a variant or a data set sets an unknown key."""
+    module = importlib.import_module(f"recipes.conf.{recipe}")
+    variants = getattr(module, "VARIANTS", {})
     known = declare.names_of(module.Config) | declare.names_of(RunKeys)
-    for kind, attribute in (("variant", "VARIANTS"), ("dataset", "DATASETS")):
-        for name, keys in getattr(module, attribute, {}).items():
+    for kind, differences in (("variant", variants), ("dataset", datasets(recipe))):
+        for name, keys in differences.items():
             if unknown := [key for key in keys if key not in known]:
                 raise ConfigError(
-                    f"{kind}={shown(name)}: sets '{shown(unknown[0])}', which is no key of the recipe and no run key"
-                    f"{declare.nearest(unknown[0], known)}"
+                    f"recipes/conf/{recipe}.py: {kind}={shown(name)}: sets '{shown(unknown[0])}', which is no key of the "
+                    f"recipe and no run key{declare.nearest(unknown[0], known)}"
                 )
+    return module.Config, variants
 
 
 def datasets(recipe: str) -> Differences:

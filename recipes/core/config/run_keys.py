@@ -42,7 +42,6 @@ class RunKeys:
         "",
         "name of a set of values for the recipe's keys, from recipes/conf/RECIPE.py",
         pattern=declare.NAME,
-        form=declare.NAME_FORM,
         of_launch=True,
     )
     config: str = declare.key(
@@ -130,7 +129,7 @@ class TrainKeys:
     starts_a_run: ClassVar[bool] = True
     prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
-    dataset: str = declare.key("", "data set", pattern=declare.NAME, form=declare.NAME_FORM)
+    dataset: str = declare.key("", "data set", pattern=declare.NAME)
     data_dir: str = declare.key(
         "", "folder of the data, in torchvision's layout; default: $RECIPES_DATA, else data/", path=True
     )

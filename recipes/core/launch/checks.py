@@ -21,7 +21,7 @@ from typing import TypeVar
 from recipes.core import errors, files
 from recipes.core.config import parser, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS, Device, RunKeys
+from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.data import datasets
 from recipes.core.errors import ConfigError, InputError, MachineError, RunError
 from recipes.core.launch import allocation
@@ -66,7 +66,7 @@ def start(settings: Settings, run_dir: Path, ranks: int, root: Path, base: Path,
         folder = Path(os.path.realpath(name))
         place, found_file, stderr = folder / "run", folder / "found.json", folder / "stderr"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
-        request = Request(str(found_file), ranks, settings.run.device is not Device.cpu)
+        request = Request(str(found_file), ranks)
         words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
         command = [sys.executable, "-u", "-m", f"recipes.{recipe}", *words]
         environ = {**environment(settings, request), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
@@ -150,7 +150,7 @@ def disk_space(run_dir: Path, keep: int, found: Found | None) -> str:
         return free_text
     existing = sum(1 for _ in (run_dir / "checkpoints").glob("step-*.pt"))
     count = max(BESIDE_KEPT, keep + BESIDE_KEPT - existing) if keep else BESIDE_KEPT
-    each = files.size_text(size)
+    each = f"up to {files.size_text(size)}"
     if free is not None and free < count * size:
         needed = f"{count} checkpoints of {each} take {files.size_text(count * size)}"
         raise MachineError(f"run_dir={run_dir}: {needed}, {free_text}: make room there, or {fix}")

@@ -33,7 +33,7 @@ def main(argv: list[str], python: str) -> int:
     try:
         if not argv or {"-h", "--help", "help"} & set(argv):
             recipe = next((word.partition("=")[2] for word in argv if word.startswith("recipe=")), "")
-            errors.show(help.help_text(recipe, of_launch=True))
+            print(help.help_text(recipe, of_launch=True))
             return errors.EXIT_DONE if argv else errors.EXIT_CONFIG
         settings = command_line.parse(argv[1:] if checked else argv)
         if (home := source.home(ROOT)) != ROOT:
@@ -126,7 +126,7 @@ def print_script(settings: Settings) -> int:
     """launcher=print: prints the sbatch script. Returns 0."""
     job = jobs.describe(settings, ROOT, _working_folder())
     header = ["Made by launch.py. Options of sbatch before the script's name take precedence over these."]
-    errors.show(scripts.sbatch_script(job, header=header).rstrip("\n"))
+    print(scripts.sbatch_script(job, header=header).rstrip("\n"))
     return 0
 
 

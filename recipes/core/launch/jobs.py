@@ -160,18 +160,12 @@ def _check_keys(settings: Settings, gpus_by: str) -> None:
 
 
 def _directives(job: JobKeys, profile: Mapping[str, str]) -> dict[str, str]:
-    """Further options of sbatch: those of the profile for nodes, then of the job keys, then of extra=."""
-    extra = job_keys.extra_options(job.extra)
-    options = {name: profile[name] for name in ("mem", "segment", "switches") if name in profile}
-    if extra.keys() & {"mem-per-cpu", "mem-per-gpu"}:  # sbatch refuses these options together with --mem
-        options.pop("mem", None)
-    if (exclusive := profile.get("exclusive", "false")) != "false":
-        options["exclusive"] = exclusive.replace("true", "")
+    """Further options of sbatch: those of the job keys, then of the profile's `extra`, then of extra=."""
     names = ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
-    options |= {name: getattr(job, name) for name in names if getattr(job, name)}
+    options = {name: getattr(job, name) for name in names if getattr(job, name)}
     if job.mail:
         options |= {"mail-user": job.mail, "mail-type": "END,FAIL,REQUEUE"}
-    return options | extra
+    return options | job_keys.extra_options(profile.get("extra", "")) | job_keys.extra_options(job.extra)
 
 
 def require_printable(*folders: Path) -> None:

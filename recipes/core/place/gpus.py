@@ -20,15 +20,10 @@ def has_its_own(environ: Mapping[str, str], ranks: int) -> bool:
     False if Slurm granted the node fewer GPUs than ranks.
     """
     named, granted = named_gpus(environ), granted_gpus(environ)
-    if are_slices(environ):
+    listed = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if listed.startswith("MIG-") and "," in listed:  # of several MIG slices, CUDA shows a process only the first
         return False
     return granted >= ranks or (granted == 0 and named is not None and named[1] == 1)
-
-
-def are_slices(environ: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names several MIG slices. CUDA shows a process only the first."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES", "")
-    return listed.startswith("MIG-") and "," in listed
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
@@ -59,4 +54,5 @@ def listed_gpus(listed: str) -> int:
     """Number of GPUs that such a value makes visible: those before the first invalid one; at most one for MIG slices."""
     names = [name.strip() for name in listed.split(",")]
     known = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    # CUDA shows a process only the first MIG slice.
     return min(len(known), 1) if known and known[0].startswith("MIG-") else len(known)

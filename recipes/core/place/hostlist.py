@@ -53,15 +53,9 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    items: list[list[str]] = []
-    inside = False
-    for piece in text.split(","):
-        if inside:
-            items[-1].append(piece)
-        else:
-            items.append([piece])
-        inside = (inside or "[" in piece) and piece.rfind("]") <= piece.rfind("[")
-    return [",".join(pieces) for pieces in items]
+    items = re.findall(r"(?:[^,\[]|\[[^]]*\])+", text)
+    # If the text has an empty item or an open bracket, _parse_item refuses the whole of it.
+    return items if items and ",".join(items) == text else [text]
 
 
 def _parse_item(item: str) -> list[_Part]:

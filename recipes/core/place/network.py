@@ -54,7 +54,6 @@ class Choice:
     interface: str
     address: str  # this node's address on the interface
     peer: str  # host name of the node whose route decided; "" for a single node
-    peer_address: str
     reason: str
 
 
@@ -86,7 +85,7 @@ def choose(info: RankInfo) -> Choice | None:
     Raises NetworkError if the peer's name does not resolve, or if no route reaches it.
     """
     if info.num_nodes == 1:
-        return Choice(LOOPBACK, "127.0.0.1", "", "", "one node")
+        return Choice(LOOPBACK, "127.0.0.1", "", "one node")
     if info.nodes:
         return _towards(info.nodes[1 if info.node_rank == 0 else 0])
     if info.node_rank > 0:
@@ -117,10 +116,10 @@ def _towards(peer: str) -> Choice:
         if route.local:
             own.append(address)
             continue
-        return Choice(route.interface, route.source, peer, address, f"route to {peer} ({address})")
+        return Choice(route.interface, route.source, peer, f"route to {peer} ({address})")
     if failures:
         raise NetworkError(f"{socket.gethostname()} does not reach {peer}: {'; '.join(failures)}")
-    return Choice(LOOPBACK, "127.0.0.1", peer, own[0], f"{peer} ({own[0]}) is this machine")
+    return Choice(LOOPBACK, "127.0.0.1", peer, f"{peer} ({own[0]}) is this machine")
 
 
 def _interface_of_master(master: str) -> Choice | None:
@@ -129,7 +128,7 @@ def _interface_of_master(master: str) -> Choice | None:
     found = [address for address in _resolve(master) if address in interface_of and not is_loopback(address)]
     if len({interface_of[address] for address in found}) != 1:
         return None
-    return Choice(interface_of[found[0]], found[0], master, found[0], f"it has the master's address {found[0]}")
+    return Choice(interface_of[found[0]], found[0], master, f"it has the master's address {found[0]}")
 
 
 def _resolve(host: str) -> list[str]:

@@ -48,21 +48,6 @@ def in_batch_shell(environ: Environ) -> bool:
     return "SLURM_STEP_ID" not in environ or step_id(environ) in _BATCH_STEPS
 
 
-def is_slurm_task(environ: Environ, rank: str, size: str, local_names: tuple[tuple[str, str], ...]) -> bool:
-    """Whether the variables of another launcher, if set, equal those of the Slurm task.
-
-    rank, size, local_names: the names of these variables; ``local_names`` are pairs for the rank and the size on the node.
-    """
-    if not in_step(environ) or "SLURM_PROCID" not in environ:
-        return False
-    tasks = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    pairs = [(rank, "SLURM_PROCID"), (size, tasks), *((local_rank, "SLURM_LOCALID") for local_rank, _ in local_names)]
-    if any(environ[mine] != environ.get(slurms) for mine, slurms in pairs if mine in environ):
-        return False
-    local_size = str(slurm_layout(environ).local_world_size)
-    return all(environ.get(name, local_size) == local_size for _, name in local_names)
-
-
 def slurm_layout(environ: Environ) -> Layout:
     """The step's layout from the variables of srun. `-m cyclic` and `-m arbitrary` scatter the ranks, but the counts are valid."""
     tasks_name = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -77,7 +62,6 @@ def slurm_layout(environ: Environ) -> Layout:
     if len(counts) != len(nodes):
         raise _contradiction(environ, counts_name, f"{len(counts)} nodes", nodes_name)
 
-    nodes, counts = _in_order_of_node_id(environ, nodes, counts)
     node_rank = number(environ, "SLURM_NODEID", below=("the number of nodes", len(nodes)), fix=FIX_SLURM)
     if environ.get("SLURMD_NODENAME", nodes[node_rank]) != nodes[node_rank]:
         raise _contradiction(environ, "SLURM_NODEID", nodes[node_rank], "SLURMD_NODENAME")
@@ -94,25 +78,6 @@ def _listed(environ: Environ, name: str, expand: Callable[[str], list[Item]]) ->
         return expand(environ[name])
     except HostListError as error:
         raise RankError(f"{name}: {error}: {FIX_SLURM}") from None
-
-
-def _in_order_of_node_id(environ: Environ, nodes: list[str], counts: list[int]) -> tuple[list[str], list[int]]:
-    """Nodes and their counts of tasks, in the order of node ids.
-
-    A step over several components of a heterogeneous job lists its nodes by name, but numbers them by component.
-    Observed with Slurm 22.05: components node[2-3] and node1 give SLURM_STEP_NODELIST=node[1-3], and node1 is number 2.
-    """
-    if "SLURM_HET_SIZE" not in environ:
-        return nodes, counts
-    count_of = dict(zip(nodes, counts, strict=True))
-    names = (f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(number(environ, "SLURM_HET_SIZE")))
-    ordered = [node for name in names for node in _listed(environ, name, expand) if node in count_of]
-    if sorted(ordered) != sorted(nodes):
-        raise RankError(
-            f"SLURM_HET_SIZE={shown(environ['SLURM_HET_SIZE'])}: each node of the step ({shown(','.join(nodes))}) must be in exactly one "
-            "component of the job: request different nodes for each component"
-        )
-    return ordered, [count_of[node] for node in ordered]
 
 
 def _contradiction(environ: Environ, name: str, means: str, other: str) -> RankError:

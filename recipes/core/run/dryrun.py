@@ -18,12 +18,11 @@ class DryRunEnd(Exception):
 class Request:
     """The input of a dry run.
 
-    file: where to write `Found`. ranks: number of ranks of the job. gpus: whether the job has GPUs.
+    file: where to write `Found`. ranks: number of ranks of the job.
     """
 
     file: str
     ranks: int
-    gpus: bool
 
     def write(self, found: "Found") -> None:
         files.write_json(Path(self.file), asdict(found))
@@ -33,7 +32,7 @@ class Request:
 class Found:
     """The findings of a dry run. A value is None if the run does not have it.
 
-    checkpoint_bytes: size of the tensors in one checkpoint, including the optimiser's state.
+    checkpoint_bytes: maximum size of the tensors in one checkpoint, including the optimiser's state.
     """
 
     parameters: int | None = None

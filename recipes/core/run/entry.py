@@ -90,7 +90,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
     try:
         recipe_conf.require(recipe, f'entry.begin("{recipe}") in {Path(sys.argv[0]).name}')
         if any(word in ("-h", "--help") for word in argv):
-            errors.show(help.help_text(recipe))
+            print(help.help_text(recipe))
             sys.exit(errors.EXIT_DONE)
         if other := source.other_code(ROOT, os.environ):
             raise ConfigError(f"{host}: {other}")

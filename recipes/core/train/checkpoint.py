@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from recipes.core import files
 from recipes.core.errors import InputError
-from recipes.core.train.lars import LARS
 
 NAME = re.compile(r"step-(\d{8,})\.pt")
 CHUNK_BYTES = 1 << 20
@@ -107,39 +106,24 @@ def size_of(content: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
 
 
-def size_in_training(state: State, device: torch.device, ranks: int) -> int:
-    """Bytes of the tensors in a checkpoint of ``state`` in training, when the optimiser has its state.
-
-    ranks: number of ranks of the run; the checkpoint holds random states of each.
-    """
-    content = content_of(state, {}, [rng_state(device)] * ranks)
-    if state.optimizer.state:  # loaded from a checkpoint
-        return size_of(content)
-    once = isinstance(state.optimizer, (torch.optim.SGD, LARS))  # a momentum; Adam and most others keep two averages
-    kept = 0
-    for group in state.optimizer.param_groups:
-        tensors = bool(group["momentum"]) if once else 2
-        kept += tensors * sum(p.nbytes for p in group["params"] if p.requires_grad)
-    return size_of(content) + kept
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints to keep: the ``newest`` (0: all), those at multiples of ``every_steps``, and the one that ``best`` names."""
-
-    newest: int = 3
-    every_steps: int = 0
+def size_in_training(state: State) -> int:
+    """The most bytes of the tensors in a checkpoint of ``state`` in training, if its optimiser keeps two averages of each weight."""
+    averages = 0 if state.optimizer.state else 2 * size_of(list(state.model.parameters()))
+    return size_of(content_of(state, {}, [])) + averages
 
 
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
 
-    staging: the folder in which files are written before they are renamed into ``folder``. A later attempt removes it. saved: called from
+    keep, keep_every_steps: as for `prune`. staging: the folder in which files are written before they are renamed into ``folder``. A later attempt removes it. saved: called from
     that thread with the path and the step of a checkpoint that is on disk, before older checkpoints are removed.
     """
 
-    def __init__(self, folder: Path, staging: Path, keep: Keep, saved: Callable[[Path, int], None]) -> None:
-        self._folder, self._staging, self._keep, self._saved = folder, staging, keep, saved
+    def __init__(
+        self, folder: Path, staging: Path, saved: Callable[[Path, int], None], keep: int, keep_every_steps: int = 0
+    ) -> None:
+        self._folder, self._staging, self._saved = folder, staging, saved
+        self._keep, self._keep_every_steps = keep, keep_every_steps
         self._copy, self._writing = HostCopy(), threading.Thread()
         self._error: BaseException | None = None
 
@@ -176,7 +160,7 @@ class Saver:
         try:
             path = write(self._folder, content, self._staging, best=best)
             self._saved(path, int(content["meta"]["step"]))
-            prune(self._folder, self._keep)
+            prune(self._folder, self._keep, self._keep_every_steps)
         except BaseException as error:  # `check` raises it in the training's thread
             self._error = error
 
@@ -201,18 +185,18 @@ def point(path: Path, pointer: str, staging: Path | None = None) -> None:
         files.write_whole(path.with_name(pointer), lambda file: file.write(f"{path.name}\n".encode()), staging)
 
 
-def prune(folder: Path, keep: Keep) -> None:
-    """Removes checkpoints that ``keep`` does not name, up to the step of ``latest``.
+def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
+    """Removes checkpoints up to the step of ``latest``, except the ``keep`` newest, multiples of ``keep_every_steps``, and ``best``.
 
     Checkpoints of later steps are not touched. They exist after a run was resumed from an earlier step.
     """
-    if not keep.newest:
+    if not keep:
         return
     there = candidates(folder)
     stay = {named(folder, "latest"), named(folder, "best")}
     newest = next((step_of(path) for path in there), 0)
-    for path in [path for path in there if step_of(path) <= newest][keep.newest :]:
-        if path.name not in stay and not (keep.every_steps and step_of(path) % keep.every_steps == 0):
+    for path in [path for path in there if step_of(path) <= newest][keep:]:
+        if path.name not in stay and not (keep_every_steps and step_of(path) % keep_every_steps == 0):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -268,13 +252,10 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"checkpoint {path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged archive can make torch.load raise any exception
         raise InputError(f"checkpoint {path}: is damaged or not a checkpoint ({type(error).__name__})") from None
-    if not isinstance(content, dict) or not {"model", "optimizer", "scheduler", "sampler", "rng", "meta"} <= set(
-        content
-    ):
+    parts = {"model", "optimizer", "scheduler", "sampler", "rng", "meta"}
+    meta = content["meta"] if isinstance(content, dict) and parts <= content.keys() else None
+    if not (isinstance(meta, dict) and isinstance(meta.get("config"), dict) and isinstance(meta.get("step"), int)):
         raise InputError(f"checkpoint {path}: was not written by these recipes")
-    meta = content["meta"]
-    if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or not isinstance(meta.get("step"), int):
-        raise InputError(f"checkpoint {path}: has no step or config in its metadata")
     return content
 
 

@@ -38,9 +38,7 @@ def resolve_device(device: Device, info: RankInfo, environ: Mapping[str, str], s
         return torch.device("cuda", info.local_rank)
     if seen == 1 and gpus.has_its_own(environ, info.local_world_size):
         return torch.device("cuda", 0)
-    fix = "start fewer ranks there, ask for more GPUs, or give device=cpu"
-    if seen == 1 and gpus.are_slices(environ):
-        fix = "a process can use only its first MIG slice: request one per rank (--gpus-per-task=1)"
+    fix = "start fewer ranks there, ask for more GPUs (of MIG slices, one per task), or give device=cpu"
     raise MachineError(f"{host}: {info.local_world_size} ranks and {seen} GPUs: there is one rank per GPU; {fix}")
 
 

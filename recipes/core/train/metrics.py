@@ -1,10 +1,10 @@
 """metrics.jsonl, accuracy and versions of a run."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,10 @@ def accuracy(top1: int, top5: int, samples: int) -> dict[str, Any]:
     return {"val_top1": top1 / max(1, samples), "val_top5": top5 / max(1, samples), "val_samples": samples}
 
 
-def _installed(package: str) -> str | None:
-    """Version of a package; None if it is not installed. Does not import it, since an import can take as long as that of torch."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": _installed("torchvision"),
+        "torchvision": getattr(sys.modules.get("torchvision"), "__version__", None),  # if the recipe uses it
         "cuda": torch.version.cuda,
     }

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,6 @@ def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[Non
         del vars(weights)["get_state_dict"]
 
 
-def check_sizes(arch: str, net: nn.Module, sides: Iterable[int]) -> None:
-    """Raises InputError if the network does not accept square images of one of these sides (pixels). net: on the CPU."""
-    training = net.training
-    net.eval()
-    for side in sorted(sides):
-        try:
-            with torch.inference_mode():
-                net(torch.zeros(1, 3, side, side))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise InputError(
-                f"arch={arch}: takes no images of {side} px ({errors.one_line(error, 120)}): give another px=, small_px= or val_px="
-            ) from None
-    net.train(training)
-
-
 def find_weights(arch: str, name: str) -> WeightsEnum:
     """The weights ``name`` of a model. Raises InputError, which lists the available names."""
     _check_arch(arch)
@@ -115,10 +100,3 @@ def fault_of(path: Path) -> str:
 def cached(weights: WeightsEnum) -> Path:
     """Path of the file of these weights in torch's cache on this machine."""
     return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
-
-
-def sync_batch_norm(net: nn.Module, on_gpus: bool) -> nn.Module:
-    """``net`` with batch normalisation over all ranks (SyncBatchNorm). Raises InputError on CPUs, which torch does not support."""
-    if not on_gpus:
-        raise InputError("sync_bn=true: torch has it for GPUs only; leave it out, or train on GPUs")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(net)

@@ -68,7 +68,7 @@ def check_shared(run: Run) -> None:
 
 
 def introduce(run: Run, start: Start) -> None:
-    """Prints the first lines: number of ranks, device, run directory, network, unused GPUs. Called by all ranks."""
+    """Prints the first lines: number of ranks, device, run directory, network."""
     world = run.world
     number = run.attempt.number
     again = f", attempt {number + 1}" if number else ""
@@ -81,43 +81,14 @@ def introduce(run: Run, start: Start) -> None:
     _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
-    granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    used = world.ranks.local_world_size if world.device.type == "cuda" else 0
-    if granted.isdecimal() and int(granted) > used:
-        why = f"{used} ranks" if used else "device=cpu"
-        run.say(f"warning: {why}, {int(granted) - used} GPUs per node are unused: use sbatch --gpus-per-node={used}")
-    _warn_of_few_cpus(run)
-
-
-def _warn_of_few_cpus(run: Run) -> None:
-    """Warns if rank 0 is bound to fewer CPUs than its threads or workers require.
-
-    Slurm binds a task to its --cpus-per-task if the site has TaskPlugin=task/affinity or task/cgroup. srun's default is 1.
-    """
-    required = max(run.settings.run.cpu_threads, getattr(run.settings.config, "num_workers", 0))
-    allowed = len(os.sched_getaffinity(0))
-    if allowed < min(required, os.cpu_count() or 1):
-        run.say(
-            f"warning: cpu_threads= or num_workers= requires {required} CPUs, and rank 0 has {allowed}: "
-            f"give srun or sbatch --cpus-per-task={required}"
-        )
 
 
 def _say_network(run: Run, start: Start) -> None:
-    """Prints the interface that rank 0's node uses and why, and each node that uses another one. Called by all ranks."""
-    world = run.world
-    name = "NCCL_SOCKET_IFNAME" if world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    used = os.environ.get(name, "").removeprefix("=")
-    if world.ranks.local_rank == 0:
-        world.store.set(f"interface/{world.ranks.node_rank}", f"{world.host} {used}")
-    if world.rank != 0:
-        return
-    if used:
+    """Prints the interface that rank 0's node uses and why."""
+    backend = run.world.backend
+    name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    if used := os.environ.get(name, "").removeprefix("="):
         proven = start.interface and start.interface.interface == used
         run.say(f"network: {used} ({start.interface.reason if proven and start.interface else f'{name} was set'})")
-    elif world.size > 1:
-        run.say(f"network: no route found; {world.backend} chooses the interface")
-    for text in world.read([f"interface/{node}" for node in range(world.ranks.num_nodes)]):
-        host, _, other = text.partition(" ")
-        if other != used:
-            run.say(f"network: {host} uses {other or 'the interface that its backend chooses'}")
+    elif run.world.size > 1:
+        run.say(f"network: no route found; {backend} chooses the interface")

@@ -5,7 +5,6 @@ import datetime
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +17,7 @@ from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train.device import choose_backend, take_gpu
 from recipes.core.train.torch_errors import is_port_in_use, peer_text
-from recipes.core.train.world import POLL_S, TORCH_TIMEOUT, World, await_keys
+from recipes.core.train.world import TORCH_TIMEOUT, World, await_keys
 
 EARLIER_S, SHARE_EARLIER = 10.0, 0.75  # the other ranks wait so much less than rank 0, but at least this share
 TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may never return
@@ -28,15 +27,14 @@ TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may ne
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
     """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
 
-    Raises MachineError if the ranks do not meet within ``timeout_s``, if two ranks have the same GPU, or if the backend is not
-    the same on all ranks.
+    Raises MachineError if the ranks do not meet within ``timeout_s``.
     """
     info, run = start.ranks, start.settings.run
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":
         take_gpu(device)
-    store = _meet(info, run.timeout_s)
-    hosts = _exchange_hosts(store, info, device, backend, run.timeout_s, clock)
+    store = _meet(info, backend, run.timeout_s)
+    hosts = _exchange_hosts(store, info, run.timeout_s, clock)
     alone = f"{hosts[info.rank]}: rank {info.rank} cannot join the group of {info.world_size}"
     start.pulse.beat(watchdog.START)
     try:
@@ -56,7 +54,7 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
-def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
+def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
@@ -82,50 +80,25 @@ def _meet(info: RankInfo, timeout_s: float) -> torch.distributed.Store:
         raise MachineError(
             f"{socket.gethostname()}: rank {info.rank} cannot reach rank 0 at {where} ({why}): check MASTER_ADDR and that rank 0 is running"
         ) from None
-    # The prefix contains the job id. A rank of another job with the same port and node finds no keys here and reports that.
+    # A rank of another job with the same port and node, or with another backend, finds no keys here and reports that.
     job = (info.run_id or "").partition(".")[0]
-    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}", store)
+    store = torch.distributed.PrefixStore(f"{job}-attempt-{info.restart_count}-{backend}", store)
     store.set_timeout(TORCH_TIMEOUT)
     return store
 
 
-def _mismatch(found: list[list[str]], mine: int) -> str:
-    """Why rank ``mine`` and another rank cannot be in one group; "" if they can. found: host, backend and GPU of each rank."""
-    here, my_backend, my_gpu = found[mine]
-    for rank, (host, backend, gpu) in enumerate(found):
-        if gpu and rank != mine and (host, gpu) == (here, my_gpu):
-            return f"{host}: ranks {rank} and {mine} have the same GPU {gpu}; there is one rank per GPU"
-        if backend != my_backend:  # possible if ranks are started by hand and one machine has no GPU
-            return f"{here}: rank {mine} uses {my_backend}, rank {rank} on {host} uses {backend}: give the same device= and backend= on each"
-    return ""
-
-
 def _exchange_hosts(
-    store: torch.distributed.Store,
-    info: RankInfo,
-    device: torch.device,
-    backend: str,
-    timeout_s: float,
-    clock: RunningClock,
+    store: torch.distributed.Store, info: RankInfo, timeout_s: float, clock: RunningClock
 ) -> tuple[str, ...]:
-    """The host name of each rank.
-
-    Raises MachineError if two ranks have the same GPU, if the backends differ, or if a rank does not arrive within ``timeout_s``.
-    """
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(f"host/{info.rank}", f"{socket.gethostname()} {backend} {gpu}")
+    """The host name of each rank. Raises MachineError if a rank does not arrive within ``timeout_s``."""
+    store.set(f"host/{info.rank}", socket.gethostname())
     names = [f"host/{rank}" for rank in range(info.world_size)]
     try:
         await_keys(store, names, clock, timeout_s)
-        found = [text.decode().split(" ") for text in store.multi_get(names)]
+        return tuple(text.decode() for text in store.multi_get(names))
     except torch.distributed.DistError:
         missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise MachineError(
             f"{socket.gethostname()}: rank {shown} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
         ) from None
-    if problem := _mismatch(found, info.rank):
-        if info.rank == 0:
-            time.sleep(5 * POLL_S)  # the store ends with rank 0, and the others still need it for the same check
-        raise MachineError(problem)
-    return tuple(host for host, *_ in found)

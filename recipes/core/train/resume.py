@@ -48,8 +48,7 @@ def choose(run: Context) -> str:
         if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
             path = path.with_name(name)
         elif of_run:
-            why = "no evaluation has named one yet" if wanted == "best" else "nothing was saved yet"
-            raise InputError(f"resume={wanted}: {path} does not exist ({why}): leave resume= out")
+            raise InputError(f"resume={wanted}: {path} does not exist: leave resume= out")
         if not os.path.exists(path):
             raise InputError(f"resume={wanted}: there is no such file on {run.world.host}")
         if not path.is_dir():
@@ -101,11 +100,7 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     run.world.await_seen(path.exists, path.parent, problem)
     content = checkpoint.read(path)
     meta, evaluate = content["meta"], run.settings.config.evaluate
-    if evaluate:
-        _check_keys_to_evaluate(run, path, meta, state.meta["config"])
-    else:
-        _check_keys_to_train(run, path, content, sampler, state.meta["config"])
-    length = [] if evaluate else _changed_length(run, path, meta, state.meta["config"])
+    _check_keys(run, path, content, sampler, state.meta["config"])
     checkpoint.restore(path, state, content, to_train=not evaluate)
     if len(content["rng"]) == run.world.size:
         checkpoint.set_rng_state(content["rng"][run.world.rank], run.world.device)
@@ -113,73 +108,49 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     run.say(f"resumed from {path}, step {state.step}")
-    if length:
-        then, now = content["scheduler"].get("_last_lr"), state.scheduler.get_last_lr()
-        rates = [f"{rate:.4g}" for rate in (then[0], now[0])] if then else ["", ""]
-        change = (
-            [f"the learning rate of the next step changes from {rates[0]} to {rates[1]}"]
-            if rates[0] != rates[1]
-            else []
-        )
-        run.say(f"the run's length changes: {'; '.join([*length, *change])}")
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
     if other and not evaluate:
         words = "; ".join(f"{name}={meta.get(name)} becomes {state.meta[name]}" for name in other)
         run.say(f"samples and order are unchanged, but results will not be bitwise identical ({words})")
 
 
-def _check_keys_to_train(
+def _check_keys(
     run: Context, path: Path, content: Mapping[str, Any], sampler: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-    """Raises InputError if a key or value differs that would change the result."""
-    before = content["meta"]["config"]
-    changed = resumed.differences(before, now, declare.may_change(type(run.settings.config)))
-    changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
-    _refuse(run, path, content["meta"], changed)
-
-
-def _check_keys_to_evaluate(run: Context, path: Path, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises InputError if a key of the model differs. Logs the other keys that differ."""
-    before = meta["config"]
-    may_change = (set(before) | set(now)) - (OF_THE_MODEL & set(now))
-    _refuse(run, path, meta, resumed.differences(before, now, may_change))
-    other = resumed.differences(before, now, OF_THE_MODEL | declare.may_change(type(run.settings.config)))
-    if other:
-        run.say(f"evaluated with other keys than it was trained with: {'; '.join(other)}")
-
-
-def _refuse(run: Context, path: Path, meta: Mapping[str, Any], changed: list[str]) -> None:
-    if meta.get("recipe") != run.settings.recipe:
-        raise InputError(f"checkpoint {path}: is of recipe {meta.get('recipe')}, not {run.settings.recipe}")
+    """Raises InputError if a key or value differs that would change the result; for an evaluation, if a key of the model differs."""
+    recipe, before = content["meta"].get("recipe"), content["meta"]["config"]
+    if recipe != run.settings.recipe:
+        raise InputError(f"checkpoint {path}: is of recipe {recipe}, not {run.settings.recipe}")
+    if run.settings.config.evaluate:
+        changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & set(now)))
+    else:
+        may_change = declare.may_change(type(run.settings.config))
+        if not (
+            run.settings.resumes or run.settings.run.force
+        ):  # without the run's config.yaml, its length was not compared
+            may_change -= set(resumed.LENGTH)
+        changed = resumed.differences(before, now, may_change)
+        changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     if changed:
         raise InputError(
             f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): use these values, or another run_dir"
         )
 
 
-def _changed_length(run: Context, path: Path, meta: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The changed keys that set the length of the run, as text. Raises InputError if that is not allowed."""
-    changed = resumed.differences(meta["config"], now, set(now) - set(resumed.LENGTH))
-    if changed and not (run.settings.resumes or run.settings.run.force):
-        raise InputError(
-            f"checkpoint {path}: {'; '.join(changed)}, and there is no config.yaml of its run: give the same, or force=true"
-        )
-    return changed
+def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
+    """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
 
-
-def compare_keys(run: Context, keys: dict[str, Any]) -> None:
-    """Raises InputError on a rank whose keys differ from rank 0's, which is possible if ranks are started by hand.
-
-    keys: the recipe's. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are compared too. Called by all ranks.
+    keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are
+    compared too. Called by all ranks.
     """
-    keys = keys | {name: getattr(run.settings.run, name) for name in OF_ALL_RANKS}
-    first = json.loads(run.world.broadcast_text("keys", json.dumps(keys)))
-    paths = {f.name for f in fields(run.settings.config) if f.metadata.get("path")}
+    keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
+    first = json.loads(world.broadcast_text("keys", json.dumps(keys)))
+    paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
     other = [
         f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
     ]
     if other:
-        host = run.world.hosts[0]
+        host = world.hosts[0]
         raise InputError(
-            f"{run.world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys on all ranks"
+            f"{world.host}: other keys than rank 0 on {host} ({'; '.join(other)}): use the same keys and data on all ranks"
         )

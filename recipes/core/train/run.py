@@ -68,8 +68,8 @@ class Run:
         self._saved_at = self.world.clock.now()
         self.checkpoints = (self.dir.parent if trained else self.dir) / "checkpoints"
         if self.world.rank == 0:
-            keep = checkpoint.Keep(self.keys.keep_checkpoints, self.keys.keep_every_steps)
-            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, keep, self._saved)
+            keep, every = self.keys.keep_checkpoints, self.keys.keep_every_steps
+            self.saver = checkpoint.Saver(self.dir / "checkpoints", self.attempt.staging, self._saved, keep, every)
 
     @property
     def dir(self) -> Path:
@@ -89,11 +89,6 @@ class Run:
     def ranks(self) -> int:
         """Number of ranks of the run. Under `launch.py check`, which runs as one process, the number of ranks of the job."""
         return self.dry_run.ranks if self.dry_run else self.world.size
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether the ranks have GPUs. Under `launch.py check`, which has no GPU, whether the ranks of the job have."""
-        return self.dry_run.gpus if self.dry_run else self.world.device.type == "cuda"
 
     def close_rows(self) -> None:
         if self.rows:
@@ -141,7 +136,7 @@ class Run:
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(context, state.meta["config"])
+        resume.compare_keys(self.world, self.settings, state.meta["config"] | {"data": batches.order.get("data")})
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
             self.resumed_from = Path(chosen)
             resume.load(context, self.resumed_from, state, self.sampler)
@@ -150,8 +145,7 @@ class Run:
 
     def begin(self) -> None:
         """Begins a run that saves and resumes nothing. Called by all ranks, in place of `resume`."""
-        context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(context, _plain(self.settings))
+        resume.compare_keys(self.world, self.settings, _plain(self.settings))
         self.end_dry_run()
         self._begin()
 
@@ -164,7 +158,7 @@ class Run:
             count = sum(parameter.numel() for parameter in self.state.model.parameters())
             found = replace(found, parameters=count, evaluates=evaluates)
         if self.state and not evaluates:
-            size = checkpoint.size_in_training(self.state, self.world.device, self.ranks)
+            size = checkpoint.size_in_training(self.state)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
         self.dry_run.write(found)
         raise DryRunEnd
@@ -297,10 +291,7 @@ class Run:
                 "git_commit": self._commit,
                 "versions": metrics.versions(),
             }
-            # If this attempt trained nothing, the summary of the training is kept.
-            before = files.read_json(self.dir / "summary.json") or {}
-            stays = not self.samples and not self.settings.config.evaluate and before.get("steps") == step
-            files.write_json(self.dir / "summary.json", {**summary, **(before if stays else {}), **results})
+            files.write_json(self.dir / "summary.json", {**summary, **results})
         directory.write_status(self.dir, "done", attempt=self.attempt.number, step=step)
         ended = "evaluated" if self.settings.config.evaluate else "finished at"
         self.say(f"{ended} step {step}{directory.accuracy(self.dir)}")

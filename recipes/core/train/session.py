@@ -70,7 +70,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
                 failure.leave(code)
     except (InputError, MachineError) as error:
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
-        attempts.refuse(os.environ, code, str(error), start.ranks.rank)  # first: the end of another rank may end this one
+        # The record comes first, since the end of another rank may end this one.
+        attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         has_parent = attempts.given(os.environ) is not None  # it prints the judgement, also if rank 0 was not refused
         if start.ranks.rank == 0 or not has_parent:
             time.sleep(failure.REPEATED_S if start.ranks.local_rank else 0.0)

@@ -80,11 +80,6 @@ class World:
             if phase == watchdog.UNWATCHED:
                 self.pulse.beat(phase)
 
-    def read(self, names: list[str]) -> list[str]:
-        """Waits until the store has all of these names, and returns their texts. Raises DistStoreError after ``timeout_s``."""
-        await_keys(self.store, names, self.clock, self.timeout_s)
-        return [text.decode() for text in self.store.multi_get(names)]
-
     def sum(self, values: Tensor) -> Tensor:
         """Sums ``values`` over all ranks, in place. A collective: every rank must call it."""
         with self.meeting():
@@ -92,11 +87,14 @@ class World:
         return values
 
     def broadcast_text(self, name: str, text: str) -> str:
-        """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run."""
+        """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run.
+
+        Raises DistStoreError after ``timeout_s``.
+        """
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
-        [text] = self.read([f"text/{name}"])
-        return text
+        await_keys(self.store, [f"text/{name}"], self.clock, self.timeout_s)
+        return self.store.get(f"text/{name}").decode()
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.

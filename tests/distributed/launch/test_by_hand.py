@@ -64,7 +64,6 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
     size = sum(ranks)
     assert f"mnist: {size} ranks on 2 nodes, cpu, gloo" in ended[0].lines
     assert any(line.startswith("network: cable0 (") for line in ended[0].lines), ended[0].out
-    assert f"network: {machines[1]} uses cable1" in ended[0].lines
     # Rank 0 speaks, and is on the other.
     assert not [line for line in ended[1].lines if line.startswith(("mnist:", "epoch"))]
     summary = helpers.read(run_dir, "summary")

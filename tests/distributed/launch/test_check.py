@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,7 +83,9 @@ def test_check_of_a_valid_job_leaves_nothing_behind(trained: Path, tmp_path: Pat
     assert list(said) == ["keys", "recipe", "disk"]
     assert said["keys"] == "ok: mnist, 2 ranks"
     assert re.fullmatch(r"ok: 1,43\d training samples, [\d,]+ parameters, continues from step 3", said["recipe"])
-    assert re.fullmatch(rf"ok: 3 checkpoints of [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"])
+    assert re.fullmatch(
+        rf"ok: 3 checkpoints of up to [\d.]+ MB, [\d.]+ [MG]B free in {trained}/checkpoints", said["disk"]
+    )
     assert (everything(repo), everything(trained)) == before
     assert list(temporary.iterdir()) == []
 
@@ -94,30 +96,6 @@ def test_a_recipe_without_checkpoints(tmp_path: Path) -> None:
     assert said["recipe"] == "ok: nothing to train, and no checkpoints"
     assert said["disk"].endswith(f"free in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
-
-
-SMALL = ("dataset=fake", "max_steps=2", "global_batch_size=8")
-IMAGES = ("arch=resnet18", "px=32", "val_px=32", "val_resize=32", "val_batch_size=1000", "ema=0.99", "num_workers=0")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "words"),
-    [
-        ("toy", 3, ("max_steps=2",)),
-        ("imagenet", 2, (*SMALL, *IMAGES, "optimizer=lars", "ema=0")),
-    ],
-)
-@pytest.mark.long
-def test_a_checkpoint_has_the_predicted_size(
-    recipe: str, ranks: int, words: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    typed = [f"recipe={recipe}", *HERE, f"ranks_per_node={ranks}", *words]
-    found = checks.start(command_line.parse(typed, environ={}), tmp_path / "run", ranks, ROOT, tmp_path)
-    ended = helpers.run([sys.executable, str(ROOT / "launch.py"), *typed, f"run_dir={tmp_path}/run"])
-    assert ended.status == 0, ended.out
-    real = (tmp_path / "run/checkpoints/step-00000002.pt").stat().st_size
-    record_property(f"checkpoint of {recipe} on {ranks}: said, real bytes", f"{found.checkpoint_bytes}, {real}")
-    assert found.checkpoint_bytes == pytest.approx(real, rel=0.02, abs=10_000)
 
 
 # --- errors
@@ -198,8 +176,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_number_of_checkpoints_that_need_space(disk: Path) -> None:
     two, five, little = (Found(1, 1, 8_300_000 // count) for count in (2, 5, 1000))
-    assert checks.disk_space(disk / "run", 3, five) == f"5 checkpoints of 1.7 MB, 8.4 MB free in {disk}"
-    assert checks.disk_space(disk / "run", 0, two) == f"keeps all checkpoints of 4.2 MB, 8.4 MB free in {disk}"
+    assert checks.disk_space(disk / "run", 3, five) == f"5 checkpoints of up to 1.7 MB, 8.4 MB free in {disk}"
+    assert checks.disk_space(disk / "run", 0, two) == f"keeps all checkpoints of up to 4.2 MB, 8.4 MB free in {disk}"
     for keep, found in ((4, five), (1, two), (0, Found(1, 1, 8_300_000))):
         with pytest.raises(MachineError, match=f"run_dir={disk}/run: {keep + 2} checkpoints of "):
             checks.disk_space(disk / "run", keep, found)

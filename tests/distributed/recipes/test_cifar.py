@@ -153,20 +153,10 @@ def test_a_run_is_not_resumed_with_different_images(train: Train, monkeypatch: p
     train("max_steps=1")
     others = ImageSet(TRAIN.images.flip(0), TRAIN.labels)
     monkeypatch.setattr(in_memory, "cifar10", lambda folder: (others, TEST))
-    with pytest.raises(InputError, match=r"was saved with other keys \(data="):
+    with pytest.raises(InputError, match=r"was saved with other keys \(.*data="):
         train("max_steps=2")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["sync_bn=true"], "sync_bn=true: torch has it for GPUs only"),
-        (["global_batch_size=3", "accumulate=3", "max_steps=1"], "1 ranks of 3 pieces without any"),
-    ],
-)
-def test_invalid_settings_are_refused(
-    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_memory, "cifar10", lambda folder: (TRAIN, TEST))
-    with pytest.raises(InputError, match=expected):
-        alone.train(cifar, tmp_path, monkeypatch, *words)
+def test_a_batch_with_empty_pieces_is_refused(train: Train) -> None:
+    with pytest.raises(InputError, match="1 ranks of 3 pieces without any"):
+        train("global_batch_size=3", "accumulate=3", "max_steps=1")

@@ -217,8 +217,6 @@ def test_the_optimizer_settings() -> None:
 @pytest.mark.parametrize(
     ("words", "error", "expected"),
     [
-        (["sync_bn=true", "variant=dev"], InputError, "sync_bn=true: torch has it for GPUs only"),
-        (["arch=vit_b_16", "variant=dev"], InputError, "arch=vit_b_16: takes no images of 64 px"),
         (["evaluate=true", "variant=dev"], InputError, "evaluate=true"),
         (["data_dir=/nonexistent"], InputError, "data_dir='/nonexistent' has neither train/<class>"),
         (["pretrained=true", "variant=dev"], MachineError, "python -m recipes.prepare weights arch=resnet18"),

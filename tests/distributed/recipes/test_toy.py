@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -35,16 +34,3 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
     assert helpers.read(tmp_path / "evaluation", "summary")["val_loss"] == summary["val_loss"]
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two CPUs")
-def test_a_rank_bound_to_too_few_cpus_warns(tmp_path: Path) -> None:
-    """As Slurm binds it with TaskPlugin=task/affinity if srun has no --cpus-per-task."""
-    cpu = str(min(os.sched_getaffinity(0)))
-    words = ("device=cpu", "cpu_threads=2", "max_steps=1", f"run_dir={tmp_path}")
-    ended = helpers.run(["taskset", "--cpu-list", cpu, sys.executable, "-m", "recipes.toy", *words])
-    assert ended.status == 0, ended.out
-    warning = (
-        "warning: cpu_threads= or num_workers= requires 2 CPUs, and rank 0 has 1: give srun or sbatch --cpus-per-task=2"
-    )
-    assert warning in ended.lines

@@ -17,7 +17,7 @@ from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
 from recipes.core.run.entry import Start
-from recipes.core.train import failure, rendezvous, session, torch_errors
+from recipes.core.train import failure, session, torch_errors
 from recipes.core.train.device import choose_backend, resolve_device
 
 HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
@@ -26,7 +26,7 @@ HOST, GRANTED_2 = socket.gethostname(), {"SLURM_GPUS_ON_NODE": "2"}
 def rank(local_rank: int = 0, local_world_size: int = 1, in_slurm: bool = False) -> RankInfo:
     return RankInfo(
         rank=local_rank, local_rank=local_rank, node_rank=0, world_size=local_world_size, num_nodes=1,
-        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, launcher="env", nodes=(),
+        local_world_size=local_world_size, master_addr="127.0.0.1", master_port=29500, nodes=(),
         in_slurm=in_slurm, run_id=None, restart_count=0,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_rank_takes_its_gpu(device: str, info: RankInfo, environ: dict[str, st
             rank(1, 2, True),
             {**GRANTED_2, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
             1,
-            ["MIG slice", "--gpus-per-task=1"],
+            ["MIG slices, one per task"],
         ),
         ("auto", rank(in_slurm=True), {**GRANTED_2, "CUDA_VISIBLE_DEVICES": ""}, 0, ["names none: unset it"]),
         # One GPU on the node and two ranks: not one bound to each.
@@ -101,22 +101,6 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
     assert [choose_backend(Backend[name], gpu) for name in ("nccl", "gloo")] == ["nccl", "gloo"]
     with pytest.raises(MachineError, match="backend=nccl requires GPUs, and torch sees none"):
         choose_backend(Backend.nccl, cpu)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-2"], ["b", "nccl", "GPU-1"]], ""),
-        ([["a", "gloo", ""], ["a", "gloo", ""]], ""),
-        ([["a", "nccl", "GPU-1"], ["a", "nccl", "GPU-1"]], "a: ranks 1 and 0 have the same GPU GPU-1; there is one rank per GPU"),
-        (
-            [["a", "nccl", "GPU-1"], ["b", "gloo", ""]],
-            "a: rank 0 uses nccl, rank 1 on b uses gloo: give the same device= and backend= on each",
-        ),
-    ],
-)  # fmt: skip
-def test_a_process_group_that_cannot_form_is_reported_in_one_line(found: list[list[str]], expected: str) -> None:
-    assert rendezvous._mismatch(found, 0) == expected
 
 
 @pytest.mark.parametrize(

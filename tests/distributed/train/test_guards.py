@@ -88,15 +88,20 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
-    ended = helpers.run_ranks(
-        OTHER_KEYS + HELD, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2
-    )
+OTHER_DATA = """
+from recipes.core.data import sampling
+sampling.GlobalBatches.order = property(lambda batches: {"data": os.environ["RANK"]})
+session.run("""
+
+
+def test_ranks_with_different_keys_or_data_are_refused(tmp_path: Path) -> None:
+    code = OTHER_KEYS + HELD.replace("session.run(", OTHER_DATA)
+    ended = helpers.run_ranks(code, ["device=cpu", "cpu_threads=1", "max_steps=2", f"run_dir={tmp_path}/run"], 2)
     assert ended.status == 2, ended.out
     host = socket.gethostname()
     every = [f"{name}=7 here, {name}=0 there" for name in ("checkpoint_every_steps", "keep_every_steps")]
     saves = "; ".join([*every, "keep_best=False here, keep_best=True there"])
-    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; {saves}): use the same keys on all ranks"
+    words = f"{host}: other keys than rank 0 on {host} (lr=0.5 here, lr=0.01 there; data=1 here, data=0 there; {saves}): use the same keys and data on all ranks"
     assert f"broken: {words}" in ended.lines
 
 

@@ -105,11 +105,6 @@ def test_weights_of_another_shape_are_refused(hub: Path, weights: str, classes: 
         models.classifier("resnet18", weights, classes)
 
 
-def test_synchronised_batch_norm_requires_gpus() -> None:
-    with pytest.raises(InputError, match="for GPUs only"):
-        models.sync_batch_norm(torchvision.models.resnet18(), on_gpus=False)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
 def test_weights_with_auxiliary_heads_give_a_net_without_them(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,16 +105,11 @@ def test_force_changes_the_length_and_a_finished_run_can_be_lengthened(
 ) -> None:
     ended = mnist(stopped, "epochs=6", "force=true")
     assert ended.status == 0, ended.out
-    [line] = [line for line in ended.lines if line.startswith("the run's length changes: ")]
-    assert line.startswith("the run's length changes: epochs=4 becomes 6; the learning rate of the next step ")
-    then, now = map(float, line.partition("changes from ")[2].split(" to "))
-    assert then < now
     assert helpers.read(stopped, "summary")["steps"] == 18
     assert "epochs: 6" in (stopped / "config.yaml").read_text()
     longer = shutil.copytree(finished, tmp_path / "longer")
     ended = mnist(longer, "epochs=5")
     assert ended.status == 0, ended.out
-    assert "epochs=4 becomes 5; the learning rate of the next step changes from 0 to " in ended.out
     assert helpers.read(longer, "summary")["steps"] == 15
     ended = mnist(longer)
     assert ended.status == 0, ended.out
@@ -128,7 +123,7 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(s
     assert ended.status == 0, ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9")
     assert ended.status == 2, ended.out
-    assert "epochs=4 becomes 9, and there is no config.yaml of its run: give the same, or force=true" in ended.out
+    assert "alone.pt: was saved with other keys (epochs=4 becomes 9): use these values" in ended.out
     ended = mnist(tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt")
     assert ended.status == 0, ended.out
     assert "dataset=digits" not in ended.out.partition("from the run")[2].partition("\n")[0]  # typed
@@ -137,10 +132,7 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(s
 def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopped: Path, tmp_path: Path) -> None:
     ended = mnist(stopped, "resume=best")
     assert ended.status == 2, ended.out
-    words = (
-        f"resume=best: {stopped}/checkpoints/best does not exist (no evaluation has named one yet): leave resume= out"
-    )
-    assert words in ended.out
+    assert f"resume=best: {stopped}/checkpoints/best does not exist: leave resume= out" in ended.out
     run_dir = shutil.copytree(finished, tmp_path / "run")
     (run_dir / "checkpoints/best").write_text("step-00000010.pt\n")
     ended = mnist(run_dir, "resume=best")

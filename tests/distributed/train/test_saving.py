@@ -18,7 +18,7 @@ from torch import nn
 
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train import checkpoint, metrics
-from recipes.core.train.checkpoint import HostCopy, Keep, Saver
+from recipes.core.train.checkpoint import HostCopy, Saver
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ def content(step: int = 1, value: float = 0.0) -> dict[str, Any]:
     return {"model": {"weight": torch.full((1000,), value)}, **parts, "meta": {"step": step, "config": {}}}
 
 
-def make_saver(folder: Path, keep: Keep = Keep()) -> Saver:  # noqa: B008
-    return Saver(folder, folder, keep, lambda path, step: None)
+def make_saver(folder: Path, keep: int = 3, keep_every_steps: int = 0) -> Saver:
+    return Saver(folder, folder, lambda path, step: None, keep, keep_every_steps)
 
 
 def names(folder: Path) -> list[str]:
@@ -116,7 +116,7 @@ def steps_left(folder: Path) -> list[int]:
 
 
 def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> None:
-    saver = make_saver(tmp_path, Keep(newest=2, every_steps=10))
+    saver = make_saver(tmp_path, keep=2, keep_every_steps=10)
     for step in range(1, 26):
         saver.save(content(step), best=step == 7)
     saver.wait()
@@ -156,7 +156,7 @@ def test_somebody_elses_checkpoint_is_refused(tmp_path: Path, content: Any) -> N
 
 
 def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: Path) -> None:
-    saver = make_saver(tmp_path, Keep(newest=2))
+    saver = make_saver(tmp_path, keep=2)
     for step in (1, 2, 30, 3, 4):
         saver.save(content(step))
     saver.wait()

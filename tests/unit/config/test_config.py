@@ -223,7 +223,7 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
         ("- a\n- b\n", ["here.yaml", "is not a mapping"]),
         ("gpus_per_node: four\n", ["gpus_per_node=four", "a whole number"]),
         ("partition: [a, b]\n", ["here.yaml", "'partition' must be one plain value"]),
-        ("segment: 1 --wrap=x\n", ["here.yaml", "'segment: 1 --wrap=x' must be a number of nodes"]),
+        ("environment: a;b\n", ["here.yaml", "'environment: a;b' must be the absolute path"]),
     ],
 )
 def test_an_invalid_profile_is_refused_with_its_file_and_key(site: Path, text: str, words: list[str]) -> None:

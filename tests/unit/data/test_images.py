@@ -425,8 +425,8 @@ def test_a_folder_without_the_images_is_reported_with_the_fix(tmp_path: Path, fo
     assert datasets.find_imagenet(tmp_path) == tmp_path / "imagenet"
 
 
-def fake_run(told: list[str], first: str | None = None) -> Any:
-    """What `open_sets` asks of a run; first: rank 0's digests, where they are others."""
+def fake_run(told: list[str]) -> Any:
+    """What `open_sets` asks of a run."""
 
     def together(name: str, work: Callable[[Callable[[object], None]], Any]) -> Any:
         try:
@@ -434,13 +434,9 @@ def fake_run(told: list[str], first: str | None = None) -> Any:
         except (InputError, MachineError) as error:
             raise type(error)(f"node1: {error}") from None
 
-    world = SimpleNamespace(
-        host="node1",
-        hosts=("node0", "node1"),
-        together=together,
-        broadcast_text=lambda name, text: text if first is None else first,
+    return SimpleNamespace(
+        world=SimpleNamespace(together=together), say=told.append, progress=lambda text: None, stop=StopFlag()
     )
-    return SimpleNamespace(world=world, say=told.append, progress=lambda text: None, stop=StopFlag())
 
 
 def keys(dataset: str = "imagenet", data_dir: object = "", stage_dir: str = "") -> dict[str, str]:
@@ -464,12 +460,6 @@ def test_stage_dir_may_contain_an_environment_variable(
     monkeypatch.setenv("RECIPES_DATA", str(folder))
     assert images.open_sets(fake_run(told), **keys())[1].kind == "files"
     assert {len(source.classes) for source in images.open_sets(fake_run(told), **keys("fake"))} == {1000}
-
-
-@pytest.mark.parametrize("kind", ["files", "packed"])
-def test_a_rank_with_other_samples_is_reported(folder: Path, packed: Path, kind: str) -> None:
-    with pytest.raises(InputError, match=r"^node1: .* has other samples on this host than on node0"):
-        images.open_sets(fake_run([], "another other"), **keys(data_dir=packed if kind == "packed" else folder))
 
 
 def test_a_stop_signal_ends_the_staging(packed: Path, tmp_path: Path) -> None:

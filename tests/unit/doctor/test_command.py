@@ -86,21 +86,6 @@ def test_a_signal_ends_the_doctor_at_once_and_leaves_no_process(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["launch.py --help", "launch.py recipe=mnist launcher=print", "-m recipes.mnist --help", "-m recipes.doctor --help",
-     "-m recipes.prepare --help", "-m recipes.report --help"],
-)  # fmt: skip
-def test_a_reader_that_has_exited_is_no_error(command: str) -> None:
-    """As with | head, where head has ended before the text comes."""
-    read, write = os.pipe()
-    os.close(read)
-    argv = [sys.executable, *command.split()]
-    ended = subprocess.run(argv, cwd=helpers.ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
-
-
-@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("explain",), "doctor: explain: a path is missing"),

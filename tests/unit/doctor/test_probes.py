@@ -184,7 +184,7 @@ def test_a_name_that_does_not_resolve_is_not_fixed_by_an_interface(tmp_path: Pat
 
 
 def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = network.Choice("eth1", "10.0.0.1", "two", "10.0.0.2", "route to two")
+    chosen = network.Choice("eth1", "10.0.0.1", "two", "route to two")
     monkeypatch.setattr(network, "choose", lambda info: chosen)
     two = ranks.detect(TASK)
     folder = tmp_path / "sys/class/net/eth1"

@@ -37,13 +37,13 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
         "sweep.lr=0.5,0.1",
     ]
     settings = command_line.parse(words, environ={})
-    environ = checks.environment(settings, Request("/f", 16, True))
+    environ = checks.environment(settings, Request("/f", 16))
     assert not {"RANK", "SLURM_JOB_ID", "PMI_RANK", "MASTER_ADDR", "RECIPES_BATCH"} & set(environ)
     asked = dryrun.asked(environ)
     assert (environ["RECIPES_DATA"], environ["RECIPES_CLUSTER"], asked) == (
         "/d",
         "example",
-        Request("/f", 16, True),
+        Request("/f", 16),
     )
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == (
         "",

@@ -12,12 +12,9 @@ from tests.unit.launch.stand_ins import describe, directives
 
 
 def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
-    site.write_text("exclusive: user\nmem: 64G\nswitches: 2\n")
-    assert dict(describe("cluster=here").directives) == {"exclusive": "user", "mem": "64G", "switches": "2"}
-    typed = describe("cluster=here", "extra=--mem-per-cpu=2G --exclusive --switches=1")
-    assert dict(typed.directives) == {"exclusive": "", "mem-per-cpu": "2G", "switches": "1"}
-    site.write_text("gpus: --gres\nexclusive: false\n")
-    assert describe("cluster=here").directives == ()
+    site.write_text("gpus: --gres\nextra: --mem=64G --switches=2\n")
+    typed = describe("cluster=here", "extra=--exclusive --switches=1")
+    assert dict(typed.directives) == {"mem": "64G", "switches": "1", "exclusive": ""}
     with pytest.raises(
         ConfigError, match=r"gpus=10: requires --gpus-per-task, but cluster=here requests GPUs with --gres: "
     ):

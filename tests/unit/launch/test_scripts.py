@@ -67,9 +67,9 @@ def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> No
 def test_the_profile_chooses_the_options_for_gpus_and_nodes(
     site: Path, way: str, words: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    nodes = {"--exclusive": "", "--mem": "0", "--segment": "4", "--switches": "1@30:00"}
+    nodes = {"--exclusive": "", "--mem": "0", "--switches": "1@30:00"}
     count = "" if "gpus=10" in words else "gpus_per_node: 4\n"
-    site.write_text(f"gpus: {way}\n{count}exclusive: true\nmem: 0\nsegment: 4\nswitches: 1@30:00\n")
+    site.write_text(f"gpus: {way}\n{count}extra: --exclusive --mem=0 --switches=1@30:00\n")
     text = scripts.sbatch_script(describe("cluster=here", *words))
     asked = directives(text)
     assert {name: asked[name] for name in asked if "gpu" in name or name == "--gres"} == expected

@@ -131,30 +131,28 @@ def pair6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node
 def info(node_rank: int, nodes: tuple[str, ...] = (), num_nodes: int = 2, master: str = "") -> dict[str, Any]:
     return {
         "rank": node_rank, "local_rank": 0, "node_rank": node_rank, "world_size": num_nodes, "local_world_size": 1,
-        "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "launcher": "slurm", "nodes": nodes,
+        "num_nodes": num_nodes, "master_addr": master, "master_port": 29400, "nodes": nodes,
         "in_slurm": True, "run_id": "1", "restart_count": 0,
     }  # fmt: skip
 
 
-def choice(interface: str, address: str, peer: str, peer_address: str, reason: str) -> dict[str, str]:
-    return {
-        "interface": interface, "address": address, "peer": peer, "peer_address": peer_address, "reason": reason,
-    }  # fmt: skip
+def choice(interface: str, address: str, peer: str, reason: str) -> dict[str, str]:
+    return {"interface": interface, "address": address, "peer": peer, "reason": reason}
 
 
 def route(peer: str, own: str, address: str) -> dict[str, str]:
-    return choice("eth0", own, peer, address, f"route to {peer} ({address})")
+    return choice("eth0", own, peer, f"route to {peer} ({address})")
 
 
 def itself(peer: str, address: str) -> dict[str, str]:
-    return choice("lo", "127.0.0.1", peer, address, f"{peer} ({address}) is this machine")
+    return choice("lo", "127.0.0.1", peer, f"{peer} ({address}) is this machine")
 
 
 def of_master(master: str) -> dict[str, str]:
-    return choice("eth0", "10.77.0.1", master, "10.77.0.1", "it has the master's address 10.77.0.1")
+    return choice("eth0", "10.77.0.1", master, "it has the master's address 10.77.0.1")
 
 
-LONE = choice("lo", "127.0.0.1", "", "", "one node")
+LONE = choice("lo", "127.0.0.1", "", "one node")
 # What each node chooses. Where the nodes are unknown, the master is the peer, and is asked about on its own node too.
 CHOICES = (
     (0, info(0, ("node1", "node2", "far"), 3), route("node2", "10.77.0.1", "10.77.0.2")),
@@ -177,7 +175,7 @@ def test_each_node_uses_the_interface_that_reaches_the_other_node(pair: tuple[No
 def test_a_network_with_ipv6_only(pair6: tuple[Node, Node]) -> None:
     asked = [info(0, ("six1", "six2")), info(0, master="six1")]
     named, of_own_master = pair6[0].ask("choose", *asked)
-    assert named == choice("eth0", "fd77::1", "six2", "fd77::2", "route to six2 (fd77::2)")
+    assert named == choice("eth0", "fd77::1", "six2", "route to six2 (fd77::2)")
     assert of_own_master["interface"] == "eth0"
     local, away = pair6[0].ask("route_to", "fd77::1", "2001:db8::1")
     assert local["local"] is True
@@ -211,7 +209,7 @@ def test_the_route_is_that_of_ip_route_get(pair: tuple[Node, Node]) -> None:
 
 
 def test_variables_that_are_set_are_not_changed() -> None:
-    eth0 = Choice("eth0", "10.0.0.1", "b", "10.0.0.2", "")
+    eth0 = Choice("eth0", "10.0.0.1", "b", "")
     assert settings(eth0, {}) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert settings(eth0, {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": ""}) == {}
