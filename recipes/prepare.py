@@ -8,14 +8,17 @@
 Exit status: 0 done; 2 invalid arguments or a damaged source; 3 this machine cannot do it (offline, disk full); 130 Ctrl-C.
 """
 
-import contextlib
 import dataclasses
+import gzip
 import hashlib
-import os
+import http.client
+import io
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +26,16 @@ from typing import Any
 from recipes.core import errors, files
 from recipes.core.config import declare, parser
 from recipes.core.config.declare import key
-from recipes.core.data import cifar10, datasets, download
-from recipes.core.data.datasets import DataFile, DataFileError, Dataset
-from recipes.core.data.download import FetchError
-from recipes.core.data.packed import format, write
+from recipes.core.data import cifar10, datasets
+from recipes.core.data.datasets import DataFile, Dataset
+from recipes.core.data.packed import write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.errors import ConfigError, InputError, MachineError
 
-LOCK, SCRATCH = "prepare.lock", ".download"
+TIMEOUT_S = 30.0  # to connect, and for each read
 FIX = (
     "run this where there is internet (a login node), set HTTPS_PROXY if the site has a proxy, "
-    "or give another source=, such as a folder that has the files"
+    "or give a source= that has the files"
 )
 USAGE = """\
 usage: python -m recipes.prepare DATASET [key=value …]
@@ -65,15 +67,8 @@ class ImagenetKeys(PrepareKeys):
 
 @dataclass(frozen=True)
 class WeightsKeys:
-    arch: str = key("resnet50", "torchvision classifier", pattern=r"[a-z][a-z0-9_]{0,63}", form="a model's name")
-    weights: str = key(
-        "true",
-        "name of the weights, such as IMAGENET1K_V1; true: the newest",
-        pattern=declare.NAME,
-    )
-
-    def __post_init__(self) -> None:
-        declare.check(self)
+    arch: str = key("resnet50", "torchvision classifier")
+    weights: str = key("true", "name of the weights, such as IMAGENET1K_V1; true: the newest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,11 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
         message, status = str(err), errors.EXIT_MACHINE
+    except OSError as err:
+        message, status = f"{err.filename or 'data_dir'}: {err.strerror or err}", errors.EXIT_MACHINE
     except KeyboardInterrupt:
-        message, status = "interrupted; no partial files are left, the same command continues", 130
+        message, status = "interrupted; run the same command again", 130
     else:
         return 0
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {errors.shown(message, 1000)}", file=sys.stderr)
     return status
 
 
@@ -116,111 +113,81 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
     return name, parser.parse_keys(KEYS.get(name, PrepareKeys), words)
 
 
-def prepare_mnist(keys: PrepareKeys, dataset: Dataset = datasets.MNIST) -> None:
-    """Writes all files of the dataset below data_dir, unpacked and verified. Raises InputError, MachineError."""
+def prepare_mnist(keys: PrepareKeys) -> None:
+    """Writes all files of MNIST below data_dir, unpacked and verified. Raises InputError, MachineError, OSError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    folder = data_dir / dataset.folders[0]
-    missing = [file for file in dataset.files if not _is_valid(folder / file.name, file)]
-    if missing:
-        sources = [_sources(dataset, file, keys.source) for file in missing]
-        with _writing(data_dir, folder, sum(file.size for file in missing)) as scratch:
-            for file, candidates in zip(missing, sources, strict=True):
-                content = _first_valid(file, candidates, scratch)
-                files.write_bytes(folder / file.name, content)
-                _say(f"{file.name}: verified, {files.size_text(file.size)}")
-    _say_next(dataset, data_dir)
+    folder = data_dir / datasets.MNIST.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in datasets.MNIST_FILES:
+        if datasets.fault_of(folder / file.name, file) is None:
+            _say(f"{file.name}: already there, verified")
+            continue
+        url = f"{datasets.MNIST_URL}{file.name}.gz"
+        content = _local(file, keys.source) if keys.source else _valid(url, download(url), file)
+        files.write_bytes(folder / file.name, content)
+        _say(f"{file.name}: verified, {files.size_text(file.size)}")
+    _say_next(datasets.MNIST, data_dir)
 
 
-def _is_valid(path: Path, file: DataFile) -> bool:
-    fault = datasets.fault_of(path, file)
-    if fault is None:
-        _say(f"{file.name}: already there, verified")
-    elif os.path.lexists(path):
-        _say(f"{path} {fault}: a valid copy will replace it")
-    return fault is None
-
-
-def _sources(dataset: Dataset, file: DataFile, source: str) -> list[str]:
-    """Paths and URLs where the file may be, in the order in which to try them. Raises InputError if ``source`` lacks it."""
-    if not source:
-        return [f"{mirror}{file.name}.gz" for mirror in dataset.mirrors]
-    if given := [str(path) for path in datasets.local_copies(source, dataset, file.name, "source")]:
-        return given
+def _local(file: DataFile, source: str) -> bytes:
+    """The content of ``file`` from the folder ``source``. Raises InputError, OSError."""
+    root = Path(source).expanduser()
+    for folder in (root, root / datasets.MNIST.folder):
+        for path in (folder / file.name, folder / f"{file.name}.gz"):
+            if datasets.kind(path, "source") == "file":
+                return _valid(path, path.read_bytes(), file)
     raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
 
 
-def _first_valid(file: DataFile, candidates: Sequence[str], scratch: Path) -> bytes:
-    """The content of ``file`` from the first candidate, a path or a URL, that has it.
+def _valid(where: object, content: bytes, file: DataFile) -> bytes:
+    """``content``, unpacked if it is a gzip file. Raises InputError, with ``where``, unless it is that of ``file``.
 
-    Raises InputError (all are damaged files), MachineError (no URL can be read) and OSError (the disk is full).
+    The first bytes decide, not the name: browsers and some proxies unpack a .gz and keep its name.
     """
-    faults: list[str] = []
-    for candidate in candidates:
-        _say(f"{file.name}: from {candidate}")
-        path = scratch / candidate.rpartition("/")[2] if "://" in candidate else Path(candidate)
-        try:
-            if "://" in candidate:
-                download.fetch(candidate, path)
-            content = datasets.content(path, file.size + 1)
-            fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)
-            if fault is None:
-                return content
-        except (DataFileError, FetchError) as error:
-            fault = str(error)
-        faults.append(f"{candidate}: {fault}")
-        _say(f"{file.name}: {fault}")
-    kind = MachineError if "://" in candidates[-1] else InputError
-    raise kind(f"no valid copy of {file.name} ({'; '.join(faults)}): {FIX}")
-
-
-@contextlib.contextmanager
-def _writing(data_dir: Path, folder: Path, need: int) -> Iterator[Path]:
-    """Creates ``folder`` below ``data_dir`` and holds its lock within the ``with`` block; checks that ``need`` bytes are free.
-
-    Removes temporary files of killed processes. Yields a new folder in ``folder``, which is removed at the end. Raises MachineError if
-    another process has the lock, or if the disk cannot be written.
-    """
-    scratch = folder / SCRATCH
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with files.locked(folder / LOCK):
-            files.remove_temporary(folder)
-            shutil.rmtree(scratch, ignore_errors=True)
-            files.check_free(folder, need)
-            scratch.mkdir()
-            try:
-                yield scratch
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as err:
-        raise files.disk_error(err, "data_dir", data_dir, need) from err
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(file.size + 1)
+        fault = datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file)
+    except (EOFError, OSError, zlib.error) as error:
+        fault = f"is damaged ({error})"
+    if fault:
+        raise InputError(f"{where} {fault}: give another source=")
+    return content
+
+
+def download(url: str, fix: str = FIX) -> bytes:
+    """The content of ``url``. TLS is verified; proxies and SSL_CERT_FILE are honoured. Raises MachineError, with ``fix``."""
+    _say(f"from {url}")
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "slurm-torch-recipes"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+            return content
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise MachineError(f"{url}: {errors.one_line(error)}: {fix}") from None
 
 
 def _say_next(dataset: Dataset, data_dir: Path) -> None:
-    _say(f"{dataset.name} is in {data_dir / dataset.folders[0]}")
+    _say(f"{dataset.name} is in {data_dir / dataset.folder}")
     _say(f"next: python -m recipes.{dataset.recipe} data_dir={shlex.quote(str(data_dir))}")
 
 
 def prepare_cifar10(keys: PrepareKeys) -> None:
-    """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError."""
+    """Writes CIFAR-10 as IDX files, and index.json, into data_dir/cifar10. Raises InputError, MachineError, OSError."""
     data_dir = datasets.folder_of(keys.data_dir).absolute()
-    folder = data_dir / datasets.CIFAR10.folders[0]
+    folder = data_dir / datasets.CIFAR10.folder
     if made_from := cifar10.made_from(folder):
         _say(f"cifar10: already there, verified, made from {made_from}")
     else:
-        source = cifar10.local_source(keys.source, data_dir)
-        need = sum(cifar10.SAMPLES.values()) * (cifar10.IMAGE_BYTES + 1)
-        with _writing(data_dir, folder, 3 * need) as scratch:  # the archive, and what it contains
-            (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
+        source = cifar10.local_source(keys.source) if keys.source else None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.json").unlink(missing_ok=True)  # an unfinished conversion must not look complete
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             name = str(source or cifar10.URL)
-            _say(f"cifar10: from {name}")
-            try:
-                if source is None:
-                    source = scratch / cifar10.ARCHIVE
-                    download.fetch(cifar10.URL, source)
-                cifar10.convert(source, folder, scratch, name)
-            except FetchError as err:
-                raise MachineError(f"{cifar10.URL}: {err}: {FIX}") from None
+            if source is None:
+                source = Path(scratch, cifar10.ARCHIVE)
+                source.write_bytes(download(cifar10.URL))
+            cifar10.convert(source, folder, Path(scratch), name)
     _say_next(datasets.CIFAR10, data_dir)
 
 
@@ -241,10 +208,9 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
         size = files.size_text(sum(shard.size for shard in split.shards))
         _say(f"{name}: {split.samples} images, {size}")
         if split.skipped:
-            _say(f"{name}: {len(split.skipped)} images skipped; index.json names them")
+            _say(f"{name}: {split.skipped} images skipped; index.json names them")
     _say(f"imagenet is in {target}, {len(copy.classes)} classes")
-    if len(copy.splits) == len(format.SPLITS):  # training needs both
-        _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
+    _say(f"next: python -m recipes.imagenet data_dir={shlex.quote(str(target))}")
 
 
 def prepare_weights(keys: WeightsKeys) -> None:
@@ -256,12 +222,13 @@ def prepare_weights(keys: WeightsKeys) -> None:
 
     chosen = models.find_weights(keys.arch, keys.weights)
     path = models.cached(chosen)
-    try:
+    if models.fault_of(path):
+        fix = f"copy the file to {path}"
+        content = download(chosen.url, fix)
+        if not hashlib.sha256(content).hexdigest().startswith(path.stem.rpartition("-")[2]):
+            raise MachineError(f"{chosen.url} has other content than its name says: {fix}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if models.fault_of(path):
-            download.fetch(chosen.url, path, path.stem.rpartition("-")[2])
-    except (OSError, FetchError) as err:
-        raise MachineError(f"{chosen.url} could not be fetched ({err}): copy the file to {path}") from None
+        files.write_bytes(path, content)
     _say(f"{keys.arch}'s {chosen.name} is in {path}")
     _say(f"next: python -m recipes.imagenet arch={keys.arch} pretrained={chosen.name}")
 

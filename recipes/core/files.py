@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import socket
 import stat
@@ -21,35 +20,22 @@ from typing import IO, Any
 
 from recipes.core.errors import MachineError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
-def private_folder(root: Path, name: str) -> Path:
-    """Creates the folder ``runs/NAME`` with mode 700 and returns it.
+def private_folder(folder: Path, fix: str = "chmod 700 it, or use a clone of your own") -> Path:
+    """Creates ``folder`` with mode 700 and returns it.
 
-    It must be private because jobs execute files from it. Raises MachineError if the folder belongs to another user, if
-    another user can write to it, or if it cannot be created.
+    For files that must be this user's own, such as those that jobs execute. Raises MachineError, with ``fix``, if it belongs
+    to another user, if another user can write to it, or if it cannot be created.
     """
-    runs = root / "runs"
-    if runs.is_symlink() and not runs.exists():
-        raise MachineError(f"{runs}: is a link to {os.path.realpath(runs)}, which does not exist: create that folder")
-    folder = runs / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        found = folder.lstat()  # not through a link: in /tmp, anyone can create one
     except OSError as error:
-        raise MachineError(
-            f"{folder}: cannot be created ({error.strerror}), and jobs execute files from there: make {runs} writable"
-        ) from None
-    if found.st_uid != os.getuid():
-        raise MachineError(
-            f"{folder}: belongs to user {found.st_uid}, and jobs execute files from there: use a clone of your own"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o022:
-        raise MachineError(
-            f"{folder}: other users can write to it, and jobs execute files from there: chmod 700 {shlex.quote(str(folder))}"
-        )
+        raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise MachineError(f"{folder}: is not a folder that you own and only you can write to: {fix}")
     return folder
 
 
@@ -137,18 +123,16 @@ def umask(mask: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Holds an exclusive lock on the file ``path`` within the ``with`` block.
+def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Holds an exclusive lock on the file ``path`` within the ``with`` block, where the file system has locks.
 
     The kernel releases it when the process ends. The file is created if necessary and is not removed. wait: called
     repeatedly while another process holds the lock; it must sleep. Without ``wait``, MachineError is raised if another
-    process holds the lock. Yields True if the lock is held, and False if the file system does not support locks. Raises
-    OSError if the file cannot be opened.
+    process holds the lock. Raises OSError if the file cannot be opened.
     """
     # O_NOFOLLOW: the name is predictable, and a symbolic link planted by another user would create a file elsewhere.
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        held = True
         while True:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,10 +143,9 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]
                         f"{str(path)!r} is locked: another process uses this folder: wait until it ends, or give another folder"
                     ) from None
                 wait()
-            except OSError:
-                held = False
+            except OSError:  # no locks
                 break
-        yield held
+        yield
     finally:
         os.close(opened)
 
@@ -186,26 +169,18 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def check_free(folder: Path, need: int) -> None:
-    """Raises OSError with ENOSPC, as a write would, if fewer than ``need`` bytes are free in ``folder``."""
+    """Raises OSError with ENOSPC and both sizes if fewer than ``need`` bytes are free in ``folder``."""
     free = free_bytes(folder)
     if free is not None and free < need:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        sizes = f"{size_text(need)} needed, {size_text(free)} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {sizes}", str(folder))
 
 
-def disk_error(error: OSError, key: str, folder: Path, need: int = 0) -> MachineError:
-    """The MachineError to raise after a failed write to ``folder``, the value of ``key``.
-
-    need: required bytes, 0 if unknown.
-    """
-    sizes, fix = "", ""
-    if error.errno in FULL:
-        fix = "make room there, or "
-        with contextlib.suppress(OSError):
-            free = free_bytes(folder)
-            sizes = "" if free is None else f", {size_text(free)} free"
-        sizes = (f"; {size_text(need)} needed" if need else "") + sizes
+def disk_error(error: OSError, key: str, folder: Path) -> MachineError:
+    """The MachineError to raise after a failed write to ``folder``, the value of ``key``."""
+    fix = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
     return MachineError(
-        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}{sizes}): {fix}give another {key}="
+        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}give another {key}="
     )
 
 

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from recipes.core.data import datasets, idx, in_memory
+from recipes.core.data import datasets, in_memory
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
@@ -31,10 +31,11 @@ RANDOM = "random images"  # what is used if there are no real ones
 
 
 def photos(folder: Path, size: Size) -> str:
-    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``; gives what they are."""
+    """Writes JPEGs as ImageNet's, one class each, to ``folder/train/<class>/``, and one to val/; gives what they are."""
     if size.photos != FULL.photos or not PHOTOS.is_file():
         for number in range(size.photos):
             write(folder / f"train/class{number:04d}/0.JPEG", made_photo(number, 500, 375), quality=92)
+        write(folder / "val/class0000/0.JPEG", made_photo(0, 500, 375))
         return f"{size.photos} made JPEGs of 500x375"
     with tarfile.open(PHOTOS) as packed:
         found = [member for member in packed if member.name.endswith(".JPEG")][: size.photos]
@@ -42,6 +43,8 @@ def photos(folder: Path, size: Size) -> str:
             file = folder / "train" / member.name.partition("_")[0] / member.name
             file.parent.mkdir(parents=True)
             file.write_bytes(packed.extractfile(member).read())  # type: ignore[union-attr]  # a regular file
+        (folder / "val").mkdir()
+        (folder / "val" / file.parent.name).symlink_to(file.parent)
     return f"{len(found)} JPEGs of ImageNet"
 
 
@@ -49,11 +52,11 @@ def mnist(folder: Path, size: Size) -> str:
     """Writes a data_dir with MNIST's files, plain; gives what they are."""
     real = _prepared(in_memory.mnist) if size.images == FULL.images else None
     sets = real or in_memory.fake(size.images, 10, (1, 28, 28), 10)
-    place = folder / datasets.MNIST.folders[0]
+    place = folder / datasets.MNIST.folder
     place.mkdir(parents=True)
-    for file, tensor in zip(datasets.MNIST.files, (t for s in sets for t in (s.images, s.labels)), strict=True):
+    for file, tensor in zip(datasets.MNIST_FILES, (t for s in sets for t in (s.images, s.labels)), strict=True):
         content = tensor.to(torch.uint8).squeeze()  # IDX has no channels
-        (place / file.name).write_bytes(idx.header(*content.shape) + content.numpy().tobytes())
+        (place / file.name).write_bytes(datasets.idx_header(*content.shape) + content.numpy().tobytes())
     return "MNIST" if real else f"{size.images:,} {RANDOM}"
 
 
@@ -83,6 +86,7 @@ def input_figure(
 
 def small_jpegs(folder: Path, count: int) -> None:
     """Writes ``count`` JPEGs of 64x48 to ``folder/train/<class>/``, of ten classes."""
+    write(folder / "val/class0/0.jpg", made_photo(0, 64, 48))
     for number in range(count):
         file = folder / f"train/class{number % 10}/{number}.jpg"
         if number < DIFFERENT:

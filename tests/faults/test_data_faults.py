@@ -6,7 +6,6 @@ Bytes are changed at random, always the same for a case's number, in the kinds o
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import io
 import json
@@ -28,7 +27,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, decode, idx, image_sets, pillow
+from recipes.core.data import crops, datasets, decode, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
 from recipes.core.data.datasets import DataFileError
 from recipes.core.data.packed import format, write
@@ -87,27 +86,23 @@ def bounded(more: int = 2 << 30) -> Iterator[None]:
 # --- IDX
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(packed: bool, tmp_path: Path) -> None:
+def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(tmp_path: Path) -> None:
     plain = bytes([0, 0, 8, 3]) + struct.pack(">3I", 40, 9, 9) + random.Random(0).randbytes(40 * 81)
-    whole, path = gzip.compress(plain, mtime=0) if packed else plain, tmp_path / "t-images-idx3-ubyte"
+    path = tmp_path / "t-images-idx3-ubyte"
     seen: Counter[str] = Counter()
     with bounded():
         for number in range(900):
-            content = damaged(random.Random(number), whole)
+            content = damaged(random.Random(number), plain)
             path.write_bytes(content)
             try:
-                shape, payload = idx.read_idx(path)
+                shape, payload = datasets.read_idx(path)
             except DataFileError as error:
                 one_line(str(error), path, "recipes.prepare mnist")
                 seen["named"] += 1
                 continue
             seen["read"] += 1
             assert math.prod(shape) == len(payload)
-            if packed:  # what gzip does not check is around the content
-                assert (shape, bytes(payload)) == ((40, 9, 9), plain[16:]), number
-            elif content[:1] != b"\x1f":
-                assert bytes(payload) == content[4 + 4 * len(shape) :], number
+            assert bytes(payload) == content[4 + 4 * len(shape) :], number
     assert min(seen["named"], seen["read"]) > 5, seen
 
 
@@ -314,7 +309,7 @@ def test_incomplete_weights_leave_no_file(
     err = capsys.readouterr().err
     one_line(err.splitlines()[-1], path, server.url)
     assert "Traceback" not in err
-    assert os.listdir(path.parent) == []
+    assert not path.parent.exists()
     server.answers.clear()
     assert prepare.main(["weights", "arch=resnet18"]) == 0
     assert os.listdir(path.parent) == [path.name]

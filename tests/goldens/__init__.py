@@ -23,7 +23,7 @@ from typing import Any
 
 from PIL import Image
 
-from recipes.core.data import datasets, idx
+from recipes.core.data import datasets
 from tests import helpers
 
 FOLDER = Path(__file__).parent
@@ -87,15 +87,15 @@ def train(recipe: str, folder: Path) -> list[dict[str, Any]]:
 
 def write_cifar10(folder: Path) -> None:
     """Noise as bright as its class, in the files of `prepare cifar10`: 100 images to train on, 60 to evaluate."""
-    place = folder / datasets.CIFAR10.folders[0]
+    place = folder / datasets.CIFAR10.folder
     place.mkdir(parents=True)
     random_bytes = random.Random(0).randbytes
     files = iter(datasets.CIFAR10_IDX)
     for count in (100, 60):
         labels = bytes(i % 10 for i in range(count))
         images = (bright(random_bytes(3 * 32 * 32), label) for label in labels)
-        (place / next(files)).write_bytes(idx.header(count, 3, 32, 32) + b"".join(images))
-        (place / next(files)).write_bytes(idx.header(count) + labels)
+        (place / next(files)).write_bytes(datasets.idx_header(count, 3, 32, 32) + b"".join(images))
+        (place / next(files)).write_bytes(datasets.idx_header(count) + labels)
     (place / "index.json").write_text("{}")
 
 

@@ -3,11 +3,10 @@
 The IDX files are read when a run starts: no image is decoded then. Only torchvision's copy needs torch.
 """
 
-import functools
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.data import classfolder, datasets, idx, pillow
+from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
 from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX, DataFileError
 from recipes.core.errors import InputError
@@ -29,26 +28,19 @@ def made_from(folder: Path) -> str:
     return str(index.get("source")) if valid else ""
 
 
-def local_source(source: str, data_dir: Path) -> Path | None:
-    """torchvision's folder or archive, or class folders, in ``source``; if that is empty, torchvision's in ``data_dir``, or None.
-
-    Raises InputError if ``source`` has none.
-    """
-    kind = functools.partial(datasets.kind, key="source" if source else "data_dir")
-    given = Path(source).expanduser().absolute()
-    for root in (given,) if source else (data_dir, data_dir / datasets.CIFAR10.folders[0]):
-        if kind(root / BATCHES) == "folder":
-            return root / BATCHES
-        if kind(root / ARCHIVE) == "file":
-            return root / ARCHIVE
-    if source and kind(given / "train") == kind(given / "test") == "folder":
-        return given
-    if source:
-        raise InputError(
-            f"source={source!r} has no copy of CIFAR-10: give a folder that has {BATCHES}/, {ARCHIVE}, "
-            "or train/<class>/*.jpg and test/<class>/…"
-        )
-    return None
+def local_source(source: str) -> Path:
+    """torchvision's folder or archive, or class folders, in ``source``. Raises InputError if it has none."""
+    root = Path(source).expanduser().absolute()
+    if datasets.kind(root / BATCHES, "source") == "folder":
+        return root / BATCHES
+    if datasets.kind(root / ARCHIVE, "source") == "file":
+        return root / ARCHIVE
+    if datasets.kind(root / "train", "source") == datasets.kind(root / "test", "source") == "folder":
+        return root
+    raise InputError(
+        f"source={source!r} has no copy of CIFAR-10: give a folder that has {BATCHES}/, {ARCHIVE}, "
+        "or train/<class>/*.jpg and test/<class>/…"
+    )
 
 
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
@@ -69,8 +61,8 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
         classes = train.classes
         found = {"train": _from_listing(train), "test": _from_listing(classfolder.scan(source / "test", classes))}
     for split, (labels, pixels) in found.items():
-        files.write_bytes(folder / f"{split}-images-idx4-ubyte", idx.header(len(labels), 3, 32, 32) + pixels)
-        files.write_bytes(folder / f"{split}-labels-idx1-ubyte", idx.header(len(labels)) + labels)
+        files.write_bytes(folder / f"{split}-images-idx4-ubyte", datasets.idx_header(len(labels), 3, 32, 32) + pixels)
+        files.write_bytes(folder / f"{split}-labels-idx1-ubyte", datasets.idx_header(len(labels)) + labels)
     index = {
         "source": name,
         "classes": classes,
@@ -99,8 +91,6 @@ def _from_torchvision(root: Path) -> dict[str, Images]:
         raise DataFileError(
             f"{root / BATCHES} is incomplete or damaged (by torchvision's MD5s): give another source="
         ) from None
-    except OSError as error:
-        raise DataFileError(f"{root / BATCHES} cannot be read ({error.strerror})") from None
     return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}
 
 

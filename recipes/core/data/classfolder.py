@@ -83,26 +83,17 @@ def scan(
     positions = {name: i for i, name in enumerate(known)}
     if strange := [name for name in own if name not in positions]:
         raise InputError(
-            f"{str(folder)!r} has the class {strange[0]!r}{_more(strange)}, which the training set lacks: "
+            f"{str(folder)!r} has the class {strange[0]!r}, which the training set lacks: "
             "give both the same class folders"
         )
     listing = Listing(folder, known)
-    empty = []
     for done, name in enumerate(own):
         report(done)
         files = sorted(_images(os.path.join(os.fsencode(folder), os.fsencode(name))))
         if not files:
-            empty.append(name)
+            raise InputError(f"{str(folder)!r} has no image in the class folder {name!r}: fill or remove it")
         listing._add(positions[name], files)
-    if empty:
-        raise InputError(
-            f"{str(folder)!r} has no image in the class folder {empty[0]!r}{_more(empty)}: fill or remove it"
-        )
     return listing
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _images(folder: bytes) -> Iterator[bytes]:

@@ -1,14 +1,13 @@
-"""The files of each dataset: names, sizes, SHA-256, mirrors, and where they are searched. Standard library only."""
+"""The files of each dataset: names, sizes, SHA-256, where they are searched, and the IDX format. Standard library only."""
 
-import gzip
+import math
 import os
 import shlex
 import stat
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import files
+from recipes.core import errors, files
 from recipes.core.errors import InputError
 
 
@@ -27,40 +26,24 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files: those of IDX_KEYS in this order, and further ones.
-
-    folders: where they may be below data_dir; prepare writes to the first. files: the published ones, with their mirrors: base URLs of
-    the compressed files (``.gz``). names: of files that prepare makes.
-    """
+    """A dataset of a few files: those of IDX_KEYS in this order, and further ones. folder: where they are, below data_dir."""
 
     name: str
     recipe: str
-    folders: tuple[str, ...]
-    files: tuple[DataFile, ...] = ()
-    mirrors: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    folder: str
+    names: tuple[str, ...]
 
 
-# The names and the first mirror are torchvision 0.30's (datasets/mnist.py), the second mirror is used by TensorFlow's
-# examples. Both serve the same bytes; yann.lecun.com has no working https copy. The hashes are of the unpacked files,
-# since the same content can be compressed to different bytes.
-MNIST = Dataset(
-    name="mnist",
-    recipe="mnist",
-    folders=("MNIST/raw", "mnist", ""),  # the first is torchvision's
-    files=(
-        DataFile(
-            "train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
-        ),
-        DataFile("train-labels-idx1-ubyte", 60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-        DataFile("t10k-images-idx3-ubyte", 7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-        DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
-    ),
-    mirrors=(
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    ),
+# The names and the URL are torchvision 0.30's (datasets/mnist.py); yann.lecun.com has no working https copy. The hashes are
+# of the unpacked files, since the same content can be compressed to different bytes.
+MNIST_FILES = (
+    DataFile("train-images-idx3-ubyte", 47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    DataFile("train-labels-idx1-ubyte", 60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    DataFile("t10k-images-idx3-ubyte", 7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    DataFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 )
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST = Dataset("mnist", "mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
 IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -72,7 +55,7 @@ CIFAR10_IDX = (
     "test-labels-idx1-ubyte",
 )
 # index.json (source, classes, samples, sha256) is written last.
-CIFAR10 = Dataset(name="cifar10", recipe="cifar", folders=("cifar10",), names=(*CIFAR10_IDX, "index.json"))
+CIFAR10 = Dataset("cifar10", "cifar", "cifar10", (*CIFAR10_IDX, "index.json"))
 
 
 def folder_of(data_dir: str | Path) -> Path:
@@ -113,33 +96,6 @@ def content_fault(size: int, sha256: str, file: DataFile) -> str | None:
     return None
 
 
-def content(path: Path, most: int = -1) -> bytes:
-    """The first ``most`` bytes (-1: all) of a file, plain or gzip. Raises DataFileError with the fault as a clause.
-
-    The first byte decides, not the name: browsers and some proxies unpack a .gz and keep its name.
-    """
-    try:
-        with path.open("rb") as plain:
-            packed = plain.read(1) == b"\x1f"
-            plain.seek(0)
-            with gzip.open(plain) if packed else plain as file:
-                return file.read(most)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataFileError(f"is damaged ({error})") from None
-    except OSError as error:
-        raise DataFileError(f"cannot be read ({error.strerror})") from None
-
-
-def local_copies(data_dir: str | Path, dataset: Dataset, name: str, key: str = "data_dir") -> list[Path]:
-    """The unverified copies of the file ``name`` below ``data_dir``, the value of ``key``, best first: unpacked before compressed.
-
-    Raises DataFileError as `kind` does.
-    """
-    base = folder_of(data_dir)
-    candidates = [base / folder / (name + end) for folder in dataset.folders for end in ("", ".gz")]
-    return [path for path in candidates if kind(path, key) == "file"]
-
-
 def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
     """The command that provides the data, ready to be pasted into a shell."""
     return f"python -m recipes.prepare {dataset_name} data_dir={shlex.quote(str(data_dir))}"
@@ -148,15 +104,13 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
 def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
     """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
     base = folder_of(data_dir)
-    names = dataset.names or [file.name for file in dataset.files]
-    found = {name: local_copies(base, dataset, name) for name in names}
-    if missing := [name for name, paths in found.items() if not paths]:
-        folders = ", ".join(str(base / folder) for folder in dataset.folders)
+    found = [base / dataset.folder / name for name in dataset.names]
+    if missing := [path.name for path in found if kind(path) != "file"]:
         raise DataFileError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz; looked in {folders}): "
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} in {dataset.folder}/: "
             f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
         )
-    return {key: paths[0] for key, paths in zip(IDX_KEYS, found.values(), strict=False)}
+    return dict(zip(IDX_KEYS, found, strict=False))
 
 
 def find_mnist(data_dir: str | Path) -> dict[str, Path]:
@@ -167,11 +121,6 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
     return find_idx(CIFAR10, data_dir)
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` has a packed copy, finished or not. Raises DataFileError where permission is missing."""
-    return bool(kind(folder / "index.json") or kind(folder / "packing.json"))
-
-
 def find_imagenet(data_dir: str | Path) -> Path:
     """The folder that has ``train/`` and ``val/``, or a packed copy: ``data_dir``, or ``imagenet`` in it.
 
@@ -179,9 +128,40 @@ def find_imagenet(data_dir: str | Path) -> Path:
     """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
-        if is_packed(folder) or all(kind(folder / split) == "folder" for split in ("train", "val")):
+        if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
             return folder
     raise DataFileError(
         f"data_dir={str(base)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give the "
         f"folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
     )
+
+
+# The IDX format, in which MNIST is published and `recipes.prepare` stores CIFAR-10 (http://yann.lecun.com/exdb/mnist/, "THE IDX
+# FILE FORMAT"): two zero bytes, the type, the number of dimensions, the dimensions as big-endian uint32, the data.
+# Only the type uint8 is used here.
+UINT8 = 0x08
+
+
+def idx_header(*shape: int) -> bytes:
+    """The bytes of an IDX file before the data of an array of ``shape``."""
+    return bytes([0, 0, UINT8, len(shape)]) + b"".join(length.to_bytes(4, "big") for length in shape)
+
+
+def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
+    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file.
+
+    Raises DataFileError (one line: file, fault, fix).
+    """
+    try:
+        content = path.read_bytes()
+        if content[:3] != bytes([0, 0, UINT8]):
+            raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
+        end = 4 + 4 * content[3] if len(content) > 3 else 0
+        shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
+        if not shape or len(content) != end + math.prod(shape):
+            raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
+        return shape, content[end:]
+    except (DataFileError, OSError) as error:
+        name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"
+        fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
+        raise DataFileError(f"{path}: {errors.shown(error)}; {fix}") from None

@@ -70,7 +70,7 @@ def open_images(folder: Path, split: str, report: Callable[[object], None] = lam
     Opens the files and checks their sizes, reads no image. A validation set's labels are positions in its training set's
     classes. report: called during long listings to show progress. Raises InputError (one line: file, fault, fix).
     """
-    if datasets.is_packed(folder):
+    if datasets.kind(folder / format.INDEX):
         return Packed(folder, format.read_index(folder), split)
     classes = None
     if split != "train" and datasets.kind(folder / "train") == "folder":

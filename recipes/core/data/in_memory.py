@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes.core.data import datasets, idx, sampling
+from recipes.core.data import datasets, sampling
 from recipes.core.data.datasets import DataFileError
 from recipes.core.errors import InputError
 
@@ -50,7 +50,7 @@ def _image_sets(paths: Mapping[str, Path]) -> tuple[ImageSet, ImageSet]:
     """The training and the test set from the IDX files, images (N, H, W) or (N, C, H, W)."""
 
     def tensor(name: str) -> Tensor:
-        shape, payload = idx.read_idx(paths[name])
+        shape, payload = datasets.read_idx(paths[name])
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(shape)
 
     def part(name: str) -> ImageSet:

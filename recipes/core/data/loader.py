@@ -31,10 +31,8 @@ AUGMENTATION = 1  # the stream of `generator`
 CHUNK = 16  # images that a thread decodes as one task
 AHEAD = 3  # batches that are decoded while one is used
 STALL_S = 300.0  # for one chunk
-NAMED = 10  # unreadable images that are named; further ones are only counted
-# A run fails after so many unreadable images in a row, in random order, or at such a fraction of at least so many images.
-IN_A_ROW = 10
-SAMPLES, FRACTION = 1000, 0.01
+# More unreadable images than this, and more than this fraction of those of the epoch or evaluation so far, end the run.
+MOST_SKIPPED, FRACTION = 10, 0.01
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Loader:
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
         self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
         self._to = _Mover(device)
-        self._tally = _Tally(images, warn, IN_A_ROW)
-        self._centre_tallies: dict[int, _Tally] = {}
+        self._skipped: set[tuple[bool, str]] = set()  # whether it is of the training set, and its name
 
     @property
     def per_epoch(self) -> int:
@@ -88,16 +85,13 @@ class Loader:
     @property
     def skipped(self) -> int:
         """Number of samples that this rank could not read so far, each counted once."""
-        return sum(len(tally.skipped) for tally in self._tallies())
+        return len(self._skipped)
 
     def skipped_on_all(self) -> int:
         """Number of samples that some rank could not read, each counted once. Collective."""
-        found: list[list[set[int]]] = [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, [tally.skipped for tally in self._tallies()])
-        return sum(len(set().union(*of_one_set)) for of_one_set in zip(*found, strict=True))
-
-    def _tallies(self) -> "list[_Tally]":
-        return [self._tally, *self._centre_tallies.values()]
+        found: list[set[tuple[bool, str]]] = [set()] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, self._skipped)
+        return len(set().union(*found))
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.
@@ -124,13 +118,13 @@ class Loader:
                     mine[:, -1] < 0.5,
                 )
 
-        with contextlib.closing(_worked(jobs(), self._workers)) as finished:
-            for job in finished:
+        with contextlib.closing(self._labelled(jobs())) as finished:
+            for job, labels in finished:
                 shard = job.shard
                 assert shard is not None and job.flip is not None
                 yield LoadedShard(
                     shard.epoch, shard.batch, shard.indices, shard.global_size,
-                    self._to(job.images), self._to(self._tally.labels(job)), self._to(job.flip),
+                    self._to(job.images), self._to(labels), self._to(job.flip),
                 )  # fmt: skip
 
     def centres(
@@ -141,16 +135,36 @@ class Loader:
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
         crop, samples = CentreCrop(resize), range(len(images))[part]
-        tally = self._centre_tallies.setdefault(id(images), _Tally(images, self._warn))
 
         def jobs() -> Iterator[_Job]:
             for begin in range(0, len(samples), batch_size):
                 some = list(samples[begin : begin + batch_size])
                 yield _Job(images, self._decoder, crop, some, self._to.empty(len(some), size))
 
-        with contextlib.closing(_worked(jobs(), self._workers)) as finished:
+        with contextlib.closing(self._labelled(jobs())) as finished:
+            for job, labels in finished:
+                yield self._to(job.images), self._to(labels)
+
+    def _labelled(self, jobs: Iterable["_Job"]) -> Generator[tuple["_Job", Tensor], None, None]:
+        """The jobs, finished, with their labels: int64 (b,), IGNORE where a sample is unreadable. Raises InputError if too many are."""
+        seen = bad = 0
+        with contextlib.closing(_worked(jobs, self._workers)) as finished:
             for job in finished:
-                yield self._to(job.images), self._to(tally.labels(job))
+                source, samples = job.source, job.samples
+                labels = torch.tensor([source.label(sample) for sample in samples], dtype=torch.int64)
+                seen, bad = seen + len(samples), bad + len(job.bad)
+                for i, reason in sorted(job.bad.items()):
+                    labels[i] = IGNORE
+                    name = source.name(samples[i])
+                    if (known := (source is self._images, name)) not in self._skipped:
+                        self._skipped.add(known)
+                        self._warn(f"{name!r} cannot be read ({reason}) and is skipped")
+                if job.bad and bad > max(MOST_SKIPPED, FRACTION * seen):
+                    raise InputError(
+                        f"data_dir: {bad} of {seen} images of {source.place!r} cannot be read (the last: {name!r}: {reason}): "
+                        "check that the data is complete"
+                    )
+                yield job, labels
 
 
 @dataclass
@@ -228,45 +242,6 @@ def _finished(job: _Job, chunks: dict[int, "Future[None]"]) -> _Job:
                 f"{job.source.place!r}: reading did not return for {STALL_S:g} s, near {name!r}: check its file system"
             ) from None
     return job
-
-
-class _Tally:
-    """Counts and reports images that cannot be read, and gives the labels of each batch.
-
-    in_a_row: this many unreadable images in a row end the run; None where images are read in the set's order.
-    """
-
-    def __init__(self, images: Images, warn: Callable[[str], None], in_a_row: int | None = None) -> None:
-        self._images, self._warn, self._most_in_a_row = images, warn, in_a_row
-        self._seen = self._bad = self._in_a_row = 0
-        self.skipped: set[int] = set()
-
-    def labels(self, job: _Job) -> Tensor:
-        """int64 (b,), IGNORE where a sample is unreadable. Raises InputError where too many are."""
-        labels = torch.tensor([self._images.label(sample) for sample in job.samples], dtype=torch.int64)
-        for i, sample in enumerate(job.samples):
-            self._seen += 1
-            self._in_a_row = self._in_a_row + 1 if i in job.bad else 0
-            if i in job.bad:
-                labels[i] = IGNORE
-                self._note(sample, job.bad[i])
-        return labels
-
-    def _note(self, sample: int, reason: str) -> None:
-        self._bad += 1
-        name = self._images.name(sample)
-        if sample not in self.skipped:
-            self.skipped.add(sample)
-            if len(self.skipped) <= NAMED:
-                last = "; further ones are only counted" if len(self.skipped) == NAMED else ""
-                self._warn(f"{name!r} cannot be read ({reason}) and is skipped{last}")
-        too_many = self._seen >= SAMPLES and self._bad > FRACTION * self._seen
-        if too_many or self._in_a_row == self._most_in_a_row:
-            many = f"{self._bad} of {self._seen} images" if too_many else f"{self._in_a_row} images in a row"
-            raise InputError(
-                f"data_dir: {many} of {self._images.place!r} cannot be read (the last: {name!r}: {reason}): "
-                "check that the data is complete"
-            )
 
 
 class _Mover:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.core import errors
-from recipes.core.errors import InputError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,15 +22,11 @@ class Unreadable(Exception):
 
 
 def read_file(path: Path) -> bytes:
-    """The file's bytes. Raises Unreadable where only this file is affected, InputError where the folder may be missing."""
+    """The file's bytes. Raises Unreadable."""
     try:
         return path.read_bytes()
     except OSError as error:
-        if isinstance(error, PermissionError | IsADirectoryError) or path.is_symlink():
-            raise Unreadable(f"cannot be read ({error.strerror})") from None
-        raise InputError(
-            f"source=: {str(path)!r} cannot be read ({error.strerror}): make it readable and run the same command to continue"
-        ) from None
+        raise Unreadable(f"cannot be read ({error.strerror})") from None
 
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
@@ -97,14 +92,9 @@ def open_image(data: bytes) -> "Image.Image":
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """The image in RGB; 16-bit values are reduced to their upper 8 bits."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
-        high = slice(0, None, 2) if image.mode == "I;16B" else slice(1, None, 2)
-        return Image.frombytes("L", image.size, image.tobytes()[high]).convert("RGB")
-    if image.mode == "I":
-        return image.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    """The image in RGB. Raises Unreadable for 16-bit values, which Pillow's conversion would clip at 255."""
+    if image.mode.startswith("I"):
+        raise Unreadable("has more than 8 bits per value")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

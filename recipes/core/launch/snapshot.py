@@ -30,7 +30,7 @@ def take(root: Path) -> Path:
     for name, data in sorted(content.items()):
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
-    folder = private_folder(root, "code")
+    folder = private_folder(root / "runs" / "code")
     copy = folder / digest.hexdigest()[:16]
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))

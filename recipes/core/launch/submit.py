@@ -63,7 +63,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
-    folder = files.private_folder(job.root, "submitit")  # the job files in it are pickles, which a job executes
+    folder = files.private_folder(job.root / "runs/submitit")  # a job executes the pickles in it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))

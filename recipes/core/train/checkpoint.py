@@ -137,7 +137,7 @@ class Saver:
         try:
             files.check_free(self._folder, need)
         except OSError as error:
-            raise files.disk_error(error, "run_dir", self._folder.parent, need) from None
+            raise files.disk_error(error, "run_dir", self._folder.parent) from None
         copied = self._copy.take(dict(content))
         self._writing = threading.Thread(target=self._write, args=(copied, best), name="checkpoint")
         self._writing.start()

@@ -3,26 +3,22 @@
 index.json          options, classes, and each split's files with their SHA-256; written last, so it means "complete"
 SPLIT.index         one `RECORD` for each sample
 SPLIT-NNNNN.bin     shards: the samples' JPEGs, one after another
-packing.json        the options and the images that packing was started with
-SPLIT-NNNNN.json    a finished shard's note, until index.json is written
 """
 
 import hashlib
 import json
-import shlex
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.core import errors
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from recipes.core.errors import InputError
 
 VERSION = {"format": "packed images", "version": 1, "encoding": "jpeg"}
-INDEX, PLAN = "index.json", "packing.json"
+INDEX = "index.json"
 SPLITS = ("train", "val")
 # Length bytes from offset in a shard, the label, and the image's height and width in pixels.
 RECORD = struct.Struct("<QIIIHH")
@@ -40,12 +36,12 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a packed copy. skipped: ``file`` and ``why`` of each image left out."""
+    """A split of a packed copy. skipped: number of images left out, which index.json names."""
 
     samples: int
     index: DataFile
     shards: tuple[DataFile, ...]
-    skipped: tuple[Mapping[str, str], ...]
+    skipped: int
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -54,9 +50,10 @@ class Split:
 
 @dataclass(frozen=True)
 class PackedCopy:
-    """What index.json says. size: pixels of the shorter side. content: the bytes of index.json."""
+    """What index.json says. size, quality: as in `PackOptions`. content: the bytes of index.json."""
 
     size: int
+    quality: int
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
     content: bytes = field(repr=False)
@@ -74,54 +71,23 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-def note_path(folder: Path, split: str, number: int) -> Path:
-    return folder / f"{split}-{number:05d}.json"
-
-
-def header(options: PackOptions) -> dict[str, Any]:
-    """The fields that index.json and packing.json have in common."""
-    return {**VERSION, "size": options.size, "quality": options.quality}
-
-
-def prepare_command(folder: Path) -> str:
-    """The command that packs into ``folder``. With other options than the first ones it refuses, and names those."""
-    return f"{datasets.prepare_command('imagenet', folder)} source=…"
-
-
-def is_finished(folder: Path) -> bool:
-    return datasets.kind(folder / INDEX) == "file"
-
-
 def read_index(folder: Path) -> PackedCopy:
     """Reads index.json. Raises InputError (one line: file, fault, fix) where it is missing or damaged."""
-    path, again = folder / INDEX, prepare_command(folder)
+    path, again = folder / INDEX, datasets.prepare_command("imagenet", folder)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        if datasets.kind(folder / PLAN):
-            raise InputError(
-                f"{str(folder)!r}: packing is not finished: run the same command again ({again})"
-            ) from None
         raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): pack one with {again}") from None
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable") from None
     try:
         found: Any = json.loads(content)
-        if differs := [
-            f"{name}={errors.shown(found.get(name))}" for name in VERSION if found.get(name) != VERSION[name]
-        ]:
-            raise InputError(
-                f"{str(path)!r}: {', '.join(differs)} is not supported: pack again into another data_dir=, or remove "
-                f"{shlex.quote(str(folder))} first: {again}"
-            )
-        splits = {name: _split(name, found["splits"][name]) for name in SPLITS if name in found["splits"]}
-        copy = PackedCopy(int(found["size"]), tuple(found["classes"]), splits, content)
-        if not all(isinstance(name, str) for name in copy.classes):
+        splits = {name: _split(name, found["splits"][name]) for name in SPLITS}
+        copy = PackedCopy(int(found["size"]), int(found["quality"]), tuple(found["classes"]), splits, content)
+        if any(found[name] != VERSION[name] for name in VERSION) or not all(isinstance(c, str) for c in copy.classes):
             raise ValueError
-    except InputError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise InputError(f"{str(path)!r} is damaged: remove it and pack again: {again}") from None
+        raise InputError(f"{str(path)!r} is damaged or of another version: remove it and pack again: {again}") from None
     return copy
 
 
@@ -133,5 +99,5 @@ def _split(name: str, found: Mapping[str, Any]) -> Split:
         samples,
         DataFile(f"{name}.index", samples * RECORD.size, str(found["index_sha256"])),
         tuple(DataFile(shard_name(name, i), int(shard["bytes"]), str(shard["sha256"])) for i, shard in shards),
-        tuple({"file": str(skip["file"]), "why": str(skip["why"])} for skip in found["skipped"]),
+        len(found["skipped"]),
     )

@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile, DataFileError
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
@@ -24,12 +25,8 @@ class Packed:
     """
 
     def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
-        again = f"pack again: {format.prepare_command(folder)}"
-        found = copy.splits.get(split)
-        if not found or not found.samples:
-            raise DataFileError(
-                f"{str(folder)!r} has no samples of {split}/: give a source= that has some, and {again}"
-            )
+        again = f"pack again: {datasets.prepare_command('imagenet', folder)}"
+        found = copy.splits[split]
         self.kind = f"packed jpeg, {copy.size} px"
         self.classes, self.place = copy.classes, str(folder)
         self._split, self._files = split, [file.name for file in found.shards]
