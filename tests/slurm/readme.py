@@ -209,6 +209,7 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=imagenet nodes=4 gpus_per_node=8 doctor=true data_dir=/data":
         slurm(PHOTOS, {"nodes=4": "nodes=2", "gpus_per_node=8": "gpus_per_node=1", **DATA}),
     "python -m recipes.doctor explain runs/imagenet/1234": tool(says="^rank 0 on .* failed first: .*data_dir='nowhere' has "),
+    "python -m recipes.doctor network=infiniband": tool(says="^healthy: 1 node"),
     "python launch.py recipe=collectives launcher=local ranks_per_node=4 device=cpu": here(),
     "srun -N2 --ntasks-per-node=8 --gpus-per-node=8 python -m recipes.collectives mode=bench operations=all_reduce "
     "sizes=1M..1G": slurm("device=cpu", BENCH),
@@ -227,6 +228,7 @@ TABLE: dict[str, How] = {
     "python launch.py recipe=cifar launcher=local ranks_per_node=2 device=cpu variant=fast data_dir=/data": here(CIFAR, DATA),
     "sbatch sbatch/cifar_1x8.sh variant=accurate data_dir=/data": slurm(CIFAR, {**ONE_EACH, **DATA}),
     "python -m recipes.doctor": tool(says="^healthy: 1 node"),
+    "python -m recipes.doctor network=my.env": tool(says="^healthy: 1 node"),
     "python launch.py recipe=imagenet launcher=local ranks_per_node=2 device=cpu variant=dev": here("max_steps=1"),
     "sbatch sbatch/imagenet_2x8.sh variant=fast data_dir=/scratch/imagenet-256 stage_dir='$TMPDIR'": slurm(PHOTOS, STAGED),
     "python -m recipes.mnist dataset=digits": here("max_steps=2"),

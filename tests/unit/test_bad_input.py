@@ -186,26 +186,15 @@ def test_a_submission_without_slurm_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(here))
-    line = refused(lambda: launch.main(["recipe=mnist"]), here, capsys, errors.EXIT_MACHINE)
+    line = refused(lambda: launch.main(["recipe=toy"]), here, capsys, errors.EXIT_MACHINE)
     assert "launcher=local" in line
 
 
 def test_the_message_of_a_failed_sbatch_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sbatch = here.parent / "bin" / "sbatch"
     sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
-    line = refused(lambda: launch.main(["recipe=mnist", "partition=x"]), here, capsys, errors.EXIT_MACHINE)
+    line = refused(lambda: launch.main(["recipe=toy", "partition=x"]), here, capsys, errors.EXIT_MACHINE)
     assert line == "launch.py: Slurm refuses this job: no never"
-
-
-def test_a_removed_current_folder_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = here / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    for launcher in ("print", "slurm", "local"):
-        argv = ["recipe=mnist", f"launcher={launcher}", "device=cpu"]
-        line = refused(partial(launch.main, argv), here, capsys, errors.EXIT_MACHINE)
-        assert "cd to another" in line
 
 
 def test_a_local_run_with_too_few_gpus_is_refused(

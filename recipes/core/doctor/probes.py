@@ -4,6 +4,7 @@ Whatever can hang (a file system, a driver, a resolver) runs in a separate proce
 """
 
 import json
+import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -12,13 +13,17 @@ from typing import Any
 
 from recipes.core import files
 from recipes.core.doctor import commands
+from recipes.core.doctor import variables as environment
 from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.place import network
 from recipes.core.place.gpus import granted_gpus, shortage
 
 SHM_BYTES = 1 << 30  # of shared memory; a container's default is 64 MB
+LOCKED_BYTES = 1 << 30  # of memory that RDMA may lock
 FREE_SHARE = 0.9  # of a GPU's memory; with less, another process uses it
+# A field that a GPU or driver does not support is [N/A].
+SMI = ("nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 
 Check = Callable[[Surroundings], tuple[Facts, list[Finding]]]
 
@@ -121,6 +126,31 @@ def interfaces(here: Surroundings) -> tuple[Facts, list[Finding]]:
     return facts, findings
 
 
+def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Ports that are not active, and whether a process may lock the memory that it sends."""
+    ports = sorted((here.root / "sys/class/infiniband").glob("*/ports/*"))
+    if not ports or here.on_cpu or here.environ.get("NCCL_IB_DISABLE") == "1":
+        return {}, []
+    findings = []
+    for folder in ports:
+        port, state = f"{folder.parts[-3]}:{folder.name}", small_text(folder / "state").rpartition(": ")[2]
+        if state not in ("ACTIVE", ""):
+            fix = f"check its cable, switch and subnet manager; if NCCL should not use it: NCCL_IB_HCA=^{port}"
+            findings.append(Finding(f"InfiniBand port {port} is {state}", fix, bad=False))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
+        fix = "ulimit -l unlimited (LimitMEMLOCK=infinity for slurmd; PropagateResourceLimitsExcept=MEMLOCK)"
+        what = f"locked memory is limited to {limit // 1024} KB, and RDMA locks what it sends"
+        findings.append(Finding(what, fix, bad=here.has_others))
+    return {}, findings
+
+
+def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
+    """Variables that are misspelt, conflict with each other, or cannot work."""
+    found = environment.problems(here.environ)
+    return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
+
+
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Facts and findings on the GPUs that this process may use."""
     if here.on_cpu:
@@ -132,8 +162,10 @@ def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:
         return {}, [Finding(f"its GPUs could not be tested ({why})", fix)]
     seen = [] if why else json.loads(out.splitlines()[-1])
     found = _missing_gpus(here, len(seen))
+    smi, _ = commands.run(SMI, 20)  # many images do not have it
+    errors = dict(line.strip().split(", ") for line in smi.splitlines() if line.count(", ") == 1)
     for gpu in seen:
-        found += _of_gpu(gpu)
+        found += _of_gpu(gpu, errors.get(gpu.get("uuid", ""), ""))
     # Nodes may have different numbers of granted GPUs, and `_missing_gpus` compares each with its own.
     count = None if granted else len(seen)
     return {"count": count, "name": seen[0].get("name") if seen else None, "gpus": seen}, found
@@ -149,7 +181,8 @@ def _missing_gpus(here: Surroundings, seen: int) -> list[Finding]:
     return []
 
 
-def _of_gpu(gpu: Mapping[str, Any]) -> list[Finding]:
+def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
+    """errors: uncorrected memory errors by nvidia-smi."""
     name = f"GPU {gpu['index']} ({gpu.get('uuid', 'of unknown UUID')})"
     fix = f"drain it: {_leave_out()}"
     if gpu.get("error"):
@@ -157,6 +190,8 @@ def _of_gpu(gpu: Mapping[str, Any]) -> list[Finding]:
     found = []
     if not gpu["correct"]:
         found.append(Finding(f"{name} computes a matrix product wrongly", fix))
+    if errors.isdecimal() and int(errors):
+        found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
         found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
@@ -171,5 +206,7 @@ CHECKS: Mapping[str, Check] = {
     "torch": torch_import,
     "disks": disks,
     "interfaces": interfaces,
+    "InfiniBand": infiniband,
+    "variables": environment_variables,
     "gpus": gpus,
 }

@@ -34,12 +34,14 @@ def card(index: int, **changes: Any) -> dict[str, Any]:
 
 
 def findings(
-    cards: Sequence[dict[str, Any]] | None, why: str = "", in_slurm: bool = True, **environ: str
+    cards: Sequence[dict[str, Any]] | None, why: str = "", in_slurm: bool = True, smi: str = "", **environ: str
 ) -> list[Finding]:
     """The findings where the commands answer so; cards: what torch sees, None where it does not answer."""
 
     def ask(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
         assert timeout_s <= 60
+        if command[0] == "nvidia-smi":
+            return smi, ""
         return ("", why) if cards is None else (json.dumps(cards), "")
 
     here = Surroundings({"SLURM_GPUS_ON_NODE": "8" if in_slurm else "", **environ}, info(in_slurm), Path())
@@ -95,6 +97,11 @@ def test_a_gpu_that_computes_wrongly_is_a_finding(changed: dict[str, Any], expec
     (found,) = findings([*EIGHT[:2], card(2, **changed), *EIGHT[3:]])
     assert found.what.startswith(expected)
     assert found.bad is is_bad
+
+
+def test_memory_errors() -> None:
+    (found,) = findings(EIGHT, smi="".join(f"GPU-{i}, {5 if i == 4 else '[N/A]'}\n" for i in range(8)))
+    assert found.what == "GPU 4 (GPU-4) has had 5 uncorrected memory errors since the driver was loaded"
 
 
 def test_a_driver_that_does_not_answer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,3 +153,21 @@ def test_an_interface_that_was_set_and_is_another(tmp_path: Path, monkeypatch: p
         one = only(probes.interfaces(here(tmp_path, two, **{name: value})))
         assert one.what == f"{name}={value}, and the route to two goes by eth1"
     assert probes.interfaces(here(tmp_path, NCCL_SOCKET_IFNAME="eth0"))[1] == []  # alone it has no peer
+
+
+def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [64 << 10, resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    on_gpus = replace(here(tmp_path, ranks.detect(TASK), root=str(tmp_path)), on_cpu=False)
+    assert probes.infiniband(on_gpus)[1] == []
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        folder = tmp_path / f"sys/class/infiniband/{device}/ports/1"
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(f"{state}\n")
+    down, locked = probes.infiniband(on_gpus)[1]
+    assert (down.what, down.bad) == ("InfiniBand port mlx5_1:1 is DOWN", False)
+    assert (locked.what, locked.bad) == ("locked memory is limited to 64 KB, and RDMA locks what it sends", True)
+    assert not probes.infiniband(replace(on_gpus, info=ALONE))[1][1].bad
+    limits.pop(0)
+    assert probes.infiniband(on_gpus)[1] == [down]
+    assert probes.infiniband(replace(on_gpus, environ={"NCCL_IB_DISABLE": "1"}))[1] == []

@@ -1,0 +1,85 @@
+"""Environment variables: each invalid one is reported with its fix, and no valid one is."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from recipes.core.config import envfile
+from recipes.core.doctor.variables import problems
+from tests.helpers import ROOT
+
+FILES = sorted((ROOT / "env").rglob("*.env"))
+SLURM = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_NODELIST": "gpu[01-04]", "SLURM_STEP_NODELIST": "gpu[01-02]",
+}  # fmt: skip
+
+
+def pairs(text: str) -> dict[str, str]:
+    """`A=1;B=2` as a mapping; `SLURM` stands for the variables above."""
+    found: dict[str, str] = {}
+    for item in text.split(";"):
+        name, _, value = item.partition("=")
+        found |= SLURM if item == "SLURM" else {name: value}
+    return found
+
+
+# invalid; the variable named (! where nothing works); a part of the message; valid
+RULES = """
+NCCL_SOCKET_IFNAM=eth0 | NCCL_SOCKET_IFNAM | did you mean NCCL_SOCKET_IFNAME? | NCCL_SOCKET_IFNAME=eth0
+FI_CXI_RX_MATCHMODE=hybrid | FI_CXI_RX_MATCHMODE | did you mean FI_CXI_RX_MATCH_MODE? | FI_OPX_ANYTHING=1
+NCCL_ALGO=Rings | NCCL_ALGO! | refuses to start | NCCL_ALGO=^nvls;allreduce:^tree
+NCCL_PROTO=broadcast:LL,LL12 | NCCL_PROTO! | LL12 must be one of | NCCL_PROTO=^LL128
+NCCL_NET= | NCCL_NET! | unset it | NCCL_NET=AWS Libfabric
+NCCL_SOCKET_IFNAME=lo | NCCL_SOCKET_IFNAME | does not reach other nodes | NCCL_SOCKET_IFNAME=^lo,docker
+GLOO_SOCKET_IFNAME=docker0 | GLOO_SOCKET_IFNAME | does not reach other nodes | GLOO_SOCKET_IFNAME=bond0
+GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | accepts no =, ^ or prefix | GLOO_SOCKET_IFNAME=eth0,eth1
+NCCL_IB_DISABLE=1;NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0;NCCL_NET=IB
+SLURM;MASTER_ADDR=127.0.0.1 | MASTER_ADDR! | there are 2 nodes | SLURM;MASTER_ADDR=127.0.0.1;SLURM_STEP_NODELIST=gpu01
+SLURM;MASTER_ADDR=localhost | MASTER_ADDR! | local to each node | SLURM;MASTER_ADDR=localhost;WORLD_SIZE=8;LOCAL_WORLD_SIZE=8
+SLURM_GPUS_ON_NODE=4;CUDA_VISIBLE_DEVICES= | CUDA_VISIBLE_DEVICES | hides the 4 GPUs | CUDA_VISIBLE_DEVICES=
+"""
+TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("invalid", "name", "said", "valid"), TABLE, ids=[f"{row[0]}" for row in TABLE])
+def test_an_invalid_variable_is_reported_and_a_valid_one_is_not(invalid: str, name: str, said: str, valid: str) -> None:
+    found = problems(pairs(invalid))
+    assert [problem.name for problem in found] == [name.removesuffix("!")]
+    assert said in f"{found[0].what}; {found[0].fix}"
+    assert found[0].bad == name.endswith("!")
+    assert problems(pairs(valid)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_shipped_file_has_no_problem(path: Path) -> None:
+    assert len(FILES) >= 8
+    assert problems(envfile.read(ROOT / "env/common.env") | envfile.read(path)) == []
+
+
+def test_names_that_resemble_a_known_one_are_no_problem() -> None:
+    """Valid names of NCCL, libfabric and plugins that are not in the list."""
+    valid = """
+        NCCL_VERSION NCCL_HOME NCCL_ROOT_DIR NCCL_P2P_PXN_LEVEL NCCL_P2P_NET_CHUNKSIZE NCCL_NET_GDR_C2C NCCL_IB_ECE_ENABLE
+        NCCL_SHM_LOCALITY NCCL_MIN_CTAS NCCL_NVLS_NCHANNELS NCCL_NET_MERGE_LEVEL NCCL_SOCKET_RETRY_CNT NCCL_GRAPH_DUMP_FILE
+        TORCH_NCCL_PROPAGATE_ERROR TORCH_FR_CPP_STACK GLOO_DEVICE_TRANSPORT FI_EFA_TX_SIZE FI_CXI_RX_SIZE FI_LOG_PROV
+        NCCL_GPUDIRECTTCPX_CTRL_DEV TESTS_DEVICE UCX_TLS
+    """
+    assert problems(dict.fromkeys(valid.split(), "1")) == []
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+RULED = sorted({name for row in TABLE for name in pairs(row[0])})
+NAMES = st.one_of(st.sampled_from(RULED), st.builds("{}{}".format, st.sampled_from(["", "NCCL_", "FI_"]), TEXT))
+VALUES = st.one_of(TEXT, st.sampled_from(["08", "9" * 5000, "^", "=", ",", "a[1-", "a[0-99999999]", "::1"]))
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=12))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example({"NCCL_\n": "1", "MASTER_ADDR": "\x1b[2J", "SLURM_JOB_NODELIST": "a,b"})
+def test_any_environment_gives_lines_and_no_exception(environ: dict[str, str]) -> None:
+    for problem in problems(environ):
+        texts = (problem.name, problem.what, problem.fix)
+        assert all(text and text.isprintable() and len(text) < 600 for text in texts)
