@@ -93,7 +93,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tree(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    """The files in a folder, without those that a submission makes in runs/."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return sorted(path for path in found if not path.startswith(("runs/code", "runs/submitit")))
 
 
 def one_line(text: str, limit: int = 700) -> str:
