@@ -26,7 +26,6 @@ from recipes.core import bandwidth
 from recipes.core.train import session
 from recipes.core.errors import RunError, Stopped
 from recipes.core.train.run import Run
-from recipes.core.train.world import World
 
 T = TypeVar("T")
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
@@ -214,19 +213,14 @@ def learn(run: Run) -> None:
             continue
         with world.meeting():
             result, expected = lesson(this)
-        if wrong := wrong_ranks(torch.allclose(result.double(), expected.double()), world):
+        is_wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
+        is_wrong[world.rank] = not torch.allclose(result.double(), expected.double())
+        dist.all_reduce(is_wrong)
+        if wrong := is_wrong.nonzero().flatten().tolist():
             first = f"the first is rank {wrong[0]} on {world.hosts[wrong[0]]}"
             raise RunError(f"{name}: the result is wrong on {len(wrong)} of {world.size} ranks; {first}")
         run.say(f"{name:<20}{f'ok on {world.size} ranks':<16}{text if text != previous_text else 'as above'}")
         previous_text = text
-
-
-def wrong_ranks(is_correct: bool, world: World) -> list[int]:
-    """The ranks on which ``is_correct`` is False. Called by all ranks, which get the same result."""
-    wrong = torch.zeros(world.size, dtype=torch.int32, device=world.device)
-    wrong[world.rank] = not is_correct
-    dist.all_reduce(wrong)
-    return [rank for rank, found in enumerate(wrong.tolist()) if found]
 
 
 def bench(run: Run, cfg: Config) -> dict[str, Any]:

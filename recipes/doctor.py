@@ -31,7 +31,6 @@ from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.place import hostlist, ranks
 from recipes.core.run import command_line, directory, source
-from recipes.core.run.queue import Queue
 
 OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even if it hangs itself
 
@@ -39,7 +38,7 @@ OVER_S = 5.0  # seconds after ``seconds=`` after which this process ends, even i
 def main(argv: list[str]) -> int:
     command, words = argv[:1], argv[1:]
     if command == ["explain"] and words:
-        print("\n".join(explain.explain([Path(word) for word in words], Queue())))
+        print("\n".join(explain.explain([Path(word) for word in words])))
         return errors.EXIT_DONE
     if command == ["explain"]:
         raise ConfigError("explain: a path is missing: python -m recipes.doctor explain FOLDER")

@@ -14,7 +14,6 @@ from recipes.core.errors import InputError
 BATCHES, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # torchvision's
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 SAMPLES = {"train": 50_000, "test": 10_000}
-IMAGE_BYTES = 3 * 32 * 32
 Images = tuple[bytes, bytes]  # labels, and as many images of 3072 bytes: red, green and blue plane
 
 

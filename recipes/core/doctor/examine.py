@@ -171,7 +171,7 @@ def give_verdict(reports: Reports, hosts: Sequence[str], plan: Plan, end: float)
         print(f"doctor: no node has written a report into {reports.folder}", file=sys.stderr)
         return errors.EXIT_MACHINE
     found = judge.verdict_of(hosts, seen)
-    write_json(plan.run_dir / "doctor.json", verdict.as_json(found))
+    write_json(plan.run_dir / "doctor.json", {**asdict(found), "healthy": found.healthy})
     code = errors.EXIT_DONE if found.healthy else errors.EXIT_MACHINE
     worst = next((entry.what for entry in found.entries if entry.bad), "")
     if directory.job_id(os.environ) and not plan.judge_later:

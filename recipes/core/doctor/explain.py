@@ -14,7 +14,7 @@ from recipes.core.files import read_json
 from recipes.core.run import attempt as attempts
 from recipes.core.run import judge, table
 from recipes.core.run import queue as slurm_queue
-from recipes.core.run.queue import Outlook, Queue
+from recipes.core.run.queue import Outlook
 
 QUIET_S = 120.0  # a run has ended if it wrote neither a heartbeat nor its status for so long, where Slurm does not know
 MOST_EXPLAINED = 3  # patterns
@@ -42,29 +42,29 @@ def judgement(run_dir: Path) -> Judgement:
     return Judgement(found.reason, (found.first or {}).get("rank"))
 
 
-def explain(paths: Sequence[Path], queue: Queue) -> list[str]:
+def explain(paths: Sequence[Path]) -> list[str]:
     """Lines on each run in ``paths``: run directories, folders of them, folders or files of logs. One section per run.
 
     Raises InputError for a path that cannot be read, or holds neither a run nor a log.
     """
-    sections = [section for path in paths for section in _sections(path, queue)]
+    sections = [section for path in paths for section in _sections(path)]
     if len(sections) == 1:
         return sections[0][1]
     return [line for name, found in sections for line in (f"{name}:", *(f"  {line}" for line in found))]
 
 
-def _sections(path: Path, queue: Queue) -> Iterator[tuple[str, list[str]]]:
+def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
         folders = list(table.run_directories(path)) if path.is_dir() else []
     except OSError as error:
         raise logs.unreadable(path, error) from None
     for folder in folders:
-        yield shown(_short(folder), LONGEST_LINE), of_run(folder, queue)
+        yield shown(_short(folder), LONGEST_LINE), of_run(folder)
     if not folders:
         yield shown(path, LONGEST_LINE), of_logs(path)
 
 
-def of_run(run_dir: Path, queue: Queue) -> list[str]:
+def of_run(run_dir: Path) -> list[str]:
     """Lines on the state of a run, or why it ended. Reads its logs if it failed."""
     status, not_begun = read_json(run_dir / "status.json") or {}, judge.why_not_begun(run_dir)
     state, notes = status.get("state"), list[str]()
@@ -75,8 +75,8 @@ def of_run(run_dir: Path, queue: Queue) -> list[str]:
     if state == "done":
         return ["status.json says done: nothing failed"]
     if state == "preempted":
-        return _shown(slurm_queue.after_stop(run_dir, status, queue))
-    slurm, quiet_s, found = slurm_queue.of_run(run_dir, queue), _quiet_s(status), judgement(run_dir)
+        return _shown(slurm_queue.after_stop(run_dir, status))
+    slurm, quiet_s, found = slurm_queue.of_run(run_dir), _quiet_s(status), judgement(run_dir)
     if state == "running":
         where = f"at step {table.read_run(run_dir, time.time()).step}, status written {table.ago(quiet_s)} ago"
         if not found.line and _is_alive(run_dir, slurm, quiet_s):

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from recipes.core import files
-from recipes.core.doctor import commands
-from recipes.core.doctor import variables as environment
+from recipes.core.doctor import commands, variables
 from recipes.core.doctor.node import Facts, Finding, Surroundings, small_text
 from recipes.core.errors import one_line
 from recipes.core.place import network
@@ -147,8 +146,7 @@ def infiniband(here: Surroundings) -> tuple[Facts, list[Finding]]:
 
 def environment_variables(here: Surroundings) -> tuple[Facts, list[Finding]]:
     """Variables that are misspelt, conflict with each other, or cannot work."""
-    found = environment.problems(here.environ)
-    return {}, [Finding(f"{one.name}: {one.what}", one.fix, one.bad, leave_out=False) for one in found]
+    return {}, variables.problems(here.environ)
 
 
 def gpus(here: Surroundings) -> tuple[Facts, list[Finding]]:

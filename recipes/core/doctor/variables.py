@@ -6,11 +6,9 @@ The rules hold for NCCL 2.30 and PyTorch 2.15, at every site. An unusual value i
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from recipes.core.doctor.node import Finding
 from recipes.core.errors import shown
-from recipes.core.place.hostlist import HostListError, expand
-from recipes.core.place.launcher_variables import is_loopback
 
 CUTOFF = 0.9  # of difflib. With less, a valid name that is not in the list is taken for a misspelt one
 # Names that users set, and the names that resemble them.
@@ -39,79 +37,44 @@ _ELEMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
-    """An invalid variable. bad: nothing works with it; otherwise it is a warning."""
-
-    name: str
-    what: str
-    fix: str
-    bad: bool = False
-
-
-def problems(environ: Mapping[str, str]) -> list[Problem]:
+def problems(environ: Mapping[str, str]) -> list[Finding]:
     """The problems in a process's environment, bad ones first. Interfaces and devices are not looked up."""
-    found = [*_names(environ), *_nccl(environ), *_interfaces(environ), *_master(environ), *_gpus(environ)]
-    return sorted(found, key=lambda problem: (not problem.bad, problem.name))
+    found = [*_names(environ), *_nccl(environ), *_interfaces(environ)]
+    return sorted(found, key=lambda problem: (not problem.bad, problem.what))
 
 
-def _names(environ: Mapping[str, str]) -> Iterator[Problem]:
+def _problem(name: str, what: str, fix: str, bad: bool = False) -> Finding:
+    return Finding(f"{name}: {what}", fix, bad, leave_out=False)
+
+
+def _names(environ: Mapping[str, str]) -> Iterator[Finding]:
     family = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|GLOO|FI)_\w{1,60}")
     unknown = [name for name in environ if name not in KNOWN and family.fullmatch(name)]
     for name in unknown:
         if nearest := difflib.get_close_matches(name, KNOWN, n=1, cutoff=CUTOFF):
-            yield Problem(name, "is not a known variable and has no effect", f"did you mean {nearest[0]}?")
+            yield _problem(name, "is not a known variable and has no effect", f"did you mean {nearest[0]}?")
 
 
-def _nccl(environ: Mapping[str, str]) -> Iterator[Problem]:
+def _nccl(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, elements in _ELEMENTS.items():
         # `Ring,Tree`, `^NVLS`, `allreduce:tree;broadcast:ring` (graph/tuning.cc)
         lists = [part.rpartition(":")[2].removeprefix("^") for part in environ.get(name, "").split(";")]
         items = [item for one in lists for item in one.split(",") if item]
         if invalid := [item for item in items if item.lower() not in map(str.lower, elements)]:
-            what = f"{_quoted(invalid[0])} must be one of {', '.join(elements)}"
-            yield Problem(name, what, "correct or unset it: NCCL refuses to start", bad=True)
+            what = f"{shown(invalid[0])} must be one of {', '.join(elements)}"
+            yield _problem(name, what, "correct or unset it: NCCL refuses to start", bad=True)
     if environ.get("NCCL_NET") == "":  # plugin/net.cc compares names with it even if it is empty
-        yield Problem("NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it", bad=True)
+        yield _problem("NCCL_NET", "is empty, and NCCL searches for a network with an empty name", "unset it", bad=True)
     if environ.get("NCCL_NET", "").upper() == "IB" and environ.get("NCCL_IB_DISABLE") == "1":
-        yield Problem("NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two", bad=True)
+        yield _problem("NCCL_NET", "is IB, which NCCL_IB_DISABLE=1 disables", "unset one of the two", bad=True)
 
 
-def _interfaces(environ: Mapping[str, str]) -> Iterator[Problem]:
+def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     fix = "unset it: the recipes find the interface of each node by its route to the others"
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environ.get(name, "")
         if re.fullmatch("=?(?:lo|docker[0-9]*|virbr[0-9]*)", value):
-            yield Problem(name, f"{_quoted(value)} does not reach other nodes", fix)
+            yield _problem(name, f"{shown(value)} does not reach other nodes", fix)
         elif name.startswith("GLOO") and re.search("[=^]", value):
-            what = f"{_quoted(value)} is not an interface name: gloo accepts no =, ^ or prefix"
-            yield Problem(name, what, "write the exact name, as in eth0", bad=True)
-
-
-def _master(environ: Mapping[str, str]) -> Iterator[Problem]:
-    master = environ.get("MASTER_ADDR", "")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
-    if not is_loopback(master) or not nodes or (world and world == local):
-        return
-    try:
-        count = len(expand(nodes))
-    except HostListError:
-        return  # reported by `ranks.detect`
-    if count > 1:
-        fix = "unset MASTER_ADDR and MASTER_PORT: the recipes use the job's first node"
-        what = f"{_quoted(master)} is local to each node, but there are {count} nodes"
-        yield Problem("MASTER_ADDR", what, fix, bad=True)
-
-
-def _gpus(environ: Mapping[str, str]) -> Iterator[Problem]:
-    name, granted = "CUDA_VISIBLE_DEVICES", environ.get("SLURM_GPUS_ON_NODE", "")
-    if environ.get(name, "-").strip(", ") == "" and granted not in ("", "0"):
-        fix = "unset it and request GPUs from Slurm, which sets the variable for each step"
-        yield Problem(name, f"is empty and hides the {shown(granted)} GPUs that Slurm granted", fix)
-
-
-def _quoted(value: str) -> str:
-    """A value as part of a message; in quotes where it is empty or has blanks."""
-    text = shown(value)
-    return f'"{text}"' if not value or " " in value else text
+            what = f"{shown(value)} is not an interface name: gloo accepts no =, ^ or prefix"
+            yield _problem(name, what, "write the exact name, as in eth0", bad=True)

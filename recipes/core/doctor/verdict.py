@@ -1,8 +1,7 @@
 """The verdict on the nodes of an allocation, and how it is printed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from recipes.core.errors import shown
 
@@ -45,10 +44,6 @@ class Verdict:
 
     def host(self, node: int) -> str:
         return self.hosts[node] or f"node {node}"
-
-
-def as_json(verdict: Verdict) -> dict[str, Any]:
-    return {**asdict(verdict), "healthy": verdict.healthy}
 
 
 def lines(verdict: Verdict) -> list[str]:

@@ -15,10 +15,9 @@ from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit, waiting
-from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
-from recipes.core.run import command_line, directory, in_use, source
+from recipes.core.run import command_line, directory, source
 
 # The job keys that have an effect with launcher=local.
 LOCAL_KEYS = (
@@ -82,35 +81,14 @@ def check(settings: Settings) -> int:
         else:
             recipe, found = checks.part("recipe", lambda: checks.start(settings, place, ranks, ROOT, base))
         disk, _ = checks.part("disk", lambda: checks.disk_space(place, keep, found))
-        slurm, _ = checks.part("slurm", lambda: _ask_slurm(job, settings)) if job else (0, None)
+        slurm = 0
+        if job and settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
+            print("slurm:  not tried: there is no sbatch on this machine", flush=True)
+        elif job:
+            slurm, _ = checks.part("slurm", lambda: checks.expected_start(job))
         return recipe or disk or slurm
     except KeyboardInterrupt:
         return 130
-
-
-def _ask_slurm(job: Job, settings: Settings) -> str:
-    """Slurm's answer about the job that would be submitted or printed.
-
-    Raises MachineError if it could not be submitted.
-    """
-    if settings.job.launcher is Launcher.print and not shutil.which("sbatch"):
-        return "not asked: there is no sbatch on this machine"
-    _require_free_run_dir(settings)
-    return checks.expected_start(job)
-
-
-def _require_free_run_dir(settings: Settings) -> None:
-    """Raises ConfigError if another pending or running job uses the given run directory."""
-    run_dir = _run_dir(settings)
-    if not run_dir or not settings.config.starts_a_run:
-        return
-    for number in range(len(settings.sweep)) or [None]:
-        path = Path(run_dir) if number is None else Path(run_dir) / str(number)
-        if settings.config.evaluate:
-            path = directory.for_evaluation(path)
-        problem = in_use.queued(path, settings.job.dependency, os.environ)
-        if problem:
-            raise ConfigError(problem)
 
 
 def print_script(settings: Settings) -> int:
@@ -126,7 +104,6 @@ def submit_job(settings: Settings, python: str) -> int:
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
-    _require_free_run_dir(settings)
     job = jobs.describe(settings, ROOT, Path.cwd())
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:

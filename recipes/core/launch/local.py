@@ -22,7 +22,7 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import End
 from recipes.core.run.watchdog import RunningClock
 
-PEERS_GRACE_S = 6.0  # time for the other ranks to end by themselves after the first failure
+PEERS_GRACE_S = 20.0  # time for the other ranks to complete a checkpoint and end after the first failure
 STOP_GRACE_S = 600.0  # time for the ranks to save and end after a requested stop
 
 Rank: TypeAlias = "subprocess.Popen[bytes]"

@@ -5,7 +5,6 @@ Slurm decides, else the process of the run, else its heartbeat.
 
 import contextlib
 import os
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -31,18 +30,6 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
     """
     problems = (_check_attempt(one, environ, patience_s) for one in _last_attempts(attempt.run_dir, attempt.number))
     return next(filter(None, problems), "")
-
-
-def queued(run_dir: Path, dependency: str, environ: Mapping[str, str]) -> str:
-    """For a submission: a line on the pending or running job that job.yaml in ``run_dir`` names; "" if it does not count.
-
-    Jobs that ``dependency`` waits for do not count. The job itself checks for all other users when it starts.
-    """
-    job = str((files.read_json(run_dir / "job.yaml") or {}).get("job_id") or "")
-    if job and "singleton" not in dependency and job.partition("_")[0] not in re.findall(r"\d+", dependency):
-        with contextlib.suppress(MachineError):
-            return _check_by_slurm(job, run_dir, environ, 0.0)
-    return ""
 
 
 def _last_attempts(run_dir: Path, below: int) -> list[Attempt]:

@@ -96,7 +96,8 @@ def close(attempt: Attempt, end: End) -> Outcome:
         judgement = {**asdict(outcome), "line": outcome.line, "time": round(time.time(), 3)}
         files.write_json(attempt.folder / "ended.json", judgement)
         if outcome.state in ("failed", "incomplete"):
-            directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **_for_status(outcome))
+            why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}
+            directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **why)
     return outcome
 
 
@@ -111,10 +112,6 @@ def why_not_begun(run_dir: Path) -> str:
     if not moment or is_past or kind_of(ended) is Kind.stopped:
         return ""
     return str(ended.get("line") or judge(gather(newest)).line)
-
-
-def _for_status(outcome: Outcome) -> dict[str, Any]:
-    return {"step": outcome.step, "reason": outcome.reason, "kind": outcome.kind, "first": outcome.first}
 
 
 def judge(seen: Evidence, end: End | None = None) -> Outcome:

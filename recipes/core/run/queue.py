@@ -29,7 +29,7 @@ WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPEC
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
 SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
-OWN_JOB_S = 10.0  # timeout for a question about this job, so that the wait does not use up the remaining time
+OWN_JOB_S = 10.0  # timeout for a question about a run's job, which may have little time left
 HOW_TO_RESUME = "to resume, start it again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
 NOT_REQUEUED: dict[Next | None, str] = {
@@ -93,24 +93,6 @@ class Job:
             by_slurm = self.fields.get("PreemptTime", "None") != "None" or (left_s is not None and left_s <= 0)
             return Next.not_requeued if by_slurm else Next.cancelled
         return None
-
-
-class Queue:
-    """Finds several jobs. Does not ask the controller again after it has failed to answer."""
-
-    def __init__(self, environ: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> None:
-        self._environ, self._timeout_s = environ, timeout_s
-        self._failure: MachineError | None = None
-
-    def find(self, job_id: str) -> Job | None:
-        """The same as the function `find`. Raises MachineError."""
-        if self._failure:
-            raise self._failure
-        try:
-            return next(iter(show(job_id, self._environ, self._timeout_s)), None)
-        except MachineError as error:
-            self._failure = error
-            raise
 
 
 def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> list[Job]:
@@ -241,7 +223,7 @@ class Outlook:
         return self.job is not None and not self.job.ended and not self.job.waiting
 
 
-def of_run(run_dir: Path, queue: Queue) -> Outlook:
+def of_run(run_dir: Path) -> Outlook:
     """The job that was submitted last, or the job that started the run last if only that one has not ended."""
     attempt, described = attempts.facts(run_dir), files.read_json(run_dir / "job.yaml") or {}
     of_attempt = str(attempt.get("job") or str(attempt.get("launch", "")).rpartition(".")[0])
@@ -249,7 +231,7 @@ def of_run(run_dir: Path, queue: Queue) -> Outlook:
     if not ids:
         return Outlook("", None, False, "it is not a Slurm job")
     try:
-        found = {one: job for one in ids if (job := queue.find(one))}
+        found = {one: job for one in ids if (job := find(one, timeout_s=OWN_JOB_S))}
     except MachineError as error:
         return Outlook(ids[0], None, False, str(error))
     if not found:
@@ -258,9 +240,9 @@ def of_run(run_dir: Path, queue: Queue) -> Outlook:
     return Outlook(chosen, job, True, describe(job))
 
 
-def after_stop(run_dir: Path, status: Mapping[str, Any], queue: Queue) -> str:
+def after_stop(run_dir: Path, status: Mapping[str, Any]) -> str:
     """One line on a run that was stopped: what stopped it, the step at which it was saved, and what happens next."""
-    found, why = of_run(run_dir, queue), NOT_REQUEUED.get(next_of(status), "")
+    found, why = of_run(run_dir), NOT_REQUEUED.get(next_of(status), "")
     line = f"stopped by {status.get('reason') or 'a signal'}, saved at step {status.get('step')}"
     line += f"; {found.line}" if found.id else ""
     if found.job and found.job.ended:

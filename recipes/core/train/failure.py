@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -160,9 +160,6 @@ def cause_of(error: BaseException) -> Cause:
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.error, str(error))
-    if any(type(one).__name__ == "InvalidCxxCompiler" for one in _chain(error)):  # of torch._inductor
-        line = "compile=true: torch finds no C++ compiler here: install g++, name one in CXX, or omit compile="
-        return Cause(Kind.machine, line, errors.EXIT_MACHINE)
     if torch_errors.is_out_of_memory(error):
         text = errors.one_line(error)
         fix = "use a smaller global_batch_size=, or accumulate="
@@ -198,10 +195,3 @@ def _write_provisional_status(run: Run, record: Mapping[str, Any]) -> None:
             run.dir, "failed", attempt=run.attempt.number, step=run.step, reason=judge.describe(record),
             kind=errors.kind_of(record), first=record,
         )  # fmt: skip
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes. torch.compile keeps the error of a backend as ``inner_exception``."""
-    while error:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__

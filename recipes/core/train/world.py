@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.errors import InputError, MachineError, Stopped
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
@@ -263,6 +264,11 @@ class World:
         compile: compile ``model`` first. A collective: every rank must call it.
         """
         if compile:
+            if (
+                "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+            ):  # another user could create torch's own default folder in /tmp
+                own = files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}", "set TMPDIR")
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
             model = cast(nn.Module, torch.compile(model))
         if self.size == 1:
             return model

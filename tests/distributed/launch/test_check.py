@@ -197,7 +197,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert ended.status == 130, ended.out
     assert ended.lines[-1] == "nothing was submitted"
     assert "Traceback" not in ended.out
-    assert not helpers.alive(started)
+    helpers.wait_until(lambda: not helpers.alive(started), 10, "the recipe has ended")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,33 +3,44 @@
 import json
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from recipes.core import files
-from recipes.core.doctor.explain import explain, of_run
+from recipes.core.doctor import explain as explaining
 from recipes.core.errors import Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory
-from recipes.core.run.queue import Job, Queue
+from recipes.core.run import directory, queue
+from recipes.core.run.queue import Job
 from tests import helpers
 
+Answers = dict[str, Job | None]
+NO_SLURM = None
+Argument = TypeVar("Argument")
 
-class Answers(Queue):
-    """A queue with these answers; without one, no Slurm that can be asked."""
 
-    def __init__(self, answers: dict[str, Job | None] | None = None) -> None:
-        super().__init__()
-        self.answers = answers
+def asking(call: Callable[[Argument], list[str]], argument: Argument, answers: Answers | None) -> list[str]:
+    """The lines of ``call`` if Slurm gives these answers; None: no Slurm that can be asked."""
 
-    def find(self, job_id: str) -> Job | None:
-        if self.answers is None:
+    def find(job_id: str, **options: object) -> Job | None:
+        if answers is None:
             raise MachineError("scontrol is not on the PATH")
-        return self.answers[job_id]
+        return answers[job_id]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "find", find)
+        return call(argument)
 
 
-NO_SLURM = Answers()
+def of_run(run_dir: Path, answers: Answers | None) -> list[str]:
+    return asking(explaining.of_run, run_dir, answers)
+
+
+def explain(paths: Sequence[Path], answers: Answers | None) -> list[str]:
+    return asking(explaining.explain, paths, answers)
 
 
 def run_directory(

@@ -59,20 +59,20 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     ("failing", "error", "status"),
     [
         ("", None, 0), ("start", errors.InputError("x"), 2), ("start", errors.RunError("x"), 1),
-        ("disk_space", MachineError("x"), 3), ("_ask_slurm", MachineError("x"), 3),
+        ("disk_space", MachineError("x"), 3), ("expected_start", MachineError("x"), 3),
     ],
 )  # fmt: skip
 def test_check_returns_the_status_of_the_failed_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str, error: Exception, status: int
 ) -> None:
-    for owner, name in ((checks, "start"), (checks, "disk_space"), (cli, "_ask_slurm")):
+    for name in ("start", "disk_space", "expected_start"):
 
         def answer(*given: Any, name: str = name) -> str:
             if name == failing:
                 raise error
             return "fine"
 
-        monkeypatch.setattr(owner, name, answer)
+        monkeypatch.setattr(checks, name, answer)
     assert launch.main(["check", "recipe=mnist", "nodes=2", "gpus_per_node=8"]) == status
     output = capsys.readouterr()
     assert output.out.startswith("keys:   ok: mnist, 16 ranks\n")

@@ -123,13 +123,3 @@ def test_slurm_is_asked_once_for_the_state_of_the_job(
     problem = look(tmp_path, **environ)
     assert used in problem if used else not problem
     assert (tmp_path / "bin/asked").read_text() == "asked\n"
-
-
-def test_a_pending_job_is_known_from_its_submission(tmp_path: Path) -> None:
-    environ = answering(tmp_path / "bin", "JobState=PENDING", "Restarts=1")
-    an_attempt(tmp_path, "failed", job="7", launch="7.0", cluster="")
-    assert in_use.queued(tmp_path, "", environ) == ""
-    files.write_json(tmp_path / "job.yaml", {"job_id": "7"})
-    assert "job 7 (pending) uses it: cancel it (scancel 7)" in in_use.queued(tmp_path, "", environ)
-    assert in_use.queued(tmp_path, "afterany:7", environ) == in_use.queued(tmp_path, "singleton", environ) == ""
-    assert (tmp_path / "bin/asked").read_text() == "asked\n"
