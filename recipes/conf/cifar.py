@@ -25,7 +25,7 @@ class Config(TrainKeys):
     lr: float = key(0.4, "peak learning rate for a global batch of lr_batch_size", low=0)
     lr_batch_size: int = key(
         512,
-        "global batch size that lr= is given for; lr is scaled in proportion to global_batch_size; 0: lr is not scaled",
+        "reference batch size of lr=: lr is scaled in proportion to global_batch_size; 0: not scaled",
         low=0,
         high=2**30,
     )

@@ -45,7 +45,7 @@ def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
     if issubclass(kind, Enum):
         return declare.choice(text, kind.__members__)
     known = {bool: "must be true or false", int: "must be a whole number", float: "must be a number"}
-    return known.get(kind, "must be a text")
+    return known.get(kind, "must be text")
 
 
 def plain(value: object) -> Any:

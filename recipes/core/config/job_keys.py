@@ -55,7 +55,7 @@ class JobKeys:
         None, "ranks per node, with device=cpu; default: 1", low=1, high=1024, sbatch="--ntasks-per-node"
     )
     cpus_per_rank: int | None = declare.key(
-        None, "CPUs per rank; default: that of the profile, else 8 with a GPU, or one for each thread with device=cpu", low=1, high=4096,
+        None, "CPUs per rank; default: that of the profile, else 8 with a GPU; with device=cpu, cpu_threads= plus num_workers=", low=1, high=4096,
         sbatch="--cpus-per-task",
     )  # fmt: skip
     gpus: str = declare.key(
@@ -93,9 +93,7 @@ class JobKeys:
         "", "address that Slurm notifies when the job ends, fails or is requeued", pattern=r"[A-Za-z0-9_.+%-]+(@[A-Za-z0-9.-]+)?",
         form="an address or a user name", sbatch="--mail-user",
     )  # fmt: skip
-    extra: str = declare.key(
-        "", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="give the options in it"
-    )
+    extra: str = declare.key("", "further options of sbatch, such as extra='--mem=0 --switches=1'", sbatch="(any)")
     name: str = declare.key(
         "", "name of the job; default: the recipe's name", pattern=declare.NAME, sbatch="--job-name"
     )
@@ -123,14 +121,14 @@ class JobKeys:
     )  # fmt: skip
     snapshot: bool = declare.key(
         True,
-        "run a snapshot of the code, taken at submission; false: run the code that the repository has when the job starts",
+        "run a snapshot of the code, taken at submission; false: run the repository as it is when the job starts",
     )
     parallel: int = declare.key(
         0,
         "maximum number of runs of a sweep (sweep.KEY=A,B,C) at the same time; 0: no limit",
         low=0,
         high=100000,
-        sbatch="--array, after its %",
+        sbatch="--array=…%N",
     )
     doctor: bool = declare.key(False, "examine the nodes first; if some are bad, requeue the job without them")
     max_resubmits: int = declare.key(

@@ -40,7 +40,7 @@ class RunKeys:
     )
     variant: str = declare.key(
         "",
-        "name of a set of values for the recipe's keys, from recipes/conf/RECIPE.py",
+        "named preset of recipe keys, from recipes/conf/RECIPE.py",
         pattern=declare.NAME,
         of_launch=True,
     )
@@ -48,9 +48,7 @@ class RunKeys:
         "", "a YAML file of keys; keys on the command line take precedence", path=True, of_launch=True
     )
     network: str = declare.key("", "fabric: NAME for env/NAME.env, or the path of your own env file")
-    device: Device = declare.key(
-        Device.auto, "auto: the GPUs of the machine, else the CPU (inside a Slurm job never the CPU); cuda; cpu"
-    )
+    device: Device = declare.key(Device.auto, "auto: GPUs; outside Slurm, the CPU if there is none; cuda; cpu")
     backend: Backend = declare.key(
         Backend.auto,
         "communication backend: auto (nccl on GPUs, gloo on CPUs), nccl or gloo",
@@ -80,7 +78,7 @@ class RunKeys:
     keep_best: bool = declare.key(True, "keep the checkpoint with the best val_top1; checkpoints/best names it")
     max_requeues: int = declare.key(20, "maximum number of times that a preempted job is requeued", low=0, high=10000)
     stop_before_s: float = declare.key(
-        60.0, "number of seconds before the time limit when the ranks save and stop, at most a quarter of the limit; 0: off",
+        60.0, "seconds before the time limit at which the ranks save and stop, at most a quarter of the limit; 0: off",
         low=0,
     )  # fmt: skip
     timeout_s: float = declare.key(

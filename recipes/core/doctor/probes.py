@@ -187,12 +187,14 @@ def _of_gpu(gpu: Mapping[str, Any], errors: str) -> list[Finding]:
         return [Finding(f"{name} cannot be used: {gpu['error']}", fix)]
     found = []
     if not gpu["correct"]:
-        found.append(Finding(f"{name} computes a matrix product wrongly", fix))
+        found.append(Finding(f"{name} returns a wrong matrix product", fix))
     if errors.isdecimal() and int(errors):
         found.append(Finding(f"{name} has had {errors} uncorrected memory errors since the driver was loaded", fix))
     if gpu["free"] < FREE_SHARE * gpu["total"]:
         what = f"{name} has {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
-        found.append(Finding(what, "another process uses it, maybe of a job that died: nvidia-smi there", bad=False))
+        found.append(
+            Finding(what, "another process uses it, possibly of an ended job: see nvidia-smi there", bad=False)
+        )
     return found
 
 

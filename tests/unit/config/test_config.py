@@ -139,7 +139,7 @@ def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: obj
     [
         ("nodes=1.5", "a whole number"), ("parallel=null", "a whole number"), ("lr=fast", "a number"),
         ("compile=maybe", "true or false"), ("device=gpu", "one of auto, cuda, cpu; did you mean 'cpu'?"),
-        ("dataset=x", "one of mnist, digits, fake"), ("dataset=???", "must be a text"), ("nodes=0", "must be at least 1"),
+        ("dataset=x", "one of mnist, digits, fake"), ("dataset=???", "must be text"), ("nodes=0", "must be at least 1"),
         ("nodes=99999999999999999999", "must be at most 65536"), ("lr=nan", "a finite number"),
         ("umask=177", "must be three octal digits"), ("umask=", "must be three octal digits"),
         ("time=0", "must be more than 0"),

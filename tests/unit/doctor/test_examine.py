@@ -28,7 +28,7 @@ from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.place import ranks
 from tests import helpers
 
-BROKEN = {"what": "GPU 3 computes a matrix product wrongly", "fix": "drain it", "bad": True, "leave_out": True}
+BROKEN = {"what": "GPU 3 returns a wrong matrix product", "fix": "drain it", "bad": True, "leave_out": True}
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_a_job_without_a_granted_gpu_is_not_the_nodes_fault() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected", "is_bad"),
     [
-        ({"correct": False}, "GPU 2 (GPU-2) computes a matrix product wrongly", True),
+        ({"correct": False}, "GPU 2 (GPU-2) returns a wrong matrix product", True),
         (
             {"error": "CUDA error: an illegal memory access"},
             "GPU 2 (GPU-2) cannot be used: CUDA error: an illegal",

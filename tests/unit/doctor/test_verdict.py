@@ -169,7 +169,7 @@ def test_a_slow_node_is_excluded_and_a_slow_link_accuses_none() -> None:
 def test_the_table_shows_what_each_node_has() -> None:
     reports = healthy(2)
     reports[1]["facts"]["gpus"]["gpus"][3]["correct"] = False
-    reports[1]["findings"] = [finding("GPU 3 computes a matrix product wrongly", "drain it")]
+    reports[1]["findings"] = [finding("GPU 3 returns a wrong matrix product", "drain it")]
     reports[0]["findings"] = [finding("a note", "nothing", bad=False)]
     found = judged(reports, 2)
     row = {
@@ -179,7 +179,7 @@ def test_the_table_shows_what_each_node_has() -> None:
     lines = verdict.lines(found)
     assert [line.split()[:2] for line in lines[:3]] == [["node", "verdict"], ["node0", "ok"], ["node1", "BAD"]]
     assert lines[3:] == [
-        "BAD   node1: GPU 3 computes a matrix product wrongly: drain it",
+        "BAD   node1: GPU 3 returns a wrong matrix product: drain it",
         "note  node0: a note: nothing",
         "all_reduce busbw 40 GB/s; pairs of nodes, median 45 GB/s",
         "1 of 2 nodes bad: sbatch --exclude=node1 leaves them out",
