@@ -128,9 +128,7 @@ class TrainKeys:
     prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length: ClassVar[bool] = True
     dataset: str = declare.key("", "data set", pattern=declare.NAME)
-    data_dir: str = declare.key(
-        "", "folder of the data, in torchvision's layout; default: $RECIPES_DATA, else data/", path=True
-    )
+    data_dir: str = declare.key("", "folder of the data; default: $RECIPES_DATA, else data/", path=True)
     epochs: int = declare.key(1, "passes over the training set", low=0, high=1_000_000, may_change=True)
     max_steps: int = declare.key(
         0,

@@ -51,7 +51,7 @@ def decay_groups(net: nn.Module, weight_decay: float, others: float = 0.0) -> li
 def averaged(
     run: Run, net: nn.Module, decay: float, of_batch_size: int, batches: GlobalBatches
 ) -> swa_utils.AveragedModel | None:
-    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `fit` updates it. None if decay is 0.
+    """An exponential moving average of ``net``'s weights and buffers, for `State.ema`. `loop.steps` updates it. None if decay is 0.
 
     decay: decay per step of ``of_batch_size`` samples (0: any size). It is scaled to the actual batch size, so that the average always
     covers the same number of samples.
