@@ -131,11 +131,8 @@ def prepare_mnist(keys: PrepareKeys) -> None:
 
 def _local(file: DataFile, source: str) -> bytes:
     """The content of ``file`` from the folder ``source``. Raises InputError, OSError."""
-    root = Path(source).expanduser()
-    for folder in (root, root / datasets.MNIST.folder):
-        for path in (folder / file.name, folder / f"{file.name}.gz"):
-            if datasets.kind(path, "source") == "file":
-                return _valid(path, path.read_bytes(), file)
+    if path := datasets.find_file(Path(source).expanduser(), datasets.MNIST, file.name, "source"):
+        return _valid(path, path.read_bytes(), file)
     raise InputError(f"source={source!r} has no {file.name}, plain or .gz: give another source=")
 
 

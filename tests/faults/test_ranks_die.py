@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.core.launch import local
 from tests import helpers
 from tests.faults import conftest
 from tests.faults.conftest import ENDLESS, Recorded, Start, Started
@@ -83,7 +84,7 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(start: Start, tmp_path: Path
         "s from a rank's SIGSTOP to its peer's word, less timeout_s", round(time.time() - stopped - TIMEOUT_S, 2)
     )
     ended = finish(launcher)
-    assert time.time() - stopped < TIMEOUT_S + 5 + ROOM_S
+    assert time.time() - stopped < TIMEOUT_S + local.PEERS_GRACE_S + ROOM_S
     found = helpers.read(tmp_path, "status")
     assert (found["state"], found["first_failing_rank"]) == ("failed", rank), found
     assert re.search(rf"rank {rank} on {HOST} ", ended.lines[-1]), ended.out

@@ -66,6 +66,7 @@ def files(text: str) -> dict[str, str]:
     return dict(re.findall(r"^```python\n(?=# (\S+)\n)((?:(?!```).*\n)*)```$", text, re.MULTILINE))
 
 
+@functools.cache  # several threads call it, and ast.parse of Python 3.11 is not safe there
 def commands() -> dict[str, str]:
     """All commands, and the output that is shown for each."""
     found: dict[str, str] = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +33,6 @@ class First:
     run_dir: Path
     log: Path
 
-    def submit(self, *words: str) -> tuple[int, str]:
-        """Status and output of a launch.py that asks for the same run directory."""
-        argv = [sys.executable, "launch.py", "recipe=mnist", f"run_dir={self.run_dir}", *words]
-        done = self.slurm.run(*argv, cwd=self.repo, env=jobs.PYTHON)
-        return done.returncode, done.stdout + done.stderr
-
 
 @pytest.fixture
 def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
@@ -53,7 +45,7 @@ def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
         jobs.leave_no_job(slurm)
 
 
-def test_a_second_job_is_refused_while_the_first_runs_is_suspended_or_pending(
+def test_a_second_job_is_refused_while_the_first_runs_or_is_suspended(
     slurm: Cluster, repo: Path, first: First, tmp_path: Path
 ) -> None:
     used = f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel {first.job})"
@@ -62,12 +54,9 @@ def test_a_second_job_is_refused_while_the_first_runs_is_suspended_or_pending(
     assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
     assert jobs.log_lines(log)[-1].startswith(f"mnist: {used}"), jobs.tail(log)
     slurm.run("scontrol", "suspend", first.job, check=True)
-    assert f"job {first.job} (suspended) uses it" in first.submit()[1]
+    job = jobs.sbatch(slurm, repo, log, *ONE, SCRIPT, f"run_dir={first.run_dir}")
+    assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
+    assert f"job {first.job} (suspended) uses it" in jobs.log_lines(log)[-1]
     slurm.run("scontrol", "resume", first.job, check=True)
-    status, out = first.submit(f"dependency=afterany:{first.job}")  # it starts when the first has ended
-    assert status == 0, out
-    later = re.search(r"^job (\d+): ", out, re.MULTILINE)
-    assert later, out
-    assert f"job {later[1]} (pending) uses it" in first.submit()[1]
     step = helpers.rows(first.run_dir)[-1]["step"]
     helpers.wait_until(lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue")

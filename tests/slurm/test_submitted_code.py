@@ -126,7 +126,7 @@ def test_a_utf8_folder_under_a_posix_locale(slurm: Cluster, tmp_path: Path) -> N
     assert log.read_text(encoding="utf-8").splitlines()[-1] == f"toy: done; run directory {repo}/für"
     by_hand = (sys.executable, "-m", "recipes.toy", *KEYS, "run_dir=für")
     done = slurm.run(*by_hand, cwd=repo, env=posix, timeout=120)
-    assert "is not UTF-8; set PYTHONUTF8=1" in done.stderr
+    assert "is not UTF-8; write it in UTF-8, or set PYTHONUTF8=1" in done.stderr
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
 """The files of each dataset: names, sizes, SHA-256, where they are searched, and the IDX format. Standard library only."""
 
+import gzip
 import math
 import os
 import shlex
 import stat
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,13 +106,19 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
 def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
     """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
     base = folder_of(data_dir)
-    found = [base / dataset.folder / name for name in dataset.names]
-    if missing := [path.name for path in found if kind(path) != "file"]:
+    found = {name: find_file(base, dataset, name) for name in dataset.names}
+    if missing := [name for name, path in found.items() if not path]:
         raise DataFileError(
-            f"data_dir={str(base)!r} lacks {', '.join(missing)} in {dataset.folder}/: "
+            f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): "
             f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
         )
-    return dict(zip(IDX_KEYS, found, strict=False))
+    return {key: path for key, path in zip(IDX_KEYS, found.values(), strict=False) if path}
+
+
+def find_file(base: Path, dataset: Dataset, name: str, key: str = "data_dir") -> Path | None:
+    """The file ``name`` below ``base``, plain or .gz: in the dataset's folder, in one with its name, or in ``base`` itself."""
+    folders = (base / dataset.folder, base / dataset.name, base)
+    return next((p for f in folders for p in (f / name, f / f"{name}.gz") if kind(p, key) == "file"), None)
 
 
 def find_mnist(data_dir: str | Path) -> dict[str, Path]:
@@ -148,12 +156,13 @@ def idx_header(*shape: int) -> bytes:
 
 
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
-    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file.
+    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file, plain or gzip.
 
     Raises DataFileError (one line: file, fault, fix).
     """
     try:
         content = path.read_bytes()
+        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         if content[:3] != bytes([0, 0, UINT8]):
             raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
         end = 4 + 4 * content[3] if len(content) > 3 else 0
@@ -161,7 +170,7 @@ def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
         if not shape or len(content) != end + math.prod(shape):
             raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
         return shape, content[end:]
-    except (DataFileError, OSError) as error:
+    except (DataFileError, OSError, EOFError, zlib.error) as error:
         name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"
         fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
         raise DataFileError(f"{path}: {errors.shown(error)}; {fix}") from None

@@ -1,3 +1,4 @@
+import gzip
 import struct
 from pathlib import Path
 
@@ -11,11 +12,13 @@ def idx(shape: tuple[int, ...], payload: bytes, dtype: int = 0x08) -> bytes:
 
 
 GOOD = idx((2, 3, 4), bytes(range(24)))
+PACKED = gzip.compress(GOOD, mtime=0)
 
 
-def test_shape_and_payload(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [GOOD, PACKED], ids=["plain", "gzip"])
+def test_shape_and_payload(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x-idx3-ubyte"
-    path.write_bytes(GOOD)
+    path.write_bytes(content)
     assert read_idx(path) == ((2, 3, 4), bytes(range(24)))
 
 
@@ -25,6 +28,8 @@ BAD = {
     "short": (GOOD[:-1], "has 39 bytes, which is not what its header says"),
     "header cut": (GOOD[:9], "has 9 bytes"),
     "empty": (b"", "is not an IDX file of bytes"),
+    "gzip cut": (PACKED[:-9], "end-of-stream marker"),
+    "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "CRC check failed"),
     "gone": (None, "No such file"),
 }
 
@@ -47,6 +52,15 @@ def test_a_damaged_idx_file_is_reported_with_fault_and_fix(
     assert "\n" not in message
 
 
+def test_find_mnist_prefers_torchvisions_folder_then_the_plain_file(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "mnist", tmp_path / "MNIST/raw"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in (".gz", ""):
+            for name in MNIST.names:
+                (folder / f"{name}{suffix}").write_bytes(b"x")
+            assert find_mnist(tmp_path)["test_labels"] == folder / f"t10k-labels-idx1-ubyte{suffix}"
+
+
 def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST/raw"
     folder.mkdir(parents=True)
@@ -58,6 +72,6 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
     (folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(DataFileError) as caught:
         find_mnist(str(tmp_path))
-    assert "lacks t10k-images-idx3-ubyte in MNIST/raw/" in str(caught.value)
+    assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)
     assert f"python -m recipes.prepare mnist data_dir={tmp_path}" in str(caught.value)
     assert "\n" not in str(caught.value)
