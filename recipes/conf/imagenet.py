@@ -105,18 +105,16 @@ class Config(TrainKeys):
             raise ConfigError(f"stage_dir={self.stage_dir}: dataset=fake has no files to copy")
 
 
-# Each with what to expect of it.
+# classic: the recipe of torchvision's first weights. fast: few epochs; the images grow. dev: a minute on CPUs, on random images.
+# Not measured on the full ImageNet.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    # The recipe that torchvision's first weights come from, 76.1 % there; here not measured.
     "classic": {
         "schedule": "step", "nesterov": False, "decay_norms": True, "label_smoothing": 0.0, "zero_init_residual": False,
         "warmup_epochs": 0, "global_batch_size": 256,
     },
-    # Few epochs of small images that grow; not measured.
     "fast": {
         "epochs": 16, "small_px": 128, "px": 192, "lr": 0.2, "warmup_epochs": 2, "ema": 0.999, "decoder": "opencv",
     },
-    # To see all of it run, in a minute on CPUs, on random images; there is nothing to be learnt from them.
     "dev": {
         "dataset": "fake", "arch": "resnet18", "epochs": 1, "max_steps": 20, "global_batch_size": 32, "px": 64, "val_px": 64,
         "val_resize": 64, "warmup_epochs": 0, "log_every_steps": 5,

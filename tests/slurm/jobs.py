@@ -96,7 +96,7 @@ def wait_for_training(slurm: Cluster, job: str, run_dir: Path, attempt: int = 0,
 
     def trains() -> bool:
         state = slurm.jobs(job)[0]["JobState"]
-        assert state in ("PENDING", "RUNNING"), f"job {job} is {state}"
+        assert state in ("PENDING", "RUNNING", "COMPLETING"), f"job {job} is {state}"
         return any(row["attempt"] == attempt and row["step"] >= step for row in rows(run_dir))
 
     wait_until(trains, START_S, f"step {step} of job {job}")

@@ -12,7 +12,7 @@ from recipes.core.doctor.patterns import Pattern
 from recipes.core.errors import shown
 from recipes.core.files import read_json
 from recipes.core.run import attempt as attempts
-from recipes.core.run import judge, table
+from recipes.core.run import in_use, judge, table
 from recipes.core.run import queue as slurm_queue
 from recipes.core.run.queue import Outlook
 
@@ -102,6 +102,8 @@ def _is_alive(run_dir: Path, slurm: Outlook, quiet_s: float) -> bool:
     is_batch = slurm.job is not None and slurm.job.fields.get("BatchFlag") != "0"
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
+    if in_use.is_running(attempts.facts(run_dir)) is False:
+        return False
     owner = attempts.owner(run_dir)
     return min(quiet_s, time.time() - attempts.newest_heartbeat(owner) if owner else quiet_s) < QUIET_S
 

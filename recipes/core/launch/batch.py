@@ -142,9 +142,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
     run_dir, opened = _run_dir(settings, environ), attempts.given(environ)
     if not opened:  # only in a script of your own that does not call begin
         return srun_status
-    attempt = (
-        attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
-    )  # the script may have several steps
+    # The script may have several steps.
+    attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
     outcome = judge.close(attempt, End(srun_status, stopped=not attempt.has_begun and _is_ended_by_slurm(environ)))
     if outcome.state == "done":
         print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")

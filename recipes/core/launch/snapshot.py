@@ -30,8 +30,10 @@ def take(root: Path) -> Path:
     for name, data in sorted(content.items()):
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
-    folder = private_folder(root / "runs" / "code")
+    folder = private_folder((root / "runs/code").resolve())
     copy = folder / digest.hexdigest()[:16]
+    while copy.is_dir() and not all((copy / name).is_file() for name in content):  # after a purge of old files
+        copy = copy.with_name(f"{copy.name}-")
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
     return copy

@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
-    folder = files.private_folder(job.root / "runs/submitit")  # a job executes the pickles in it
+    folder = files.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
     job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))
@@ -136,6 +135,8 @@ def _describe(
     description = {"job_id": job_id, "recipe": job.recipe, "arguments": words, "root": str(job.root), "code": code}
     try:
         jobs.record(folder, script, {**description, "log": str(log)})
-    except OSError as error:  # the job is already in the queue and will fail with the same error
-        print(f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail", file=sys.stderr)
+    except OSError as error:  # the job is already in the queue
+        raise MachineError(
+            f"run_dir={folder}: cannot be written ({error.strerror}), so job {job_id} will fail: scancel {job_id}"
+        ) from None
     return Submitted(job_id, folder, log)

@@ -66,5 +66,7 @@ def _sweep(words: Mapping[str, str], swept: Mapping[str, str], environ: Mapping[
         except ConfigError as error:
             pairs = [f"{SWEEP}{name}={shown(value)}" for name, value in run.items()]
             raise ConfigError(f"{' '.join(pairs)}: {error}") from None
+    if len(runs) == 1:  # submitit makes no array of it
+        return each[0]
     common = {name: value for name, value in each[0].typed.items() if name not in values}
     return dataclasses.replace(each[0], typed=common, sweep=runs)

@@ -73,7 +73,7 @@ def write_status(
         "first_failing_rank": first.get("rank"),
         "first_failing_host": first.get("host"),
         "exit_status": first.get("exit_status"),
-        "updated": round(time.time(), 3),
+        "updated": time.time(),
     }
     files.write_json(run_dir / "status.json", content)
     return content

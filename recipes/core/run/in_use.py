@@ -56,24 +56,24 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     )
     if judged.get("state") not in (None, "running", "preempted"):  # the job of a saved run may be requeued
         return ""
-    is_saved, is_running = judged.get("state") == "preempted", _is_running(facts)
+    is_saved, runs = judged.get("state") == "preempted", is_running(facts)
     if own_job is not None and own_job == job:
         # The attempt is an earlier start of this job or another step of it. Only the process shows whether that step
         # still runs.
-        if facts.get("launch") == directory.launch_id(environ) and is_running:
+        if facts.get("launch") == directory.launch_id(environ) and runs:
             return _used(run_dir, f"another step of this job (process {facts['process']['pid']})", "wait for its end")
         return ""
     cluster, own_cluster = facts.get("cluster"), environ.get("SLURM_CLUSTER_NAME", "")
     if cluster is not None and (not own_cluster or cluster in ("", own_cluster)):
         with contextlib.suppress(MachineError):
-            return _check_by_slurm(str(job), run_dir, environ, patience_s)
-    if cluster is None and is_running is not None:
+            return _check_by_slurm(str(job), run_dir, environ, patience_s, is_saved)
+    if cluster is None and runs is not None:
         pid, host = facts["process"]["pid"], facts["process"]["host"]
-        return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if is_running else ""
+        return _used(run_dir, f"process {pid} on {host}", f"end it (kill {pid})") if runs else ""
     return "" if is_saved else _check_by_heartbeat(attempt, patience_s)
 
 
-def _is_running(facts: Mapping[str, Any]) -> bool | None:
+def is_running(facts: Mapping[str, Any]) -> bool | None:
     """Whether the process of an attempt runs. None if this cannot be seen from this machine or process namespace."""
     process = facts.get("process") or {}
     if not process.get("place") or process["place"] != attempts.namespace():
@@ -82,14 +82,19 @@ def _is_running(facts: Mapping[str, Any]) -> bool | None:
     return bool(started) and attempts.start_time(pid) == started and pid != os.getpid()
 
 
-def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float) -> str:
-    """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked."""
+def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
+    """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked.
+
+    saved: whether the attempt was stopped and saved. In an allocation of salloc, which goes on, nothing starts it again.
+    """
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:
             break
         time.sleep(1.0)
     if not found or found.ended or (found.state == queue.COMPLETING and not patience_s):
+        return ""
+    if saved and found.fields.get("BatchFlag") == "0":
         return ""
     return _used(run_dir, f"job {job} ({found.state.lower()})", f"cancel it (scancel {job})")
 

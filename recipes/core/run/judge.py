@@ -93,7 +93,7 @@ def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` if it is failed or incomplete."""
     outcome = judge(gather(attempt), end)
     with contextlib.suppress(OSError):  # the disk may be full
-        judgement = {**asdict(outcome), "line": outcome.line, "time": round(time.time(), 3)}
+        judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
         if outcome.state in ("failed", "incomplete"):
             why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,8 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
             "use the code that the run was trained with, or start another run"
         )
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
-    unset = {
-        name for name in declare.declared(recipe_class, "path") if not words.get(name)
-    }  # the site's default applies
+    # If the run's path is empty, the site's default applies.
+    unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 
 
@@ -79,8 +79,9 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
             f"run_dir={shown(resumes, 4096)}: its checkpoints differ from these keys ({'; '.join(changed)}): "
             "give the earlier values, or another run_dir"
         )
-    is_done = (directory.read_status(resumes) or {}).get("state") == "done"
-    is_finished = is_done and settings.run.resume in ("auto", "latest")  # from an earlier step, steps are left
+    status, named = directory.read_status(resumes) or {}, re.search(r"step-(\d+)\.pt$", settings.run.resume)
+    is_last = int(named[1]) == status.get("step") if named else not settings.run.resume.endswith("best")
+    is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
     if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
         raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
 

@@ -63,7 +63,7 @@ def read_run(folder: Path, now: float) -> Run:
     row = {} if summary else _last_row(folder / "metrics.jsonl")
     notes = [str(status[name]) for name in ("reason", "next") if status.get(name)]
     if status.get("state") == "running":
-        notes.append(f"status written {ago(now - status.get('updated', now))} ago")
+        notes.append(f"status written {ago(now - (status.get('updated') or now))} ago")
     if refused := judge.why_not_begun(folder):
         notes.append(f"the newest launch did not begin: {refused}")
     arguments = job.get("arguments")

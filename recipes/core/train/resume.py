@@ -125,15 +125,14 @@ def _check_keys(
         changed = resumed.differences(before, now, {*before, *now} - (OF_THE_MODEL & set(now)))
     else:
         may_change = declare.may_change(type(run.settings.config))
-        if not (
-            run.settings.resumes or run.settings.run.force
-        ):  # without the run's config.yaml, its length was not compared
+        # Without the run's config.yaml, its length was not compared before.
+        if not (run.settings.resumes or run.settings.run.force):
             may_change -= set(resumed.LENGTH)
         changed = resumed.differences(before, now, may_change)
         changed += resumed.differences(content["sampler"], sampler, {"samples", *now})
     if changed:
         raise InputError(
-            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): use these values, or another run_dir"
+            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): use these values, or another run_dir (another length only: force=true)"
         )
 
 

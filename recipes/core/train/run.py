@@ -268,11 +268,8 @@ class Run:
             directory.write_status(
                 self.dir, "preempted", attempt=number, step=step, reason=self.stopping, kind=Kind.stopped
             )
-            where = (
-                "before the evaluation's end"
-                if self.settings.config.evaluate
-                else f"at step {step}, saved in {self.dir}"
-            )
+            is_training = not self.settings.config.evaluate
+            where = f"at step {step}, saved in {self.dir}" if is_training else "before the evaluation's end"
             self.say(f"stopped by {self.stopping} {where}")
             return
         if results or not (self.dir / "summary.json").exists():

@@ -264,9 +264,7 @@ class World:
         compile: compile ``model`` first. A collective: every rank must call it.
         """
         if compile:
-            if (
-                "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-            ):  # another user could create torch's own default folder in /tmp
+            if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # another user could create torch's own folder in /tmp
                 own = files.private_folder(Path(tempfile.gettempdir()) / f"recipes-{os.getuid()}", "set TMPDIR")
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
             model = cast(nn.Module, torch.compile(model))

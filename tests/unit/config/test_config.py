@@ -159,6 +159,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_the_value_of_one_swept_key_is_named_once() -> None:
+    assert not parse("sweep.lr=0.1").sweep  # submitit makes no array of one job
     assert refusal("sweep.epoch=1") == "sweep.epoch=1: epoch=1: recipe mnist has no key 'epoch'; did you mean 'epochs'?"
     assert refusal("sweep.lr=x", "sweep.seed=1").startswith("sweep.lr=x sweep.seed=1: lr=x: must be a number")
 
@@ -374,6 +375,7 @@ CONSTANT = {"schedule": "constant", "warmup": 0}
         ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
         ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),
         ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000003.pt"], SCHEDULE),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000005.pt"], ""),
         ({"epochs": 40}, "preempted", ["max_steps=9"], f"max_steps=9: the run has max_steps=0, and {SHORTER}"),
         ({"max_steps": 9}, "done", ["max_steps=0"], ""),
         (CONSTANT, "preempted", ["epochs=50"], ""),

@@ -55,7 +55,7 @@ def run_directory(
     for name in ("logs", "checkpoints"):
         (path / name).mkdir(parents=True)
     job = launch.partition(".")[0] if launch == "1.0" else ""
-    helpers.attempt(path, launch=launch, job=job, hosts=["node1", "node1", "node2", "node2"])
+    helpers.attempt(path, launch=launch, job=job, hosts=["node1", "node1", "node2", "node2"], process={})
     first = {"rank": rank, "host": host, "exit_status": 1} if rank is not None else None
     directory.write_status(path, state, attempt=0, step=7, reason=reason, kind=kind, first=first)
     return path
@@ -209,6 +209,14 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
     attempts.heartbeat(attempts.Attempt(run, 0))
     for answers in (NO_SLURM, of_salloc):
         assert "it is running, at step 7, status written 1:00:00 ago" in of_run(run, answers)[0]
+
+
+def test_a_process_of_this_machine_that_is_gone_is_known_at_once(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "running", launch="host.1.2")
+    opened = tmp_path / "attempts/0000/opened.json"
+    gone = {"place": attempts.namespace(), "pid": 1, "started": "0", "host": "a"}
+    files.write_json(opened, {**json.loads(opened.read_text()), "process": gone})
+    assert "it ended without a final status" in of_run(run, NO_SLURM)[0]
 
 
 def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:

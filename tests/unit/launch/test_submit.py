@@ -50,17 +50,12 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert not list(tmp_path.rglob("canary"))
 
 
-def test_a_run_directory_that_cannot_be_written_is_reported_after_submission(
-    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs" / "mnist").mkdir(parents=True)
     (tmp_path / "runs" / "mnist" / "7").write_text("in the way")
     stubs.add("sbatch", "echo Submitted batch job 7")
-    submitted = submit.submit(describe(root=tmp_path), sys.executable, "")
-    assert submitted.job_id == "7"
-    err = capsys.readouterr().err
-    assert f"run_dir={tmp_path}/runs/mnist/7: cannot be written" in err
-    assert len(err.splitlines()) == 1
+    with pytest.raises(MachineError, match=r"/runs/mnist/7: cannot be written \(.*\), so job 7 will fail: scancel 7"):
+        submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
 def test_a_refusal_of_sbatch_is_reported_in_one_line(

@@ -112,6 +112,7 @@ def answering(folder: Path, *fields: str) -> dict[str, str]:
         ("running", ("JobState=RUNNING",), "job 7 (running) uses it"),
         ("preempted", ("JobState=RUNNING",), "job 7 (running) uses it"),  # its batch script may requeue it yet
         ("preempted", ("JobState=REQUEUE_HOLD Reason=x", "Restarts=1"), "job 7 (requeue_hold) uses it"),
+        ("preempted", ("JobState=RUNNING BatchFlag=0",), ""),  # of salloc
         ("running", ("JobState=FAILED",), ""),
     ],
 )  # fmt: skip
