@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.core.data import sampling
@@ -63,6 +63,7 @@ def test_augmentation_is_the_same_on_all_ranks_and_differs_between_epochs() -> N
         assert not torch.equal(other.take(torch.arange(COUNT)), everything)
 
 
+@settings(deadline=None)  # a busy machine may pause for a second
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 400))
 def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_size: int) -> None:
     batches = GlobalBatches(samples, batch_size, 0, 0, 1)
@@ -76,6 +77,7 @@ def test_the_last_two_batches_share_the_remaining_samples(samples: int, batch_si
         assert 0 <= sizes[-2] - sizes[-1] <= 1
 
 
+@settings(deadline=None)  # a busy machine may pause for a second
 @given(length=st.integers(0, 20), count=st.integers(1, 30))
 def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -> None:
     shard = Shard(1, 2, torch.arange(length), 77)
@@ -85,6 +87,7 @@ def test_pieces_of_a_shard_are_complete_and_not_empty(length: int, count: int) -
     assert all((piece.epoch, piece.batch, piece.global_size) == (1, 2, 77) for piece in pieces)
 
 
+@settings(deadline=None)  # a busy machine may pause for a second
 @given(count=st.integers(0, 500), world_size=st.integers(1, 40))
 def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_size: int) -> None:
     parts = [list(range(count))[sampling.share(count, r, world_size)] for r in range(world_size)]
@@ -92,6 +95,7 @@ def test_shares_are_a_partition_of_sizes_that_differ_by_one(count: int, world_si
     assert [len(part) for part in parts] == [count // world_size + (r < count % world_size) for r in range(world_size)]
 
 
+@settings(deadline=None)  # a busy machine may pause for a second
 @given(
     samples=st.integers(1, 300), batch_size=st.integers(1, 400), world_size=st.integers(1, 9), seed=st.integers(0, 2**62),
     epoch=st.integers(0, 10**6), from_batch=st.integers(0, 300),
