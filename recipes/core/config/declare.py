@@ -45,8 +45,8 @@ def key(
     """A dataclass field with what its check and ``--help`` need.
 
     low, high: the inclusive range of a number. pattern: a regular expression for the whole of a text, which may be
-    empty if the default is; form: that pattern in words, after "must be"; default: that of NAME. path: the value is a
-    path, made absolute when a job is submitted. may_change: a resumed run may have another value (so may paths).
+    empty if the default is. form: describes the pattern in a message, after "must be". path: the value is a path, which
+    becomes absolute when a job is submitted. may_change: a resumed run may have another value (so may paths).
     of_launch: a resumed run does not inherit the value. sbatch: the same option of sbatch.
     """
     meta = {

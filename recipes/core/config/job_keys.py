@@ -121,7 +121,7 @@ class JobKeys:
     )  # fmt: skip
     snapshot: bool = declare.key(
         True,
-        "run a snapshot of the code, taken at submission; false: run the repository as it is when the job starts",
+        "copy the code at submission, and run the copy; false: run the files that the repository has at the job's start",
     )
     parallel: int = declare.key(
         0,

@@ -85,7 +85,7 @@ def is_running(facts: Mapping[str, Any]) -> bool | None:
 def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
     """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked.
 
-    saved: whether the attempt was stopped and saved. In an allocation of salloc, which goes on, nothing starts it again.
+    saved: whether the attempt was stopped and saved. Slurm does not start it again in an allocation of salloc, which continues.
     """
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:

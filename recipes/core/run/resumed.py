@@ -80,7 +80,7 @@ def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type)
             "give the earlier values, or another run_dir"
         )
     status, named = directory.read_status(resumes) or {}, re.search(r"step-(\d+)\.pt$", settings.run.resume)
-    is_last = int(named[1]) == status.get("step") if named else not settings.run.resume.endswith("best")
+    is_last = int(named[1]) == status.get("step") if named else Path(settings.run.resume).name != "best"
     is_finished = status.get("state") == "done" and is_last  # from an earlier step, steps are left
     if not settings.run.force and (problem := change_of_length(then, now, is_finished)):
         raise ConfigError(f"{problem}: leave it out, or give force=true (run {resumes})")
