@@ -50,12 +50,7 @@ IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # The files that prepare writes: images of shape (N, 3, 32, 32).
-CIFAR10_IDX = (
-    "train-images-idx4-ubyte",
-    "train-labels-idx1-ubyte",
-    "test-images-idx4-ubyte",
-    "test-labels-idx1-ubyte",
-)
+CIFAR10_IDX = ("train-images-idx4-ubyte", "train-labels-idx1-ubyte", "test-images-idx4-ubyte", "test-labels-idx1-ubyte")
 # index.json (source, classes, samples, sha256) is written last.
 CIFAR10 = Dataset("cifar10", "cifar", "cifar10", (*CIFAR10_IDX, "index.json"))
 

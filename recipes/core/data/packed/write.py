@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,12 +128,15 @@ def _write_shards(
     shards: list[_Shard] = []
     waiting: set[Future[_Shard]] = set()
     said = time.monotonic()
+    resource_tracker.ensure_running()  # its start would unblock SIGINT below
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (os.getpid(),))
     try:
         while True:
             # No task waits in a pipe: its names can fill it, and Python 3.10 would then block after a worker's death.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # also in new workers: their parent kills them
             for task in itertools.islice(tasks, count - len(waiting)):
                 waiting.add(pool.submit(_pack_shard, source, target, options, *task))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if not waiting:
                 return shards
             finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -156,7 +160,6 @@ def _write_shards(
 def _start(parent: int) -> None:
     """Called in each worker first."""
     processes.die_with(parent)()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which kills its workers
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print warnings about images
 
 
