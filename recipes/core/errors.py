@@ -17,18 +17,29 @@ EXIT_MACHINE = 3  # this machine or allocation cannot run it
 EXIT_REQUEUE = 75  # the run was saved and is to be requeued
 
 
-class ConfigError(ValueError):
+class _Printable(Exception):
+    """The message of an error may quote a file, an archive or a server: characters that a terminal would interpret are escaped."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(printable(text))
+
+
+class ConfigError(_Printable, ValueError):
     """A key, an env file or a launcher's variable is invalid. The message is one line with its name, its value and the fix.
 
     Exit status 2.
     """
 
 
-class MachineError(RuntimeError):
+class MachineError(_Printable, RuntimeError):
     """This machine or allocation cannot run the recipe. The message is one line. Exit status 3."""
 
 
-class RunError(RuntimeError):
+class DiskFull(MachineError):
+    """A disk or a quota is used up."""
+
+
+class RunError(_Printable, RuntimeError):
     """The run cannot continue because of what it computes or calls (a loss that is not finite, a call left out). The message is one line.
 
     Exit status 1.
@@ -39,7 +50,7 @@ class Stopped(Exception):
     """Ends work outside the steps (start, evaluation) because the run is to stop. The message is the reason. Exit status 75."""
 
 
-class InputError(ValueError):
+class InputError(_Printable, ValueError):
     """Other input (data, a checkpoint) is invalid. The message is one line.
 
     Exit status 2.
@@ -89,13 +100,17 @@ def next_of(status: Mapping[str, Any]) -> Next | None:
     return next((one for one in Next if one.value == status.get("next")), None)
 
 
+def printable(text: str) -> str:
+    """``text`` with unprintable characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
     """``value`` as text for a one-line message. Unprintable characters are escaped.
 
     Text longer than ``limit`` is cut.
     """
-    text = str(value.name if isinstance(value, Enum) else value)[: limit + 1]
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = printable(str(value.name if isinstance(value, Enum) else value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

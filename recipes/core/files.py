@@ -6,9 +6,11 @@ Standard library only.
 import contextlib
 import errno
 import fcntl
+import grp
 import hashlib
 import json
 import os
+import pwd
 import re
 import secrets
 import shutil
@@ -18,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import DiskFull, MachineError
 
+MAX_JSON = 64 << 20  # bytes of a file that `read_json` reads
 ROOT = Path(__file__).resolve().parents[2]  # the top folder of this clone, or of the snapshot that a job runs
 
 
@@ -36,7 +39,56 @@ def private_folder(folder: Path, fix: str = "chmod 700 it, or use a clone of you
         raise MachineError(f"{folder}: cannot be created ({error.strerror}): {fix}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise MachineError(f"{folder}: is not a folder that you own and only you can write to: {fix}")
+    if problem := who_else_can_change(folder):
+        raise MachineError(f"{folder}: {problem}: {fix}")
     return folder
+
+
+def who_else_can_change(path: Path) -> str:
+    """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
+
+    Root is trusted, and so is a group with the name of the user. A sticky folder, such as /tmp, protects what others own in it. With
+    RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
+    """
+    path, trusted = path.resolve(), {os.geteuid(), 0}
+    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a container of this user
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files appear as this user's
+    for one in (path, *path.parents):
+        found = one.stat()
+        if found.st_uid not in trusted:
+            return f"{one} belongs to another user"
+        by_group = found.st_mode & 0o020 and not _is_own_group(found.st_gid)
+        is_sticky = one != path and found.st_mode & stat.S_ISVTX
+        if (found.st_mode & 0o002 or by_group) and not is_sticky:
+            whom = "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)" if by_group else ""
+            return f"{one}: {whom or 'every user can write to it'}"
+    return ""
+
+
+def _is_own_group(group: int) -> bool:
+    if group == 0 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
+        return True
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+
+
+def own_folder(folder: Path) -> None:
+    """Creates ``folder`` if it does not exist. Raises OSError, and MachineError if it, or a link in its place, belongs to another user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
+        raise MachineError(f"{folder}: belongs to another user: give another run_dir")
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """For ``opener=`` of open(): does not wait for a writer if ``path`` is a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def without_links(path: str, flags: int) -> int:
+    """For ``opener=`` of open(): raises OSError if ``path`` is a symbolic link, which another user may have planted."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path | None = None) -> None:
@@ -95,7 +147,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in the file ``path``. None if the file cannot be read or does not contain a JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(path, MAX_JSON))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
@@ -103,9 +155,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def read_bounded(path: Path, limit: int) -> bytes:
     """The content of an ordinary file of at most ``limit`` bytes. Raises OSError, and ValueError with the reason in words."""
-    if not stat.S_ISREG(path.stat().st_mode):  # checked first, since open() on a named pipe waits for a writer
-        raise ValueError("not an ordinary file")
-    with path.open("rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not an ordinary file")
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"larger than {limit} bytes")
@@ -178,10 +230,10 @@ def check_free(folder: Path, need: int) -> None:
 
 def disk_error(error: OSError, key: str, folder: Path) -> MachineError:
     """The MachineError to raise after a failed write to ``folder``, the value of ``key``."""
-    fix = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
-    return MachineError(
-        f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}give another {key}="
-    )
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    fix = f"{'make room there, or ' if is_full else ''}give another {key}="
+    line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
+    return DiskFull(line) if is_full else MachineError(line)
 
 
 def size_text(size: int) -> str:

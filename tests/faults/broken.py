@@ -19,6 +19,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from recipes.core.errors import Stopped
 from recipes.core.train import checkpoint, loop, optimisation, session
 from recipes.core.train.checkpoint import State
 from recipes.core.data import sampling
-from recipes.core.data.sampling import GlobalBatches
+from recipes.core.data.sampling import GlobalBatches, Shard
 from recipes.core.train.run import Run
 
 WAIT_S = 120.0  # for what no test waits for so long
@@ -221,6 +222,40 @@ def misbehave(run: Run, where: str) -> float:
     return float(globals()[name](run))
 
 
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A Source whose samples the workers of a DataLoader have touched."""
+
+    batches: GlobalBatches
+    method: str
+
+    @property
+    def per_epoch(self) -> int:
+        return self.batches.per_epoch
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return self.batches.order
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Shard]:
+        shards = list(self.batches.epoch(epoch, first_batch))
+        order = [shard.indices.tolist() for shard in shards]
+        loader = torch.utils.data.DataLoader(
+            Numbers(), batch_sampler=order, num_workers=2, multiprocessing_context=self.method
+        )
+        for shard, indices in zip(shards, loader, strict=True):
+            assert torch.equal(shard.indices, indices)
+            yield shard
+
+
 def main(cfg: Config, run: Run) -> Mapping[str, Any]:
     world = run.world
     torch.manual_seed(cfg.seed)
@@ -255,7 +290,8 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
 
     misbehave(run, "start")
     run.resume(State(net, optimizer, scheduler, ema), batches)
-    for step in loop.steps(run, cfg, model, batches, evaluate):
+    source = Loaded(batches, cfg.workers) if cfg.workers else batches
+    for step in loop.steps(run, cfg, model, source, evaluate):
         for shard in step.shards:
             time.sleep(cfg.pace_s)
             factor = misbehave(run, str(run.step + 1))

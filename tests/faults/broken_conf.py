@@ -18,6 +18,7 @@ class Config(TrainKeys):
     evaluate_s: float = key(
         0.0, "seconds that an evaluation takes at least, a hundredth before each of its answers", low=0
     )
+    workers: str = key("", "how a DataLoader starts its two workers: fork, spawn or forkserver; without: no DataLoader")
     pace_s: float = key(0.01, "seconds that a step takes at least", low=0)
 
     def __post_init__(self) -> None:

@@ -135,6 +135,25 @@ def test_several_signals_cause_one_save(start: Start, tmp_path: Path, marks: Pat
     assert_resumes(start, run_dir, step)
 
 
+@pytest.mark.fault(8)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_signal_to_every_process_of_a_rank_does_not_end_its_loader_processes(
+    start: Start, tmp_path: Path, method: str
+) -> None:
+    """Slurm signals all processes of a step. The start method forkserver is the default of Python 3.14."""
+    rank = start(tmp_path, *ENDLESS, f"workers={method}", "samples=100000", "pace_s=0.05", ranks=0, before=("env",))
+    conftest.wait_for_step(rank, tmp_path)
+    loading = [pid for child in helpers.children(rank.pid) for pid in (child, *helpers.children(child))]
+    assert len(loading) >= 2
+    for pid in (*loading, rank.pid):
+        for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(pid, number)
+    ended = helpers.finish(rank)
+    step = assert_saved(tmp_path, ended, reason=helpers.read(tmp_path, "status")["reason"])
+    helpers.wait_for_the_end_of(loading, 20)
+    assert step == conftest.steps(tmp_path)[-1]
+
+
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
     """The other rank is never started. The rank waits inside torch, where no Python handler runs."""

@@ -6,13 +6,13 @@ the last lines of a rank that crashes or is killed.
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.run import signals
 
@@ -25,9 +25,9 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
     Raises MachineError if ``path`` cannot be written.
     """
     try:
-        with open(path, "ab") as file:
-            if file.tell():
-                file.write(b"\f\n")  # a form feed separates the attempts
+        log = open(path, "ab", buffering=0, opener=files.without_links)  # noqa: SIM115
+        if log.tell():
+            log.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:
         raise MachineError(
             f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): give another run_dir"
@@ -38,25 +38,22 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         stream.flush()
         original = os.dup(number)
         read_end, write_end = os.pipe()
-        # Slurm signals every process of a step, and Ctrl-C every process of a terminal. tee inherits these signals as
-        # blocked and ends when the rank ends. This process blocks them only for this moment, so that no signal is lost.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
-        try:
+        with signals.kept_from_children():  # tee ends when the rank ends
             tee = subprocess.Popen(
-                ["tee", "-a", str(path)],
+                ["tee", "-a", f"/dev/fd/{log.fileno()}"],
+                pass_fds=[log.fileno()],
                 stdin=read_end,
                 stdout=original,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 restore_signals=False,  # SIGPIPE stays ignored: tee writes the file even without a reader of stdout
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.close(read_end)
         os.dup2(write_end, number)
         os.close(write_end)
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         copies.append((number, stream, original, tee))
+    log.close()
     try:
         yield terminal
     finally:

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import popen_fork, resource_tracker
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 # SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
@@ -85,6 +87,29 @@ def _aside(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=quietly, name="a signal's word", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Programs that are started within the ``with`` block do not receive SIGNALS, since Slurm signals all processes of a rank.
+
+    Only SIGKILL ends them early, so end them with ``kill()``, not with ``terminate()``.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children inherit it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def keep_from_workers() -> None:
+    """Processes of multiprocessing, such as the workers of a DataLoader, do not receive SIGNALS from now on.
+
+    Their ``terminate()``, which Python calls at exit too, sends SIGKILL.
+    """
+    for kind, method in ((BaseProcess, "start"), (resource_tracker.ResourceTracker, "ensure_running")):
+        setattr(kind, method, kept_from_children()(getattr(kind, method)))
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
 
 
 @contextlib.contextmanager

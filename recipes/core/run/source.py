@@ -3,13 +3,15 @@
 import contextlib
 import glob
 import os
+import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.core.files import read_json
+from recipes.core.files import read_json, sha256
 
 STAMP = "snapshot.json"  # file in a snapshot of the code: the path of the repository, and the commit
 DIFF = "code.diff"  # file in a snapshot and in a run directory: the difference between the code and the commit
@@ -31,6 +33,19 @@ def code_files(root: Path) -> Iterator[Path]:
                 yield root / name
 
 
+def name_in(code: Path, path: str) -> str:
+    """The path of a Python file relative to ``code``; "" if it is outside, or in an environment such as .venv."""
+    name = os.path.relpath(path, code) if path.startswith(f"{code}/") else ""
+    return name if name.endswith(".py") and not re.match(r"\.|.*site-packages/", name) else ""
+
+
+def loaded(code: Path) -> dict[str, str]:
+    """The SHA-256 of each imported file of ``code`` that a run's results depend on, by its path: a recipe, its keys, data, train, own modules."""
+    names = {name_in(code, str(getattr(module, "__file__", ""))) for module in list(sys.modules.values())}
+    other = re.compile(r"$|tests/|recipes/core/(?!data/|train/)")
+    return {name: sha256(code / name) for name in sorted(names) if not other.match(name)}
+
+
 def commit(code: Path) -> str | None:
     """The commit of the code, followed by ``-dirty`` if files differ; None outside a git repository."""
     if there := stamp(code):
@@ -42,7 +57,7 @@ def commit(code: Path) -> str | None:
 def difference(code: Path) -> bytes:
     """The difference between the code and its commit, in the format of ``git apply``. A note if it is too large.
 
-    It includes new files of at most MAX_DIFF_BYTES that a snapshot contains and git does not ignore.
+    It includes new Python files of at most MAX_DIFF_BYTES that a snapshot contains and git does not ignore.
     """
     # A file may be removed in the meantime, for example by an editor.
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
@@ -50,7 +65,8 @@ def difference(code: Path) -> bytes:
             return (code / DIFF).read_bytes()
         index = {"GIT_INDEX_FILE": f"{folder}/index"}  # the index of the user does not change
         _git(code, "read-tree", "HEAD", **index)
-        names = [str(path.relative_to(code)) for path in code_files(code) if path.stat().st_size <= MAX_DIFF_BYTES]
+        code_paths = (path for path in code_files(code) if path.suffix == ".py")  # other new files may hold secrets
+        names = [str(path.relative_to(code)) for path in code_paths if path.stat().st_size <= MAX_DIFF_BYTES]
         _git(code, "add", "--intent-to-add", "--", *names, **index)  # it leaves out files that git ignores
         diff = _git(code, "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", **index)
         return diff if len(diff) <= MAX_DIFF_BYTES else b"# the difference is too large to be kept here\n"

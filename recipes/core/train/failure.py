@@ -18,9 +18,10 @@ import torch
 import torch.distributed
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, Kind, MachineError, RunError, Stopped
+from recipes.core.errors import DiskFull, InputError, Kind, MachineError, RunError, Stopped
+from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use, judge, watchdog
+from recipes.core.run import directory, in_use, judge, source, watchdog
 from recipes.core.train import torch_errors
 from recipes.core.train.run import Run
 from recipes.core.train.world import POLL_S
@@ -155,7 +156,7 @@ def cause_of(error: BaseException) -> Cause:
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)
     if isinstance(error, MachineError):
-        return Cause(Kind.machine, str(error), errors.EXIT_MACHINE)
+        return Cause(Kind.disk_full if isinstance(error, DiskFull) else Kind.machine, str(error), errors.EXIT_MACHINE)
     if isinstance(error, InputError):
         return Cause(Kind.input, str(error), errors.EXIT_CONFIG)
     if isinstance(error, RunError):
@@ -166,7 +167,14 @@ def cause_of(error: BaseException) -> Cause:
         return Cause(Kind.out_of_memory, f"out of memory: {text.partition(': ')[2] or text}: {fix}")
     if kind := torch_errors.peer_kind(error):
         return Cause(kind, torch_errors.peer_text(error))
-    return Cause(Kind.error, errors.one_line(error), traceback=not isinstance(error, KeyboardInterrupt))
+    return Cause(Kind.error, errors.one_line(error) + _where(error), traceback=not isinstance(error, KeyboardInterrupt))
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of this repository's code in the traceback of ``error``, in brackets; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f"{name}, line {frame.lineno}" for frame in frames if (name := source.name_in(ROOT, frame.filename))]
+    return f" ({own[-1]})" if own else ""
 
 
 def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:

@@ -22,7 +22,10 @@ class Rows:
         # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
         self._path = path
         torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        try:
+            self._file = open(path, "a", encoding="utf-8", buffering=1, opener=files.without_links)  # noqa: SIM115
+        except OSError as error:
+            raise files.disk_error(error, "run_dir", path.parent) from None
         if torn:
             self._file.write("\n")
 

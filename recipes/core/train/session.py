@@ -49,6 +49,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         # Until the ranks have met there is nothing to save, so SIGINT ends this process at once. Python's own handler would run only
         # after the wait for the other ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signals.keep_from_workers()
         info = start.ranks
 
         def tell(name: str) -> None:
@@ -106,7 +107,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             opening.introduce(current, start)
             opening.check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
-            world.pulse.beat(watchdog.UNWATCHED)  # the watchdog does not watch what a recipe does before its steps
+            world.pulse.beat(watchdog.UNWATCHED)
             results = main(start.settings.config, current)
             current.finish(results)
             world.pulse.beat(watchdog.WAITING)

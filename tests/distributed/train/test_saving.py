@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.core.errors import InputError, MachineError
+from recipes.core.errors import DiskFull, InputError, MachineError
 from recipes.core.train import checkpoint, metrics
 from recipes.core.train.checkpoint import HostCopy, Saver
 
@@ -93,12 +94,20 @@ def test_free_space_is_checked_before_the_state_is_copied(tmp_path: Path, monkey
 
 def test_a_metrics_row_on_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     """Rows are written far more often than checkpoints, so they detect a full disk first."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     rows = metrics.Rows(tmp_path / "metrics.jsonl")
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), rows._file.fileno())
     words = rf"^run_dir='{tmp_path}': cannot be written \(No space left on device.*\): make room there"
-    with pytest.raises(MachineError, match=words):
+    with pytest.raises(DiskFull, match=words):
         rows.add({"step": 1})
     rows.close()
+
+
+def test_rows_are_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "keys")
+    with pytest.raises(MachineError, match=r"^run_dir='.*': cannot be written \(Too many levels of symbolic links\)"):
+        metrics.Rows(tmp_path / "metrics.jsonl")
+    assert not (tmp_path / "keys").exists()
 
 
 def test_a_truncated_row_does_not_damage_the_next(tmp_path: Path) -> None:
@@ -187,7 +196,7 @@ def test_every_random_state_is_restored() -> None:
 
     random.gauss(0, 1)  # the second of a pair is kept
     np.random.randn()
-    states = checkpoint.rng_state(CPU)
+    states = torch.load(io.BytesIO(checkpoint.rng_state(CPU)), weights_only=True)
     drawn = draw()
     draw()
     checkpoint.set_rng_state(states, CPU)
