@@ -127,7 +127,7 @@ def main(cfg: Config, run: Run) -> Mapping[str, Any]:
             step.backward(own if share == 1 else share * own + (1 - share) * losses(logits, others))
         optimizer.step()
         scheduler.step()
-    return {**run.results, "skipped_samples": loader.skipped_on_all()} if run.results else {}
+    return {**run.results, "skipped_samples": loader.skipped_on_all(world.gather)} if run.results else {}
 
 
 if START:

@@ -76,6 +76,7 @@ def train(
         place = dataclasses.replace(world.ranks, rank=rank, world_size=size)
         world = dataclasses.replace(world, ranks=place, hosts=world.hosts * size)
         patched.setattr(World, "broadcast_text", lambda self, name, text="": text)
+        patched.setattr(World, "gather", lambda self, content: [content] * size)
         patched.setattr(World, "together", lambda self, name, work: work(lambda progress: None))
         run = Run(settings, world, helpers.attempt(folder, step=None), signals.StopFlag(), None)
         if rank:  # the rows of this rank, which plays another one

@@ -5,6 +5,7 @@ and after a resume in the middle of an epoch.
 """
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 from torch import Tensor
 
 from recipes.core.data import crops, decode
@@ -87,11 +87,10 @@ class Loader:
         """Number of samples that this rank could not read so far, each counted once."""
         return len(self._skipped)
 
-    def skipped_on_all(self) -> int:
-        """Number of samples that some rank could not read, each counted once. Collective."""
-        found: list[set[tuple[bool, str]]] = [set()] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, self._skipped)
-        return len(set().union(*found))
+    def skipped_on_all(self, gather: Callable[[bytes], list[bytes]]) -> int:
+        """Number of samples that some rank could not read, each counted once. gather: `World.gather`. Collective."""
+        found = gather(json.dumps(sorted(self._skipped)).encode())
+        return len({(is_training, name) for one in found for is_training, name in json.loads(one)})
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
         """This rank's shards of ``epoch``, from batch ``first_batch`` on.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from recipes.core.errors import shown
 from recipes.core.run import watchdog
 from recipes.core.run.signals import StopFlag
 from recipes.core.train.world import World
@@ -63,6 +64,6 @@ class Agreement:
         elif self._work:
             self._work.wait()
         value, stop, save = self._sums.tolist()
-        reason = self._world.store.get(STOP).decode() if stop else ""
+        reason = shown(self._world.store.get(STOP).decode(errors="replace")) if stop else ""
         self._world.pulse.beat(watchdog.SAVING)
         return value, reason, save > 0

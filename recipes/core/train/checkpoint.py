@@ -4,12 +4,13 @@ A file is the zip archive that torch.save writes. A reader verifies the CRC-32 o
 """
 
 import contextlib
+import io
 import random
 import re
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ class State:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Random states of this rank: torch, its GPU, Python, and NumPy if it has been imported."""
+def rng_state(device: torch.device) -> bytes:
+    """Random states of this rank: torch, its GPU, Python, and NumPy if it has been imported, in the format of torch.save."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -51,11 +52,13 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         keys = torch.tensor(keys.tolist())
         states["numpy"] = {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached}
-    return states
+    written = io.BytesIO()
+    torch.save(states, written)
+    return written.getvalue()
 
 
 def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restores the random states that `rng_state` returned."""
+    """Restores the random states of `rng_state`, loaded."""
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -67,7 +70,7 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(state)
 
 
-def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
+def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -> dict[str, Any]:
     """The content of a checkpoint of ``state``. Its tensors are those of the training, not copies. rng: each rank's `rng_state`."""
     return {
         "model": state.model.state_dict(),
@@ -75,7 +78,7 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: list[dict[str, Any
         "scheduler": state.scheduler.state_dict(),
         "ema": state.ema.state_dict() if state.ema else None,
         "sampler": dict(sampler),
-        "rng": rng,
+        "rng": [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in rng],
         "meta": {**state.meta, "step": state.step},
     }
 
@@ -228,12 +231,13 @@ def candidates(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps, key=lambda step: (step > newest, -step))]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path | str) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU. Raises InputError (one line) if the file is damaged or not a checkpoint.
 
     With ``weights_only`` no code in the file is executed; this is safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747). torch
     does not verify the archive's CRC-32s when it loads, so it would not detect a flipped bit in a weight; zipfile does.
     """
+    path = Path(path)
     try:
         # torch.save does not compress: it never writes an archive that unpacks to more than its own size.
         with zipfile.ZipFile(path) as archive:

@@ -279,12 +279,18 @@ class _StepEnds:
         return stop
 
     def _evaluate(self) -> bool:
-        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short."""
+        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short on a rank.
+
+        That is so if it raises Stopped, on all ranks, or if `Run.stop_is_near` has returned True to it, whatever it returns.
+        """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
-        run.results = {}
+        run.results, run.cut_short = {}, False
         try:
-            run.results = require_results("evaluate()", self.evaluate())
+            results = require_results("evaluate()", self.evaluate())
+            cut_short, run.stopping, _ = Agreement(run.world, run.stop, torch.tensor(float(run.cut_short))).read()
+            if not cut_short:
+                run.results, run.stopping = results, ""
         except Stopped as stopped:
             run.stopping = str(stopped)
         return not run.stopping

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from recipes.core.errors import InputError, MachineError
+from recipes.core import files
+from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use
@@ -20,20 +21,30 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     Returns it, and whether the run was already done. Raises InputError if another job uses the directory, MachineError if it cannot be
     written.
     """
-    folder, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world))
-    path = Path(folder)
+    own = _choose(start)
+    theirs, part, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world, own or Path()))
+    if not own and str(own := _choose(start, Path(theirs).name)) != theirs:
+        raise InputError(f"run_dir=: rank 0 has run_dir={shown(theirs)}: give it on all machines")
+    assert own
+    path = own / directory.EVALUATION if part else own
     if world.rank != 0:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-    return Attempt(path, number), was_done
+        files.own_folder(path / "logs")
+    return Attempt(path, int(number)), bool(was_done)
 
 
-def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
+def _choose(start: Start, name: str = "") -> Path | None:
+    """The run directory by this rank's keys and job. None if only rank 0 knows its name, which contains the time; then give ``name``."""
     # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
     run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
+    keys, id_or_name = start.settings.run, run_id or name
+    if not keys.run_dir and not id_or_name and start.ranks.rank:
+        return None
+    return directory.choose(keys.run_dir, start.settings.recipe, id_or_name or None, ROOT)
+
+
+def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
     recipe, keys = start.settings.recipe, start.settings.run
-    path = directory.choose(keys.run_dir, recipe, run_id, ROOT)
-    if start.settings.config.evaluate:
-        path = directory.for_evaluation(path)
+    path = directory.for_evaluation(run_dir) if start.settings.config.evaluate else run_dir
     try:
         given = attempts.given(os.environ)
         if given and given.run_dir == path and not given.has_begun:
@@ -44,11 +55,16 @@ def _open_on_rank_0(start: Start, world: World) -> tuple[str, int, bool]:
         if problem := in_use.check(attempt, os.environ, min(in_use.ENDING_S, keys.timeout_s / 2)):
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
-            (path / name).mkdir(parents=True, exist_ok=True)
+            files.own_folder(path / name)
         status = directory.read_status(path)
     except OSError as error:
         raise MachineError(f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir") from None
-    return str(path), attempt.number, bool(status and status["state"] == "done")
+    return (
+        str(run_dir),
+        path != run_dir,
+        attempt.number,
+        bool(status and status["state"] == "done"),
+    )
 
 
 def check_shared(run: Run) -> None:

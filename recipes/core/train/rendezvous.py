@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed
 
-from recipes.core.errors import MachineError
+from recipes.core.errors import MachineError, shown
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
 from recipes.core.run.entry import Start
@@ -95,10 +95,10 @@ def _exchange_hosts(
     names = [f"host/{rank}" for rank in range(info.world_size)]
     try:
         await_keys(store, names, clock, timeout_s)
-        return tuple(text.decode() for text in store.multi_get(names))
+        return tuple(shown(text.decode(errors="replace")) for text in store.multi_get(names))
     except torch.distributed.DistError:
         missing = [rank for rank in range(info.world_size) if not store.check([f"host/{rank}"])]
-        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise MachineError(
-            f"{socket.gethostname()}: rank {shown} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
+            f"{socket.gethostname()}: rank {some} of {info.world_size} did not connect within {timeout_s:g} s (timeout_s)"
         ) from None

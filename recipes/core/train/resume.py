@@ -10,13 +10,13 @@ from typing import Any
 from recipes.core.config import declare
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS
-from recipes.core.errors import InputError
+from recipes.core.errors import InputError, shown
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, resumed
 from recipes.core.run.attempt import Attempt
 from recipes.core.train import checkpoint
 from recipes.core.train.checkpoint import State
-from recipes.core.train.world import World
+from recipes.core.train.world import World, parsed
 
 # Keys of a run that control when all ranks save together.
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
@@ -37,14 +37,38 @@ class Context:
     warn: Callable[[str], None]
 
 
-def choose(run: Context) -> str:
-    """Path of the checkpoint to resume from; "" for none. Only rank 0 calls it. Raises InputError."""
+def places(run: Context) -> list[Path]:
+    """The folders that may hold the checkpoint, by this rank's own keys."""
+    if run.settings.run.resume in RESUME_WORDS:
+        return [run.checkpoints]
+    wanted = _wanted(run)
+    return [run.checkpoints, wanted / "checkpoints", wanted, wanted.parent]
+
+
+def _wanted(run: Context) -> Path:
+    return Path(os.path.realpath(Path(run.settings.run.resume).expanduser()))
+
+
+def at(run: Context, place: int, name: str) -> Path:
+    """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
+    if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
+        raise InputError(f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses its port")
+    return places(run)[place] / name
+
+
+def choose(run: Context) -> tuple[int, str] | None:
+    """The checkpoint to resume from, for `at`; None for none. Only rank 0 calls it. Raises InputError."""
+    path = _choose(run)
+    return (places(run).index(path.parent), path.name) if path else None
+
+
+def _choose(run: Context) -> Path | None:
     wanted, there = run.settings.run.resume, checkpoint.candidates(run.checkpoints)
     if there and _has_saved_before_requeue(run):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
         of_run = wanted in RESUME_WORDS
-        path = run.checkpoints / wanted if of_run else Path(os.path.realpath(Path(wanted).expanduser()))
+        path = run.checkpoints / wanted if of_run else _wanted(run)
         if path.name in ("best", "latest") and (name := checkpoint.named(path.parent, path.name)):
             path = path.with_name(name)
         elif of_run:
@@ -52,7 +76,7 @@ def choose(run: Context) -> str:
         if not os.path.exists(path):
             raise InputError(f"resume={wanted}: there is no such file on {run.world.host}")
         if not path.is_dir():
-            return str(path)
+            return path
         there = checkpoint.candidates(path / "checkpoints") or checkpoint.candidates(path)
         if not there:
             raise InputError(
@@ -63,18 +87,18 @@ def choose(run: Context) -> str:
             raise InputError(
                 f"resume=never: {run.attempt.run_dir} has a checkpoint ({there[0].name}): give another run_dir, or resume=auto"
             )
-        return ""
+        return None
     for path in there:
         try:
             checkpoint.read(path)
-            return str(path)
+            return path
         except InputError as problem:
             run.warn(f"{problem}; using the previous checkpoint" if path != there[-1] else str(problem))
     if there:
         raise InputError(
             f"{there[0].parent}: no checkpoint can be read: move them to another folder to start from step 0"
         )
-    return ""
+    return None
 
 
 def _has_saved_before_requeue(run: Context) -> bool:
@@ -108,6 +132,9 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     run.say(f"resumed from {path}, step {state.step}")
+    before, now = meta.get("code") or state.meta["code"], state.meta["code"]
+    if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
+        run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]
     if other and not evaluate:
         words = "; ".join(f"{name}={meta.get(name)} becomes {state.meta[name]}" for name in other)
@@ -139,14 +166,16 @@ def _check_keys(
 def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None:
     """Raises InputError on a rank whose keys or data differ from rank 0's, as is possible if ranks are started by hand.
 
-    keys: the recipe's, and the digest of the training data. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are
+    keys: the recipe's, and what determines the order of samples. The keys of the run that control when all ranks save (`OF_ALL_RANKS`) are
     compared too. Called by all ranks.
     """
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
-    first = json.loads(world.broadcast_text("keys", json.dumps(keys)))
+    first = parsed(world.broadcast_text("keys", json.dumps(keys, default=str)))
     paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
     other = [
-        f"{n}={keys[n]} here, {n}={first.get(n)} there" for n in keys if n not in paths and keys[n] != first.get(n)
+        f"{n}={keys[n]} here, {n}={shown(first.get(n))} there"
+        for n in keys
+        if n not in paths and keys[n] != first.get(n)
     ]
     if other:
         host = world.hosts[0]

@@ -54,6 +54,7 @@ class Run:
     begun: bool = False
     stopping: str = ""
     results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
+    cut_short: bool = False  # whether stop_is_near() has returned True in this evaluation
     complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
@@ -131,14 +132,15 @@ class Run:
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
+            "code": source.loaded(ROOT),
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }
         torch.manual_seed((self.settings.config.seed * 1_000_003 + self.world.rank + 1) % 2**63)
         context = Context(self.settings, self.world, self.attempt, self.checkpoints, self.say, self.warn)
-        resume.compare_keys(self.world, self.settings, state.meta["config"] | {"data": batches.order.get("data")})
+        resume.compare_keys(self.world, self.settings, state.meta["config"] | dict(batches.order))
         if chosen := self.world.from_rank_0("checkpoint", lambda: resume.choose(context)):
-            self.resumed_from = Path(chosen)
+            self.resumed_from = resume.at(context, *chosen)
             resume.load(context, self.resumed_from, state, self.sampler)
             self.resumed_from_step = state.step
         self._begin()
@@ -173,7 +175,8 @@ class Run:
             self._commit = source.commit(ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
             if diff := source.difference(ROOT):
-                files.write_whole(self.dir / source.DIFF, lambda file: file.write(diff))
+                for folder in (self.dir, self.attempt.folder):
+                    files.write_bytes(folder / source.DIFF, diff)
             came = self.resumed_from
             own = came is not None and came.parent == self.dir / "checkpoints"
             if came and own and self.keys.resume != "auto" and not self.settings.config.evaluate:
@@ -191,11 +194,13 @@ class Run:
         """
         if self.stop:
             agreement.publish(self.world, self.stop.reason)
+            self.cut_short = True
             return True
         if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
             return False
         self._store_asked_at = time.monotonic()
-        return agreement.published(self.world)
+        self.cut_short = agreement.published(self.world)
+        return self.cut_short
 
     def agree_to_stop(self) -> str:
         """Why all ranks must stop now; "" if they continue. The same on all ranks. A collective: every rank must call it."""
@@ -222,11 +227,10 @@ class Run:
         """
         self._saved_at = self.world.clock.now()
         self.world.pulse.beat(watchdog.WAITING)
-        rng: list[Any] = [None] * self.world.size
-        torch.distributed.all_gather_object(rng, checkpoint.rng_state(self.world.device))
+        gathered = self.world.gather(checkpoint.rng_state(self.world.device))
         self.world.pulse.beat(watchdog.SAVING)
         if self.saver:
-            self.saver.save(checkpoint.content_of(self.state, self.sampler, rng), best)
+            self.saver.save(checkpoint.content_of(self.state, self.sampler, gathered), best)
             if wait:
                 self.saver.wait()
         if wait:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core import errors, files
-from recipes.core.errors import InputError, MachineError, Stopped
+from recipes.core.errors import InputError, MachineError, Stopped, shown
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import Pulse, RunningClock
@@ -33,6 +33,7 @@ PULSE_S = 1.0  # between two reports of a rank's progress
 TORCH_TIMEOUT = datetime.timedelta(days=7)
 WAIT = datetime.timedelta(seconds=1.0)  # between two readings of the clock
 TEARDOWN_S = 10.0  # maximum wait for a thread that may use a store that has ended
+LONGEST = 2000  # characters of a line that another rank has sent
 READERS_S = 5.0  # rank 0 waits this long until the other ranks have read why the run ends
 ERRORS_OF_ALL = (Stopped, InputError, MachineError)  # `World.together` raises them on all ranks
 
@@ -87,6 +88,19 @@ class World:
             torch.distributed.all_reduce(values)
         return values
 
+    def gather(self, content: bytes) -> list[bytes]:
+        """The ``content`` of each rank, by rank, on every rank. A collective: every rank must call it.
+
+        torch's own all_gather_object would execute code that another process in the place of a rank has sent.
+        """
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        torch.distributed.all_gather(sizes, sizes[self.rank].new_tensor([len(mine)]))
+        longest = max(int(size) for size in sizes)
+        padded = [mine.new_zeros(longest) for _ in range(self.size)]
+        torch.distributed.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(padded, sizes, strict=True)]
+
     def broadcast_text(self, name: str, text: str) -> str:
         """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run.
 
@@ -95,11 +109,12 @@ class World:
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         await_keys(self.store, [f"text/{name}"], self.clock, self.timeout_s)
-        return self.store.get(f"text/{name}").decode()
+        return self.store.get(f"text/{name}").decode(errors="replace")
 
     def from_rank_0(self, name: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on rank 0 and returns its result, a value that JSON can hold, on every rank. Every rank must call it.
 
+        Another user may write to the store. So the result must not name a file or code: each rank knows these by its own keys.
         If ``work`` raises InputError or MachineError, every rank raises it. ``name`` must be unique in a run.
         """
         message: dict[str, Any] = {"result": None}
@@ -108,7 +123,7 @@ class World:
                 message = {"result": work()}
             except (InputError, MachineError) as error:
                 message = {"error": _encoded(error)}
-        message = json.loads(self.broadcast_text(name, json.dumps(message)))
+        message = parsed(self.broadcast_text(name, json.dumps(message)))
         if "error" in message:
             self._await_readers(name)
             raise _decoded(message["error"])
@@ -305,8 +320,18 @@ def _encoded(error: Exception) -> str:
 
 
 def _decoded(text: str) -> Exception:
-    name, message = json.loads(text)
-    return next(kind for kind in ERRORS_OF_ALL if kind.__name__ == name)(message)
+    name, message = parsed(text)
+    return next((kind for kind in ERRORS_OF_ALL if kind.__name__ == name), MachineError)(shown(message, LONGEST))
+
+
+def parsed(text: str) -> Any:
+    """A value of JSON from the store. Raises MachineError if another program has written it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise MachineError(
+            f"rank 0 sent {shown(text)}: another program uses its port: set another MASTER_PORT"
+        ) from None
 
 
 def await_keys(store: torch.distributed.Store, names: list[str], clock: RunningClock, timeout_s: float) -> None:

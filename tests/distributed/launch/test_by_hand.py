@@ -76,7 +76,7 @@ def check_run(run_dir: Path, ended: tuple[Ended, Ended], machines: tuple[str, st
 
 def test_uneven_machines_may_start_in_any_order(machines: tuple[str, str], tmp_path: Path) -> None:
     layout = ("gpus=2,1", "master=10.83.0.1:29411")
-    second = start(machines[1], 1, *layout, cwd=tmp_path)
+    second = start(machines[1], 1, *layout, "run_dir=run", cwd=tmp_path)
     helpers.wait_until(lambda: helpers.children(second.pid), 20, "the rank of the second machine")
     first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
     ended = (helpers.finish(first), helpers.finish(second))
@@ -87,7 +87,7 @@ def test_uneven_machines_may_start_in_any_order(machines: tuple[str, str], tmp_p
 def test_two_machines_over_ipv6(machines: tuple[str, str], tmp_path: Path) -> None:
     layout = ("gpus=1,1", "master=[fd83::1]:29412")
     first = start(machines[0], 0, *layout, "run_dir=run", cwd=tmp_path)
-    second = start(machines[1], 1, *layout, cwd=tmp_path)
+    second = start(machines[1], 1, *layout, "run_dir=run", cwd=tmp_path)
     ended = (helpers.finish(first), helpers.finish(second))
     check_run(tmp_path / "run", ended, machines, (1, 1))
 
@@ -122,9 +122,8 @@ def test_a_port_in_use_is_reported_in_one_line(host: str, tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_the_loss_of_the_first_machine_is_reported(tmp_path: Path) -> None:
-    """Both machines see the run directory, but only the first has its path."""
-    words = [*LOCAL, "gpus=1,1", f"master=127.0.0.1:{helpers.free_port()}", "epochs=1000", "timeout_s=20"]
-    first = helpers.start([*words, "node_rank=0", f"run_dir={tmp_path}"])
+    words = [*LOCAL, "gpus=1,1", f"run_dir={tmp_path}", f"master=127.0.0.1:{helpers.free_port()}", "epochs=1000", "timeout_s=20"]
+    first = helpers.start([*words, "node_rank=0"])
     second = helpers.start([*words, "node_rank=1"])
     helpers.wait_until(lambda: helpers.rows(tmp_path), helpers.START_S, "a step")
     [rank] = helpers.children(first.pid)

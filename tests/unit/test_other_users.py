@@ -1,0 +1,200 @@
+"""What another user of the machine has made, can change or sends is not executed, and nothing is written through it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from recipes.core import errors, files
+from recipes.core.config import envfile, profiles
+from recipes.core.errors import ConfigError, InputError, MachineError
+from recipes.core.launch import snapshot
+from recipes.core.run import attempt as attempts
+from recipes.core.run import logs, resumed, table
+from recipes.core.train import checkpoint, opening, resume
+from tests import helpers
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user: needs root")
+Change = Callable[[Path], object]
+CHANGES: dict[str, Change] = {
+    "the file is of another user": lambda path: os.chown(path, STRANGER, STRANGER),
+    "its folder is of another user": lambda path: os.chown(path.parent, STRANGER, STRANGER),
+    "a folder above it is of another user": lambda path: os.chown(path.parents[1], STRANGER, STRANGER),
+    "all users can write to the file": lambda path: path.chmod(0o666),
+    "all users can write to its folder": lambda path: path.parent.chmod(0o777),
+    "a group can write to its folder": lambda path: (os.chown(path.parent, -1, STRANGER), path.parent.chmod(0o775)),
+    "a group can write to a folder above it": lambda path: (
+        os.chown(path.parents[1], -1, STRANGER),
+        path.parents[1].chmod(0o775),
+    ),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that only this user can change."""
+    found = tmp_path / "a/b/file.env"
+    found.parent.mkdir(parents=True)
+    found.write_text("NCCL_DEBUG=INFO\n")
+    return found
+
+
+@as_root
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_another_user_can_change_is_not_used(path: Path, change: str) -> None:
+    assert files.who_else_can_change(path) == ""
+    CHANGES[change](path)
+    with pytest.raises(ConfigError, match=r"(another user|can write to it).*; use a file of your own"):
+        envfile.read(path)
+
+
+@as_root
+def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.chmod(0o775)  # root's group
+    path.parents[1].chmod(0o1777)
+    assert files.who_else_can_change(path) == ""
+    os.chown(path.parent, -1, STRANGER)
+    assert "RECIPES_TRUST_GROUP=1" in files.who_else_can_change(path)
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    assert files.who_else_can_change(path) == ""
+
+
+@as_root
+@pytest.mark.parametrize("change", [change for change in CHANGES if "folder" in change])
+def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) -> None:
+    def status() -> int:
+        command = ["bash", "-c", '. sbatch/job.sh; own "$1"', "bash", str(path.parent)]
+        return subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode
+
+    assert status() == 0
+    CHANGES[change](path)
+    assert status() == errors.EXIT_MACHINE
+
+
+@as_root
+def test_code_is_not_kept_where_others_can_exchange_it(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/__init__.py").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o777)
+    with pytest.raises(MachineError, match="runs: every user can write to it"):
+        snapshot.take(tmp_path)
+
+
+@as_root
+def test_a_profile_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "env/clusters").mkdir(parents=True)
+    (tmp_path / "env/clusters/here.yaml").write_text("partition: gpu\n")
+    helpers.use_root(monkeypatch, tmp_path)
+    assert profiles.cluster_profile("here") == {"partition": "gpu"}
+    os.chown(tmp_path / "env/clusters/here.yaml", STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match=r"here\.yaml belongs to another user"):
+        profiles.cluster_profile("here")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INTEL_JIT_PROFILER64=/x.so", "NCCL_NET_PLUGIN=/x/libnet.so", "NCCL_TUNER_PLUGIN=./x.so", "NCCL_CONF_FILE=/x", "NCCL_DEBUG_FILE=/x",
+        "FI_PROVIDER_PATH=/x", "UCX_MODULE_DIR=/x", "OMPI_MCA_mca_base_component_path=/x", "TRITON_HOME=/x", "TORCHINDUCTOR_CUTLASS_DIR=/x",
+        "XDG_CACHE_HOME=/x", "OMP_TOOL_LIBRARIES=x.so", "FOO=1",
+    ],
+)  # fmt: skip
+def test_an_env_file_outside_env_cannot_choose_code_or_files(path: Path, line: str) -> None:
+    path.write_text(f"NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\n{line}\n" if "NET_PLUGIN" not in line else f"{line}\n")
+    name = line.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name} (may choose|chooses) which code runs"):
+        profiles.env_variables(str(path), "")
+    path.write_text("NCCL_DEBUG=INFO\nNCCL_NET_PLUGIN=aws\nOMP_NUM_THREADS=4\n")
+    assert profiles.env_variables(str(path), "")["NCCL_NET_PLUGIN"] == "aws"
+
+
+def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
+    from recipes.conf.toy import Config
+
+    (tmp_path / "config.yaml").write_text("network: /tmp/x.env\nlr: 0.5\n")
+    assert resumed.keys_of(tmp_path, "toy", Config) == {"lr": "0.5"}
+    (tmp_path / "config.yaml").write_text("network: infiniband\n")
+    assert resumed.keys_of(tmp_path, "toy", Config) == {"network": "infiniband"}
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "attempts", "logs"])
+def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run" / name
+    folder.mkdir(parents=True)
+    os.chown(folder, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="belongs to another user: give another run_dir"):
+        files.own_folder(folder) if name == "logs" else attempts.open_next(tmp_path / "run", "toy", {})
+
+
+def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to(tmp_path / "authorized_keys")
+    with pytest.raises(MachineError, match=r"rank0\.log cannot be written"), logs.copied_to(tmp_path / "rank0.log"):
+        pass
+    assert not (tmp_path / "authorized_keys").exists()
+
+
+def test_a_named_pipe_in_a_run_directory_stops_no_reader(tmp_path: Path) -> None:
+    for name in ("status.json", "job.yaml", "summary.json", "metrics.jsonl", "config.yaml"):
+        os.mkfifo(tmp_path / name)
+    assert table.read_run(tmp_path, 0.0).state == "not begun"
+
+
+def test_messages_have_no_control_characters(tmp_path: Path) -> None:
+    for kind in (ConfigError, InputError, MachineError, errors.RunError):
+        assert str(kind("a\x1b]0;b\x07\nc")) == "a\\x1b]0;b\\x07\\nc"
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
+
+
+def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who reaches rank 0's port can take the place of a rank."""
+    monkeypatch.chdir(tmp_path)
+    content = io.BytesIO()
+    torch.save(_Evil(), content)
+    state: Any = SimpleNamespace(
+        **dict.fromkeys(("model", "optimizer", "scheduler"), SimpleNamespace(state_dict=dict)),
+        ema=None,
+        meta={},
+        step=0,
+    )
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.content_of(state, {}, [content.getvalue()])
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["../../home/me/.ssh", "/etc/cron.d", "2026"])
+def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
+    """With run_dir= each rank knows its run directory."""
+    settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
+    start = cast(Any, SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=1, run_id=None)))
+    world = cast(Any, SimpleNamespace(rank=1, from_rank_0=lambda what, work: [name, False, 3, False]))
+    attempt, _ = opening.open_run_dir(start, world)
+    assert attempt.folder == tmp_path / "run/attempts/0003"
+    settings.run.run_dir = ""
+    with pytest.raises(InputError, match="^run_dir=: rank 0 has run_dir=.*: give it on all machines$"):
+        opening.open_run_dir(start, world)
+
+
+@pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])
+def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
+    settings = SimpleNamespace(run=SimpleNamespace(resume=f"{tmp_path}/mine.pt"))
+    context = cast(Any, SimpleNamespace(settings=settings, checkpoints=tmp_path / "run/checkpoints"))
+    assert resume.at(context, 0, "step-00000001.pt") == tmp_path / "run/checkpoints/step-00000001.pt"
+    assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
+    with pytest.raises(InputError, match="which is not a checkpoint"):
+        resume.at(context, 0, name)
