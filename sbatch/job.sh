@@ -44,17 +44,37 @@ load() { # MODULE...
     done
 }
 
+# own FOLDER: stops if another user than root can change what is in it (recipes/core/files.py: who_else_can_change)
+own() {
+    local at user mode group by
+    at=$(readlink -f "$1")
+    while
+        read -r user mode group < <(stat -c '%u 0%a %G' "$at")
+        by=2 # others; the user's own group and root's are trusted
+        case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
+        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || stop "$at belongs to another user: this job does not run code in it" 3
+        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: other users can write to it: this job does not run code in it" 3
+        [ "$at" != / ]
+    do at=$(dirname "$at"); done
+}
+
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.
 # Sets words, step and inside for the script.
 begin() {
     local recipe=$1 repository=$PWD code=${RECIPES_CODE:-} had word
     shift
-    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || printf '\f\n' # separates the starts of a job in its log
-    [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
-    # A job of launch.py, or one that is requeued, already has its snapshot of the code.
+    # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
+    [ ! -d "$code" ] || own "$code"
+    if [ -d "$code" ] && [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
+        . "$code/sbatch/job.sh" || exit
+        begin "$recipe" "$@"
+        return
+    fi
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || printf '\f\n' # separates the starts of a job in its log
     [ ! -d "$code" ] || cd "$code" || exit
+    [ -f "recipes/$recipe.py" ] || stop "$PWD is not the repository: cd to its top folder and submit from there"
     unset RECIPES_CODE
     words=()
     for word; do
@@ -80,6 +100,7 @@ examine() {
 
 # finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
 finish() {
+    [ -x "$python" ] || stop "$1: ended with status $2, and $python is gone: make that environment again, then submit with the same run_dir=" "$2"
     "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
 }
 

@@ -788,9 +788,10 @@ def _up(arguments: argparse.Namespace) -> int:
         extra_conf="\n".join(arguments.conf),
     )
     cluster = start(options)
+    (cluster.root / "user").write_text(_user())
     for node in cluster.nodes:
         print(f"{node.name}: {node.address} {node.address6} {node.gpus} GPUs", file=sys.stderr)
-    print(f"logs in {cluster.root}/log; take down with: {sys.argv[0]} down", file=sys.stderr)
+    print(f"logs in {cluster.root}/log; take down with: {sys.argv[0]} down {cluster.root}", file=sys.stderr)
     print(f"export SLURM_CONF={cluster.conf}")
     return 0
 
@@ -803,9 +804,16 @@ def _status() -> int:
     return 0
 
 
+def _user() -> str:
+    """Who has typed the command, also with sudo."""
+    return os.environ.get("SUDO_UID") or str(os.getuid())
+
+
 def _down(root: Path | None) -> int:
     for found, alive, stays in _running():
-        if found == root or (root is None and (stays or not alive)):
+        user = found / "user"
+        own = user.exists() and user.read_text() == _user() and (stays or not alive)
+        if found == root or (root is None and own):
             take_down(found)
             print(f"{found}: taken down", file=sys.stderr)
     return 0
@@ -826,8 +834,8 @@ def main(argv: Sequence[str]) -> int:
     up.add_argument("--kill-wait", type=int, default=ClusterOptions.kill_wait_s, help="seconds")
     up.add_argument("--conf", action="append", default=[], metavar="LINE", help="of slurm.conf, again for each line")
     commands.add_parser("status", help="what is up")
-    down = commands.add_parser("down", help="take down what `up` brought up, and what crashed programs left")
-    down.add_argument("root", type=Path, nargs="?", help="this one only")
+    down = commands.add_parser("down", help="take down the clusters that this user has brought up")
+    down.add_argument("root", type=Path, nargs="?", help="this one, whoever has brought it up")
     arguments = parser.parse_args(argv)
     reason = missing()
     if reason:

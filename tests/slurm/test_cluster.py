@@ -128,6 +128,9 @@ def test_command_line_up_and_down_after_a_crash() -> None:
         assert greeting.stdout == "node1\n", greeting.stderr
         status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)
         assert f"{root}: up\n" in status.stdout
+        of_another = {**os.environ, "SUDO_UID": "4711"}
+        subprocess.run([sys.executable, SCRIPT, "down"], check=True, capture_output=True, env=of_another)
+        assert left_over(root, state)
         os.kill(state["processes"][0][0], signal.SIGKILL)
         wait_until(lambda: left_over(root, state) == [str(root)], 10, "that the folder alone is left")
         status = subprocess.run([sys.executable, SCRIPT, "status"], capture_output=True, text=True)

@@ -22,7 +22,7 @@ from recipes.core.errors import ConfigError, shown
 def build(cls: type, values: Mapping[str, Any]) -> Any:
     """An instance of the dataclass ``cls`` with those of ``values`` that are its keys. Raises ConfigError.
 
-    OmegaConf converts the values; ``__post_init__`` checks them.
+    OmegaConf converts the values.
     """
     merged = cast(DictConfig, OmegaConf.structured(cls))
     OmegaConf.set_readonly(merged, False)  # frozen dataclasses are read-only
@@ -37,7 +37,9 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
             converted[field.name] = merged[field.name]  # raises for ???, OmegaConf's missing value
         except (OmegaConfBaseException, RecursionError):
             raise ConfigError(f"{field.name}={shown(given)}: {_expected(field, str(given))}") from None
-    return cls(**converted)
+    built = cls(**converted)
+    declare.check(built)  # a __post_init__ may not call that of its base
+    return built
 
 
 def _expected(field: "dataclasses.Field[Any]", text: str) -> str:

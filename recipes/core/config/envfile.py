@@ -41,6 +41,15 @@ _REFUSED = re.compile(
 )
 
 
+# What a file outside env/ may set: variables of networks, threads and messages. Other names may choose which code runs. So may these
+# names if their value is a path.
+_HARMLESS = re.compile(
+    r"(?:NCCL|RCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|TORCH_CPP|UCX|FI|PSM[23]?|HFI|MLX[45]|EFA|OMP|MKL)_\w+"
+    r"|TORCH_SHOW_CPP_STACKTRACES|CUDA_DEVICE_MAX_CONNECTIONS|MALLOC_ARENA_MAX"
+)
+_NAMES_A_FILE = re.compile(r"\w*(?:PLUGIN|LIB|PATH|DIR|DRIVER|MODULE|TOOL|CONF|COMPONENT|FILE)\w*")
+
+
 def parse(text: str, name: str) -> dict[str, str]:
     """Returns the settings in an env file's `text`, in the file's order. Nothing in it is expanded or executed.
 
@@ -76,16 +85,29 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
     """Returns the settings in the env file at `path` (UTF-8, at most 64 KiB).
 
     Raises ConfigError as `parse` does, and if the file is missing, unreadable, not an ordinary file, too large or not
-    UTF-8.
+    UTF-8, or if another user can change it.
     """
     try:
+        problem = files.who_else_can_change(Path(path))
         text = files.read_bounded(Path(path), MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"{shown(path, PATH_SHOWN)}: cannot be read ({shown(reason)}); give the path of an env file"
         ) from None
+    if problem:
+        raise ConfigError(f"{shown(path, PATH_SHOWN)}: {shown(problem, PATH_SHOWN)}; use a file of your own")
     return parse(text, str(path))
+
+
+def require_harmless(settings: Mapping[str, str], name: str) -> None:
+    """Raises ConfigError for a variable that only a file in env/ may set. name: the file's name for the message."""
+    for variable, value in settings.items():
+        if not _HARMLESS.fullmatch(variable) or (_NAMES_A_FILE.fullmatch(variable) and re.search("[/.]", value)):
+            raise ConfigError(
+                f"{shown(name, PATH_SHOWN)}: {variable} may choose which code runs or which file is written: "
+                "set it in env/clusters/ of your clone, or export it in your own shell"
+            )
 
 
 def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dict[str, str]:

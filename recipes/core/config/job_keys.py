@@ -134,6 +134,10 @@ class JobKeys:
     max_resubmits: int = declare.key(
         2, "maximum number of times that doctor=true requeues a job without bad nodes", low=0, high=100
     )
+    forget: str = declare.key(
+        "", "node that the doctor found bad within a day and that jobs may use again; all: every node",
+        pattern=declare.NAME, form="the name of a node, or all",
+    )  # fmt: skip
     wait: bool = declare.key(False, "wait for the job, print its log, and exit with the job's status")
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.core import files
 from recipes.core.config import declare, envfile, job_keys, key_value
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
@@ -41,6 +42,8 @@ def cluster_profile(cluster: str) -> dict[str, Any]:
     if cluster not in there:
         raise ConfigError(f"cluster={shown(cluster)}: {declare.choice(cluster, there)} (files of env/clusters)")
     path = folder / f"{cluster}.yaml"
+    if problem := files.who_else_can_change(path):
+        raise ConfigError(f"{path}: {problem}: use a clone of your own")
     profile = {k: v for k, v in key_value.load_yaml(path, str(path)).items() if v not in ("", "null", "~")}
     for name, value in profile.items():
         if problem := _problem(str(name), value):
@@ -73,8 +76,11 @@ def _problem(name: str, value: Any) -> str:
 def env_variables(network: str, cluster: str) -> dict[str, str]:
     """The variables of the env files: common < the fabric's < the site's. Raises ConfigError."""
     profile = cluster_profile(cluster) if cluster else {}
-    files = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
+    paths = envfile.files_for(network, ROOT / "env", profile.get("env_files", ()))
     variables: dict[str, str] = {}
-    for file in files:
-        variables |= envfile.read(file)
+    for file in paths:
+        settings = envfile.read(file)
+        if not file.is_relative_to(ROOT / "env"):
+            envfile.require_harmless(settings, str(file))
+        variables |= settings
     return variables

@@ -1,6 +1,8 @@
 """Explains why runs ended, or their current state: by their own records, their jobs in Slurm, and their logs. Never torch."""
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 from recipes.core.doctor import logs
 from recipes.core.doctor.logs import LONGEST_LINE, Log
 from recipes.core.doctor.patterns import Pattern
-from recipes.core.errors import shown
+from recipes.core.errors import MachineError, shown
 from recipes.core.files import read_json
 from recipes.core.run import attempt as attempts
 from recipes.core.run import in_use, judge, table
@@ -58,6 +60,12 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         folders = list(table.run_directories(path)) if path.is_dir() else []
     except OSError as error:
         raise logs.unreadable(path, error) from None
+    if not path.exists() and re.fullmatch(
+        r"\d+(_\d+)?", path.name
+    ):  # a job ID, or a run directory that does not exist yet
+        with contextlib.suppress(MachineError):
+            if job := slurm_queue.find(path.name):
+                return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])
     for folder in folders:
         yield shown(_short(folder), LONGEST_LINE), of_run(folder)
     if not folders:

@@ -90,6 +90,8 @@ PATTERNS = (
       "slurmstepd: error: *** JOB 13055114 ON node17 CANCELLED AT 2020-07-11T22:48:26 DUE TO TIME LIMIT ***",
       "the job ran until its --time, or a job of higher priority took the nodes",
       "a longer --time; with --signal=USR2@120 and --requeue a recipe saves and is requeued", JOB),
+    P("cancelled", " CANCELLED AT ", "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-01-01T00:00:00 ***",
+      "scancel ended the job, or the launcher ended its step after a failure", "look at the rank that failed first, if there is one", JOB),
     P("node failure", "Node failure on | DUE TO NODE FAILURE", "srun: error: Node failure on node37",
       "a node died or was disconnected", "start the job again with --exclude= that node, and tell the site"),
     P("step was not started", "Job credential expired | slurmstepd: error: execve(): | Unable to create step | set by two different environment",

@@ -16,6 +16,7 @@ This module does not import torch.
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from recipes.core import errors
 from recipes.core.config import parser, profiles, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
-from recipes.core.errors import Next
+from recipes.core.errors import Kind, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import allocation, container, examination, jobs, snapshot
 from recipes.core.run import attempt as attempts
@@ -65,8 +66,12 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        # The ranks check this again, but in a container they may have no scontrol.
-        if settings.config.starts_a_run and (problem := in_use.check(attempt, environ)):
+        # Each start opens an attempt before it makes the link to its code.
+        if not attempt.number and int(environ.get("SLURM_RESTART_COUNT") or 0) and snapshot.of_job(repository, environ):
+            problem = f"run_dir={folder}: has nothing of this job's earlier start: give a folder that all nodes share"
+        else:  # the ranks check this again, but in a container they may have no scontrol
+            problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
+        if problem:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             print(f"{recipe}: {problem}", file=sys.stderr)
             return errors.EXIT_CONFIG
@@ -82,7 +87,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     ]
     by_clock = job and settings.run.stop_before_s and queue.is_short(fields)
     lines += _clock_lines(recipe, fields) if by_clock else ["unset RECIPES_BY_CLOCK"]
-    lines += [f"unset {name}" for name in left_over]
+    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash has no others
     if image:
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
         step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
@@ -117,10 +122,10 @@ def _code(environ: Mapping[str, str]) -> Path:
     A link lets a requeued job find its snapshot again. The job runs the repository itself with ``snapshot=false`` or if
     no snapshot can be made.
     """
-    if source.stamp(ROOT) or environ.get("RECIPES_SNAPSHOT") == "false":
+    if environ.get("RECIPES_SNAPSHOT") == "false":
         return ROOT
     try:
-        code = snapshot.take(ROOT)
+        code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
         snapshot.keep_for(code, environ["SLURM_JOB_ID"])
     except errors.MachineError as error:
         print(f"{error}; the job runs the repository itself, so later edits affect it", file=sys.stderr)
@@ -144,7 +149,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         return srun_status
     # The script may have several steps.
     attempt = attempts.newest(opened.run_dir, directory.launch_id(environ)) or opened
-    outcome = judge.close(attempt, End(srun_status, stopped=not attempt.has_begun and _is_ended_by_slurm(environ)))
+    by_slurm = None if attempt.has_begun else _decided_by_slurm(environ)
+    outcome = judge.close(attempt, End(srun_status, stopped=by_slurm is not None))
     if outcome.state == "done":
         print(f"{recipe}: done{directory.accuracy(attempt.run_dir)}; run directory {run_dir}")
     elif outcome.state == "preempted":
@@ -152,19 +158,20 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         line = requeue(attempt, outcome.step, most, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
-        print(f"{recipe}: {outcome.line}", file=sys.stderr)
+        after = f"; {queue.NOT_REQUEUED.get(by_slurm, 'requeued by Slurm')}" if outcome.kind is Kind.stopped else ""
+        print(f"{recipe}: {outcome.line}{after}", file=sys.stderr)
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""
         print(f"{recipe}: {outcome.state}: {outcome.reason}{logs}", file=sys.stderr)
     return outcome.exit_status
 
 
-def _is_ended_by_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm ends this job (cancelled, preempted, requeued, time limit), and not the job itself."""
+def _decided_by_slurm(environ: Mapping[str, str]) -> Next | None:
+    """What Slurm does next, if it ends this job (cancelled, preempted, requeued, time limit); None if the job ends by itself."""
     with contextlib.suppress(errors.MachineError):
-        found = queue.find(str(directory.job_id(environ)))
-        return found is not None and found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0)) is not None
-    return False
+        if found := queue.find(str(directory.job_id(environ))):
+            return found.after_start(int(environ.get("SLURM_RESTART_COUNT") or 0))
+    return None
 
 
 def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str, str]) -> str:
@@ -195,7 +202,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
     directory.note_next(run_dir, Next.requeued, number)
     try:
-        subprocess.run(["scontrol", "requeue", str(job)], capture_output=True, text=True, timeout=60, check=True)
+        queue.change("requeue", str(job))
     except (OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())

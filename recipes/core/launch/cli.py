@@ -14,7 +14,8 @@ from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device, RunKeys
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import checks, jobs, local, scripts, snapshot, submit, waiting
+from recipes.core.launch import bad_nodes, checks, jobs, local, scripts, snapshot, submit, waiting
+from recipes.core.launch.jobs import Job
 from recipes.core.launch.local import Layout
 from recipes.core.place import gpus
 from recipes.core.run import command_line, directory, source
@@ -65,7 +66,7 @@ def check(settings: Settings) -> int:
     Returns 0, or the exit status of the first failed part.
     """
     base = Path.cwd()
-    job = None if settings.job.launcher is Launcher.local else jobs.describe(settings, ROOT, base)
+    job = None if settings.job.launcher is Launcher.local else _described(settings)
     ranks = (job.ranks or job.nodes * job.ranks_per_node) if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = _run_dir(settings)
@@ -104,7 +105,7 @@ def submit_job(settings: Settings, python: str) -> int:
 
     Returns the exit status: 0, or that of the job with ``wait=true``.
     """
-    job = jobs.describe(settings, ROOT, Path.cwd())
+    job = _described(settings)
     not_checked = checks.find_data(settings, ROOT, Path.cwd())
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
@@ -122,6 +123,14 @@ def submit_job(settings: Settings, python: str) -> int:
         print(f"log: tail -F {shlex.quote(str(submitted.log))}")
     sys.stdout.flush()
     return _wait_for(submitted) if settings.job.wait else 0
+
+
+def _described(settings: Settings) -> Job:
+    """The job without the nodes that the doctor found bad; a line names them."""
+    job, line = bad_nodes.leave_out(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
+    if line:
+        print(f"nodes:  {line}", flush=True)
+    return job
 
 
 def _wait_for(submitted: submit.Submitted) -> int:

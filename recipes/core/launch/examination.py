@@ -13,9 +13,9 @@ from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import Device
 from recipes.core.files import ROOT
-from recipes.core.launch import allocation, container
+from recipes.core.launch import allocation, bad_nodes, container
 from recipes.core.run import attempt as attempts
-from recipes.core.run import command_line, directory, source
+from recipes.core.run import command_line, directory, queue, source
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
@@ -54,6 +54,8 @@ def examine(recipe: str, resubmits: int, words: list[str], environ: Mapping[str,
         line = "not healthy, but excluding nodes would not fix it: the lines above say what to do"
     else:
         bad = ",".join(verdict["exclude"])
+        with contextlib.suppress(OSError):
+            bad_nodes.remember(source.home(ROOT), environ.get("SLURM_CLUSTER_NAME", ""), verdict["exclude"])
         line = f"bad nodes: {bad}; {_requeue_without(bad, resubmits, run_dir, environ)}"
     attempts.refuse(environ, errors.EXIT_MACHINE, line)
     print(f"{recipe}: {line}", file=sys.stderr)
@@ -106,8 +108,8 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     try:
         _require_other_nodes(run_dir / "job.sh", excluded, fields, environ)
         files.write_json(run_dir / COUNT, {"job_id": job, "count": count + 1})
-        _call("scontrol", "requeue", job)
-        _call("scontrol", "update", f"JobId={job}", f"ExcNodeList={excluded}")
+        queue.change("requeue", job)
+        queue.change("update", f"JobId={job}", f"ExcNodeList={excluded}")
     except (OSError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]
         return f"not requeued without them ({why}): {by_hand}"
@@ -124,10 +126,6 @@ def _require_other_nodes(script: Path, excluded: str, fields: Mapping[str, str],
     if re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE):
         del options["nodes"]  # Slurm may choose another number of nodes
     known = [f"--{name}={value}" for name, value in options.items() if value not in ("(null)", "N/A")]
-    _call("sbatch", "--test-only", *known, f"--exclude={excluded}", text=text, environ=environ)
-
-
-def _call(*command: str, text: str = "", environ: Mapping[str, str] | None = None) -> None:
-    """Runs a command of Slurm. text: its stdin. Raises OSError, or SubprocessError if it fails."""
-    clean = environ and allocation.clean_environment(environ)
+    command = ["sbatch", "--test-only", *known, f"--exclude={excluded}"]
+    clean = allocation.clean_environment(environ)
     subprocess.run(command, input=text, env=clean, capture_output=True, text=True, timeout=120, check=True)

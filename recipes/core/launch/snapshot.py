@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def take(root: Path) -> Path:
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
     return copy
+
+
+def of_job(repository: Path, environ: Mapping[str, str]) -> bool:
+    """Whether an earlier start of this job has kept its snapshot with `keep_for`."""
+    return (repository / "runs/code" / f"job-{environ['SLURM_JOB_ID']}").exists()
 
 
 def keep_for(copy: Path, job: str) -> None:

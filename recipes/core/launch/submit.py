@@ -21,7 +21,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.launch import allocation, jobs, scripts
 from recipes.core.launch.jobs import Job
-from recipes.core.run import directory
+from recipes.core.run import directory, queue
 
 if TYPE_CHECKING:
     import submitit
@@ -62,8 +62,11 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
     """
     import submitit
 
+    failed = (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError)
     folder = files.private_folder((job.root / "runs/submitit").resolve())  # a job executes the pickles in it
-    job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python})
+    mark = f"recipes-{secrets.token_hex(8)}"
+    directives = (("comment", mark), *job.directives)  # a comment that was given replaces it
+    job = dataclasses.replace(job, variables={**job.variables, "RECIPES_PYTHON": python}, directives=directives)
     path, script = folder / f"{secrets.token_hex(8)}.sh", scripts.sbatch_script(job).encode()
     environ = allocation.clean_environment(os.environ, scripts.directives(job))
     with _environment(environ), files.umask(0o077), contextlib.redirect_stderr(io.StringIO()):
@@ -72,8 +75,16 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             files.write_whole(path, lambda file: file.write(script))
             count = len(job.elements) or 1
             executor = _executor(job, python)
-            accepted = executor.map_array(os.execvp, ["/bin/bash"] * count, [["bash", str(path)]] * count)
-        except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
+            programs, their_words = ["/bin/bash"] * count, [["bash", str(path)]] * count
+            try:
+                accepted = executor.map_array(os.execvp, programs, their_words)
+            except failed:
+                if not (known := queue.find_by_comment(mark)):
+                    raise
+                # sbatch failed, for example by a timeout, after the controller had accepted the job. That one cannot run.
+                queue.cancel(known)
+                accepted = executor.map_array(os.execvp, programs, their_words)
+        except failed as error:
             raise MachineError(refusal(str(error))) from None
         except OSError as error:
             raise MachineError(
@@ -91,6 +102,10 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
 def refusal(output: str) -> str:
     """One line on why Slurm refuses a job. output: the stderr of sbatch."""
+    if "Could not establish a configuration source" in output:  # Slurm's words, since version 20.02
+        return (
+            "sbatch finds no cluster from this machine: type it on a login node, or give launcher=local to run it here"
+        )
     return f"Slurm refuses this job: {one_line(output)[:300] or 'sbatch gave no reason'}"
 
 

@@ -120,7 +120,8 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
     written.
     """
     try:
-        (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
+        for folder in (run_dir, run_dir / "attempts"):
+            files.own_folder(folder)
         _convert(run_dir)
         new = _number(run_dir)
         (new.folder / "failed").mkdir()

@@ -1,11 +1,12 @@
 """Asks Slurm about jobs: their state, their time limit, and what happens to them next. Standard library only.
 
-No other module calls ``scontrol show job``.
+No other module calls ``scontrol``. A call that fails is repeated, since a busy controller may not answer.
 """
 
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ WAITING = frozenset(["PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPEC
 COMPLETING = "COMPLETING"  # the last start is ending; other fields show what happens next
 ANSWER_S = 60.0
 SHORT_S = 480.0  # in a shorter job, the 120 s of the scripts' signal are more than a quarter of its time
+AGAIN_S = (1.0, 4.0)  # pauses before a failed call is repeated
 OWN_JOB_S = 10.0  # timeout for a question about a run's job, which may have little time left
 HOW_TO_RESUME = "to resume, start it again with the same run_dir="
 # Why nothing starts the run again, for each outcome without a requeue.
@@ -102,24 +104,69 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     site may not have accounting. environ: the environment of scontrol. Raises MachineError if the controller cannot be
     asked.
     """
-    try:
-        asked = subprocess.run(
-            ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True, timeout=timeout_s,
-            encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
-    except subprocess.TimeoutExpired:
-        raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
-    except OSError as error:
-        raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
-    if asked.returncode:
+    why, end = "", time.monotonic() + timeout_s
+    for pause_s in (0.0, *AGAIN_S):
+        if time.monotonic() + pause_s > end:
+            break
+        time.sleep(pause_s)
+        try:
+            asked = subprocess.run(
+                ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True,
+                timeout=max(1.0, end - time.monotonic()),
+                encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
+        except OSError as error:
+            raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
+        if not asked.returncode:
+            return parse(asked.stdout)
         # Only these two texts show that Slurm does not know the job: the first for a job ID (stderr), the second (on
         # stdout) for an element of an array that Slurm knows.
         if "Invalid job id" in asked.stderr or re.fullmatch(r"Job \S+ not found\s*", asked.stdout):
             return []
-        raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
-    return parse(asked.stdout)
+        why = " ".join(asked.stderr.split())[:200]
+    raise MachineError(f"Slurm's controller does not answer: {why}")
+
+
+def find_by_comment(comment: str) -> str:
+    """The ID of this user's job with that comment; "" if there is none, or if Slurm does not answer."""
+    for pause_s in (0.0, *AGAIN_S) if shutil.which("squeue") else ():
+        time.sleep(pause_s)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["squeue", "--me", "--noheader", "--states=all", "--format=%F %k"]
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+            return next((line.split()[0] for line in asked.stdout.splitlines() if line.split()[1:] == [comment]), "")
+    return ""
+
+
+def cluster_name() -> str:
+    """The name of this cluster, as SLURM_CLUSTER_NAME is in its jobs; "" if Slurm does not answer."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "config"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+        if found := re.search(r"^ClusterName\s*=\s*(\S+)", asked.stdout, re.MULTILINE):
+            return found[1]
+    return ""
+
+
+def cancel(job_id: str) -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", job_id], capture_output=True, timeout=ANSWER_S)
+
+
+def change(*words: str) -> None:
+    """Calls ``scontrol`` with ``words``, such as requeue and a job ID. Raises OSError or SubprocessError if it fails three times."""
+    for pause_s in (*AGAIN_S, None):
+        try:
+            subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=ANSWER_S, check=True)
+            return
+        except subprocess.SubprocessError:
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
 
 
 def find(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> Job | None:

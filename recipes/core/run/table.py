@@ -18,6 +18,8 @@ from recipes.core.run import directory, judge, resumed
 DEPTH = 3  # levels of folders to search below the given folder: runs/RECIPE/ID
 INSIDE = {"attempts", "checkpoints", "logs", "doctor", directory.EVALUATION}  # folders in a run directory, not runs
 RESULTS = ("val_top1", "val_top5", "val_loss", "loss", "samples_per_second")
+MAX_YAML = 1 << 20  # bytes of a config.yaml
+LONGEST_PATH = 4096
 WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and of a note, in the table
 
 
@@ -81,7 +83,7 @@ def read_run(folder: Path, now: float) -> Run:
 
 def _keys(path: Path) -> dict[str, Any]:
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        found = OmegaConf.to_container(OmegaConf.create(files.read_bounded(path, MAX_YAML).decode()), resolve=False)
     except Exception:  # a refused run has no config.yaml; a damaged file only makes its keys unknown
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
@@ -90,7 +92,7 @@ def _keys(path: Path) -> dict[str, Any]:
 def _last_row(path: Path) -> dict[str, Any]:
     """The last complete row of metrics.jsonl; {} if there is none in the last 64 KiB of the file."""
     lines: list[bytes] = []
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=files.without_waiting) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().splitlines()
     for line in reversed(lines):
@@ -119,7 +121,7 @@ def table(runs: Sequence[Run]) -> list[str]:
     head = ["run", "state", "step", *keys, *results, "note"]
     rows = [
         [
-            str(run.folder), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
+            errors.shown(run.folder, LONGEST_PATH), errors.shown(run.state), str(run.step), *(_text(run.values.get(name)) for name in keys),
             *(_text(run.results.get(name)) for name in results), errors.shown(run.note, LONGEST_NOTE),
         ]
         for run in runs

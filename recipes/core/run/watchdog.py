@@ -30,6 +30,7 @@ UNWATCHED, START, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING = range(l
 POLL_S = 0.5
 STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
+SETUP_TIMES = 6  # what a recipe does outside the steps may take so many times as long, for example to prepare data
 TELL_S = 5.0  # time to write the error record to the run directory's file system
 STACK_S = 3.0  # time for faulthandler to write the stack
 
@@ -122,10 +123,11 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
         now, moment = PULSE.unpack_from(memory), clock.now()
-        if now != last or now[2] == UNWATCHED:
+        limit_s = SETUP_TIMES * timeout_s if now[2] == UNWATCHED else timeout_s
+        if now != last:
             last, since = now, moment
-        elif moment - since > timeout_s:
-            _end(parent, memory, timeout_s)
+        elif moment - since > limit_s:
+            _end(parent, memory, limit_s)
             return
 
 

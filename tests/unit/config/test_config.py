@@ -205,11 +205,11 @@ def test_every_folder_or_file_key_is_declared_as_a_path() -> None:
 
 
 def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -> None:
-    (tmp_path / "mine.env").write_text("T_A=mine\nT_B=mine\n")
-    (site.parent / "here.env").write_text("T_B=site\n")
+    (tmp_path / "mine.env").write_text("NCCL_A=mine\nNCCL_B=mine\n")
+    (site.parent / "here.env").write_text("NCCL_B=site\n")
     site.write_text("env_files:\n  - clusters/here.env\n")
     variables = profiles.env_variables(str(tmp_path / "mine.env"), "here")
-    assert (variables["T_A"], variables["T_B"]) == ("mine", "site")
+    assert (variables["NCCL_A"], variables["NCCL_B"]) == ("mine", "site")
     (site.parent / "here.env").write_text("PATH=/evil\n")
     assert "here.env:1" in refusal("cluster=here")
 
@@ -328,12 +328,14 @@ def a_run(folder: Path, *steps: int, state: str = "preempted", recipe: str = "mn
 
 
 def test_inherited_keys_override_the_datasets_and_typed_keys_override_both(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, num_workers=2)
-    (tmp_path / "keys.yaml").write_text("num_workers: 3\n")
+    run = a_run(
+        tmp_path / "run", 5, dataset="digits", lr=0.02, epochs=40, device="cpu", timeout_s=60, log_every_steps=2
+    )
+    (tmp_path / "keys.yaml").write_text("log_every_steps: 3\n")
     words = [f"run_dir={run}", f"config={tmp_path}/keys.yaml", "timeout_s=70"]
     for settings in (parse(*words), parse(*words, recipe="mnist")):
         config = settings.config
-        assert (config.dataset, config.lr, config.epochs, config.num_workers) == ("digits", 0.02, 40, 3)
+        assert (config.dataset, config.lr, config.epochs, config.log_every_steps) == ("digits", 0.02, 40, 3)
         assert config.global_batch_size == 64  # digits' own
         assert (settings.run.device.name, settings.run.timeout_s) == ("cpu", 70)
         assert settings.resumes == run
@@ -370,7 +372,7 @@ CONSTANT = {"schedule": "constant", "warmup": 0}
 @pytest.mark.parametrize(
     ("keys", "state", "words", "refused"),
     [
-        ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "num_workers=3"], ""),
+        ({"epochs": 40}, "preempted", ["epochs=40", "lr=0.004", "log_every_steps=3"], ""),
         ({"epochs": 40}, "preempted", ["epochs=50"], f"epochs=50: the run has epochs=40, and the {SCHEDULE}"),
         ({"epochs": 40}, "preempted", ["epochs=50", "force=true"], ""),
         ({"epochs": 40}, "done", ["epochs=50", "resume=latest"], ""),

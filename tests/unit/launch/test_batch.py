@@ -64,6 +64,36 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     assert any(line.startswith("export SLURM_JOB_END_TIME=") for line in lines) == expected
 
 
+def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run directory is on the disk of the node of that start."""
+    monkeypatch.setattr(source, "home", lambda root: tmp_path)
+    stub_scontrol(stubs)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "RECIPES_SNAPSHOT": "false", "RECIPES_LINES": "2"}
+    words = [f"run_dir={tmp_path}/run"]
+    (tmp_path / "runs/code/job-7").mkdir(parents=True)
+    assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
+    line = f"mnist: run_dir={tmp_path}/run: has nothing of this job's earlier start: give a folder that all nodes share"
+    assert line in capsys.readouterr().err
+    assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
+
+
+def test_only_variables_that_a_shell_can_have_reach_the_lines(tmp_path: Path, stubs: Stubs) -> None:
+    stubs.add("scontrol", "echo JobId=7")
+    lines = begin(tmp_path, **{"SLURM_ARRAY_$(touch canary)": "1", "SLURM_ARRAY_TASK_COUNT": "1"})
+    assert [line for line in lines if "ARRAY" in line] == ["unset SLURM_ARRAY_TASK_COUNT"]
+
+
+def test_a_job_that_slurm_ends_before_its_run_began_says_what_slurm_does(
+    tmp_path: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    helpers.attempt(tmp_path, step=None, hosts=())
+    stub_scontrol(stubs, RUNNING.replace("RUNNING", "PENDING") + " Restarts=1")
+    assert finish(tmp_path, srun_status=143) == errors.EXIT_REQUEUE
+    assert capsys.readouterr().err == "mnist: it was stopped before the run began; requeued by Slurm\n"
+
+
 def test_a_doctor_in_a_run_directory_has_its_own_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "doctor").mkdir(parents=True)

@@ -13,7 +13,7 @@ import pytest
 from recipes.core import errors
 from recipes.core.config import profiles
 from recipes.core.launch import scripts
-from recipes.core.run import directory
+from recipes.core.run import directory, source
 from tests import helpers
 from tests.unit.launch.stand_ins import HOSTILE, MODULE, Bench, describe
 
@@ -252,3 +252,28 @@ def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
     assert not (bench.root / "runs/code").exists()
     bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
     assert (bench.root / "runs/code").exists()
+
+
+def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench) -> None:
+    """Also if the recipe has left the repository since then."""
+    code = bench.root / "runs/code/job-7"
+    shutil.copytree(bench.root / "recipes", code / "recipes")
+    shutil.copytree(bench.root / "env", code / "env")
+    (code / "sbatch").mkdir()
+    (code / "sbatch/job.sh").write_text((bench.root / "sbatch/job.sh").read_text() + "\necho of the snapshot >&2\n")
+    (code / source.STAMP).write_text(json.dumps({"root": str(bench.root), "commit": None}))
+    (bench.root / "recipes/mnist.py").unlink()
+    words = ("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    assert bench.run(*words)[0] == errors.EXIT_CONFIG
+    _, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
+    assert (bench.folder / "pwd").read_text() == f"{code}\n", stderr
+    assert stderr.count("of the snapshot") == 1
+
+
+def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:
+    bench.stub("srun", 'rm "$NOTES/bin/python"; exit 75')
+    status, stderr = bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
+    assert status == 75
+    assert stderr.splitlines()[-1].startswith(
+        f"mnist: ended with status 75, and {bench.folder}/bin/python is gone: make"
+    )

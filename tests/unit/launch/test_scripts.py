@@ -27,7 +27,7 @@ from tests.unit.launch.stand_ins import (
 
 JOBS: tuple[tuple[str, ...], ...] = (
     ("nodes=2", "gpus_per_node=8"),
-    ("device=cpu", "gpus_per_node=2", "num_workers=3"),
+    ("device=cpu", "gpus_per_node=2", "cpu_threads=3"),
     ("gpus=10", "nodes=2", "cluster=example"),
     ("sweep.lr=0.1,0.2,0.4", "sweep.seed=1,2", "parallel=2"),
     ("sweep.lr=0.1,0.2", "run_dir=/srv/sweep"),
@@ -93,7 +93,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         (("gpus=6", "device=cpu"), {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None}),
         (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
         (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
-        (("device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
+        (("recipe=imagenet", "device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
         (("cluster=example",), {"--ntasks-per-node": "4", "--gpus-per-node": "4", "--partition": "gpu", "--account": "my-project"}),
         (("dependency=afterany:7,singleton",), {"--dependency": "afterany:7,singleton"}),
         (("mail=a@b.org",), {"--mail-user": "a@b.org", "--mail-type": "END,FAIL,REQUEUE"}),
@@ -119,7 +119,7 @@ IN_SCRIPT = {
     "snapshot=false": "export RECIPES_SNAPSHOT=false",
     "doctor=true": "examine mnist 2",
     "max_resubmits=5": "examine mnist 5",
-    **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true"), ""),
+    **dict.fromkeys(("recipe=mnist", "launcher=print", "node_rank=0", "master=", "wait=true", "forget=node1"), ""),
 }
 
 

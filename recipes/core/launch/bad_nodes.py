@@ -1,0 +1,53 @@
+"""The nodes that the doctor found bad. New jobs leave them out for a day. They are in runs/bad-nodes.json, by cluster."""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from recipes.core import files
+from recipes.core.errors import shown
+from recipes.core.launch.jobs import Job
+from recipes.core.run import queue
+
+KEPT_S = 24 * 3600.0
+
+
+def _path(root: Path) -> Path:
+    return root / "runs/bad-nodes.json"
+
+
+def known(root: Path, cluster: str) -> dict[str, float]:
+    """The time, as time.time(), at which each node of a cluster was found bad, without those of more than a day ago."""
+    found = (files.read_json(_path(root)) or {}).get(cluster)
+    found = found if isinstance(found, dict) else {}
+    return {node: at for node, at in found.items() if isinstance(at, float) and time.time() - at < KEPT_S}
+
+
+def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:
+    """Adds ``nodes``. Raises OSError."""
+    _write(root, cluster, {**known(root, cluster), **dict.fromkeys(nodes, time.time())})
+
+
+def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
+    files.write_json(_path(root), {**(files.read_json(_path(root)) or {}), cluster: nodes})
+
+
+def leave_out(job: Job, forget: str) -> tuple[Job, str]:
+    """``job`` without the bad nodes, and a line about them; "" if there are none. forget: node to use again; ``all`` for every node.
+
+    Raises OSError.
+    """
+    if not _path(job.root).exists():
+        return job, ""
+    cluster = queue.cluster_name()
+    bad = {node: at for node, at in known(job.root, cluster).items() if forget not in ("all", node)}
+    if forget:
+        _write(job.root, cluster, bad)
+    if not bad:
+        return job, ""
+    given = dict(job.directives)
+    excluded = ",".join(filter(None, (given.get("exclude"), *sorted(bad))))
+    named = ", ".join(f"{shown(node)} ({time.strftime('%a %H:%M', time.localtime(at))})" for node, at in bad.items())
+    job = dataclasses.replace(job, directives=tuple({**given, "exclude": excluded}.items()))
+    return job, f"without {named}, found bad by the doctor; forget=NODE uses one again"
