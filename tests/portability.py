@@ -35,7 +35,7 @@ DEBOOTSTRAP = "debootstrap --variant=minbase"
 # Slurm, what the project's own commands call, and what its tests call.
 PACKAGES = (
     "slurmctld slurmd slurm-client munge python3 python3-venv python3-dev git make gcc ca-certificates"
-    " iproute2 nftables procps shellcheck openmpi-bin"
+    " iproute2 nftables procps shellcheck openmpi-bin libpmix-dev"
 )
 # The release that has Apptainer; an image is built there (tests/slurm/image.py), and tests run ranks in it.
 WITH_APPTAINER = "sid"

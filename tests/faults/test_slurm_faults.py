@@ -5,6 +5,7 @@ Time limits, preemption, requeues, dead nodes and daemons. Jobs run the recipe b
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tests.slurm.jobs import PYTHON, TWO_BY_ONE, log_lines
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 KEYS = ("device=cpu", "epochs=1000000", "pace_s=0.02", "timeout_s=120")
-SCRIPT = "sbatch/broken_2x8.sh"
+SCRIPT, SILENT = "sbatch/broken_2x8.sh", "sbatch/silent.sh"
 END_S = 45  # for a job whose rank has failed to be over, on a busy machine; Slurm's own part is a few seconds
 ORPHAN_S = 15  # nothing of a job is left then
 
@@ -52,8 +53,10 @@ class Job:
 
 @pytest.fixture(scope="module")
 def clone(repo: Path) -> Path:
-    """The repository with a ready script of the recipe broken."""
-    (repo / SCRIPT).write_text((repo / "sbatch/mnist_2x8.sh").read_text().replace("mnist", "broken"))
+    """The repository with two ready scripts of the recipe broken. SILENT has no --signal."""
+    script = (repo / "sbatch/mnist_2x8.sh").read_text().replace("mnist", "broken")
+    (repo / SCRIPT).write_text(script)
+    (repo / SILENT).write_text(re.sub(r"^#SBATCH --signal.*\n", "", script, flags=re.MULTILINE))
     return repo
 
 
@@ -133,10 +136,7 @@ def last_row(run_dir: Path) -> int:
 @pytest.mark.fault(17)
 def test_before_the_time_limit_a_job_saves_and_is_requeued(slurm: Cluster, clone: Path, tmp_path: Path) -> None:
     """The script has no --signal: the ranks know the end of their job."""
-    silent = clone / "sbatch/silent.sh"
-    lines = (clone / SCRIPT).read_text().splitlines(keepends=True)
-    silent.write_text("".join(line for line in lines if not line.startswith("#SBATCH --signal")))
-    job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--time=1"), script="sbatch/silent.sh")
+    job = submit(slurm, clone, tmp_path, options=(*TWO_BY_ONE, "--time=1"), script=SILENT)
     slurm.wait_running(job.id)
     start = time.mktime(time.strptime(job.fields()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     wait_requeued(job, 90)
@@ -215,13 +215,12 @@ def test_a_run_with_loader_processes_saves_at_every_signal_of_slurm(
     options = ("--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--cpus-per-task=1")
     words = ["samples=100000", "pace_s=0.05"]
     if event == "time limit":  # Slurm's SIGTERM, not the clock of the job
-        options, words = (*options, "--time=1", "--signal=0"), [*words, "stop_before_s=0"]
+        options, words = (*options, "--time=1"), [*words, "stop_before_s=0"]
     started = {}
     for method in ("fork", "spawn", "forkserver"):
         (tmp_path / method).mkdir()
-        started[method] = submit(
-            slurm, clone, tmp_path / method, f"workers={method}", *words, options=options, script=SCRIPT
-        )
+        folder, keys = tmp_path / method, (f"workers={method}", *words)
+        started[method] = submit(slurm, clone, folder, *keys, options=options, script=SILENT)
     for job in started.values():
         trains(job)
         if event in ("scancel", "USR2"):
@@ -235,6 +234,19 @@ def test_a_run_with_loader_processes_saves_at_every_signal_of_slurm(
             ended(job, 120)
         step = saved_at(job, "SIGUSR2" if event == "USR2" else "SIGTERM")
         assert step == last_row(job.run_dir), method
+
+
+@pytest.mark.fault(4)
+def test_under_pmix_a_failing_rank_is_a_failure_not_a_preemption(clone: Path, tmp_path: Path) -> None:
+    """Slurm's PMIx plugin sends SIGTERM to the peers of a failing task. On one node, since its servers' files would collide here."""
+    helpers.need(None if list(Path("/usr/lib").glob("*/libpmix.so")) else "no libpmix.so: apt-get install libpmix-dev")
+    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+    with running_cluster(ClusterOptions(nodes=1, extra_conf="MpiDefault=pmix")) as cluster:
+        job = submit(cluster, clone, tmp_path, options=options, FAULT="fail", FAULT_AT="20")
+        assert ended(job) == ("FAILED", "1:0"), job.tail()
+        status = job.status()
+        assert (status["state"], status["kind"], status["first_failing_rank"]) == ("failed", "error", 1), status
+        assert job.fields()["Restarts"] == "0"
 
 
 # --- the job is not to go round for ever ------------------------------------------------------------------------------

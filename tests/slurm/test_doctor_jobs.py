@@ -24,10 +24,11 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bad_node(slurm: Cluster) -> Iterator[str]:
+def bad_node(slurm: Cluster, repo: Path) -> Iterator[str]:
     """A node whose shared memory is that of a container with the default size; Slurm takes it first."""
     assert slurm.on_node("node1", "mount", "-o", "remount,size=32m", "/dev/shm").returncode == 0
     yield "node1"
+    (repo / "runs/bad-nodes.json").unlink(missing_ok=True)
     assert slurm.on_node("node1", "mount", "-o", "remount,size=8g", "/dev/shm").returncode == 0
     jobs.leave_no_job(slurm)
 
@@ -65,6 +66,14 @@ def test_a_job_is_requeued_without_the_bad_node(slurm: Cluster, repo: Path, bad_
     assert "BAD   node1: /dev/shm has 33.6 MB free" in log.read_text()
     assert jobs.read(repo / "runs/mnist" / job / "summary.json")["steps"] == 5
     assert slurm.wait_job(second) == "COMPLETED"
+    for words, excluded in (((), bad_node), (("nodes=2", f"forget={bad_node}"), "(null)"), ((), "(null)")):
+        command = (sys.executable, "launch.py", *KEYS[:-1], *words)
+        done = slurm.run(*command, cwd=repo, env=jobs.PYTHON)
+        named = re.search(r"^nodes:  without node1 \(.*\), found bad by the doctor; forget=", done.stdout, re.MULTILINE)
+        assert bool(named) == (excluded == bad_node), done.stdout + done.stderr
+        found = re.search(r"^job (\d+): submitted$", done.stdout, re.MULTILINE)
+        assert found
+        assert slurm.jobs(found[1])[0]["ExcNodeList"] == excluded
 
 
 def test_a_task_of_an_array_with_a_printed_script(slurm: Cluster, repo: Path, bad_node: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Jobs run in a copy of the repository, so that nothing of theirs stays in runs/. 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,26 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _no_job_left(slurm: Cluster) -> Iterator[None]:
     yield
     jobs.leave_no_job(slurm)
+
+
+def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_not_submitted_twice(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
+    """sbatch gives up where the controller's answer is lost."""
+    lost = f"""#!/bin/bash
+        answer=$({shutil.which("sbatch")} "$@") || exit
+        [ ! -e {tmp_path}/lost ] || exec echo "$answer"
+        touch {tmp_path}/lost
+        echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1"""
+    (tmp_path / "sbatch").write_text(lost)
+    (tmp_path / "sbatch").chmod(0o755)
+    before = jobs.queue(slurm)
+    environ = {**jobs.PYTHON, "PATH": f"{tmp_path}:{jobs.PYTHON['PATH']}"}
+    words = ("recipe=mnist", "nodes=1", "ranks_per_node=1", "max_steps=2", "wait=true", *MINI)
+    done = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=environ, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = sorted(slurm.jobs(job)[0]["JobState"] for job in jobs.queue(slurm) - before)
+    assert states == ["CANCELLED", "COMPLETED"]
 
 
 # --- runs that succeed -----------------------------------------------------------------------------------------------

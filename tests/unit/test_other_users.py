@@ -186,7 +186,7 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     attempt, _ = opening.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
-    with pytest.raises(InputError, match="^run_dir=: rank 0 has run_dir=.*: give it on all machines$"):
+    with pytest.raises(InputError, match=r"^run_dir=: rank 0 has run_dir=.*: give it on all machines$"):
         opening.open_run_dir(start, world)
 
 

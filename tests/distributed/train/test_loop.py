@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -347,6 +349,32 @@ def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     trained.run(resumes=True, epochs=3)
     summary = helpers.read(tmp_path, "summary")
     assert (summary["steps"], summary["resumed_from_step"], summary["val_top1"]) == (6, 6, 0.9)
+
+
+def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(checkpoint_every_s=0.001)
+    time.sleep(0.01)
+    assert run.save_is_due()
+    time.sleep(0.01)
+    run.world = dataclasses.replace(run.world, ranks=dataclasses.replace(run.world.ranks, rank=1))
+    assert not run.save_is_due()
+
+
+def test_a_rank_0_that_fails_completes_its_last_save(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(epochs=1)
+    assert run.saver
+    written: list[int] = []
+    run.saver._writing = threading.Thread(target=lambda: (time.sleep(0.3), written.append(1)))
+    run.saver._writing.start()
+    assert failure.fail(run, ValueError("this")) == 1
+    assert written == [1]
+    assert attempts.records(run.attempt)[0]["error"] == "ValueError: this"
+
+
+def test_an_error_names_the_line_of_the_recipe() -> None:
+    with pytest.raises(AttributeError) as caught:
+        loop.accuracy(cast(Run, None), cast(Any, None))
+    assert re.search(r" \(recipes/core/train/loop\.py, line \d+\)$", failure.cause_of(caught.value).line)
 
 
 def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:

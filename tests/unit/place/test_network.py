@@ -51,6 +51,7 @@ HOSTS = """
 172.17.0.1 only-docker
 203.0.113.7 far
 10.77.0.99 refused
+10.78.0.1 point1
 fd77::1 six1
 fd77::2 six2
 """
@@ -118,6 +119,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
     with ExitStack() as cleanup:
         nodes = make_pair(cleanup, tmp_path_factory.mktemp("pair"), ("10.77.0.1/24", "10.77.0.2/24"))
         ip("-n", nodes[0].namespace, "route", "add", "prohibit", "10.77.0.99")
+        ip(
+            "-n", nodes[0].namespace, "address", "add", "10.78.0.1", "peer", "10.78.0.2", "dev", "eth0"
+        )  # point-to-point
         yield nodes
 
 
@@ -162,6 +166,7 @@ CHOICES = (
     (0, info(0, ("node1",), 1), LONE),
     *((1, info(1, master=name), route(name, "10.77.0.2", "10.77.0.1")) for name in ("docker1", "10.77.0.1")),
     *((0, info(0, master=name), of_master(name)) for name in ("both1", "10.77.0.1")),
+    (0, info(0, master="point1"), choice("eth0", "10.78.0.1", "point1", "it has the master's address 10.78.0.1")),
     *((0, info(0, master=name), None) for name in ("localhost", "debian1", "docker1", "far", "::1")),
 )
 
