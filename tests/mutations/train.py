@@ -4,6 +4,20 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        "recipes/core/train/loop.py",
+        "            if not cut_short:\n",
+        "            if True:\n",
+        "an own metric of an evaluation that a stop has cut short is recorded and never repeated",
+        "tests/distributed/train/test_loop.py",
+    ),
+    Mutation(
+        "recipes/core/train/checkpoint.py",
+        'torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in rng',
+        'torch.load(io.BytesIO(one), map_location="cpu", weights_only=False) for one in rng',
+        "a stranger in the place of a rank runs code in rank 0",
+        "tests/unit/test_other_users.py",
+    ),
+    Mutation(
         "recipes/core/train/agreement.py",
         "torch.tensor([float(bool(reason)), float(save)]",
         "torch.tensor([float(bool(reason) and world.rank == 0), float(save)]",

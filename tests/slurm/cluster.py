@@ -68,6 +68,7 @@ class ClusterOptions:
     slurmd_timeout_s: int = 20
     ipv6: bool = True  # left out where the kernel has none
     preempt: bool = False  # partition `high` preempts `main` by requeue
+    topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
 
     def __post_init__(self) -> None:
@@ -500,6 +501,7 @@ class _Keeper:
         (self.root / "etc/slurm.conf").write_text(self.slurm_conf(names))
         (self.root / "etc/gres.conf").write_text(self.gres_conf(names))
         (self.root / "etc/cgroup.conf").write_text("IgnoreSystemd=yes\n")
+        (self.root / "etc/topology.conf").write_text(self.options.topology)
         for name in [CONTROLLER, *names]:
             (self.root / "spool" / name).mkdir()
             (self.root / f"etc/hosts-{name}").write_text(self.hosts(name, names))

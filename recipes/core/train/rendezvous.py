@@ -5,13 +5,16 @@ import datetime
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed
 
+from recipes.core import files
 from recipes.core.errors import MachineError, shown
 from recipes.core.place.ranks import RankInfo
+from recipes.core.run import attempt as attempts
 from recipes.core.run import watchdog
 from recipes.core.run.entry import Start
 from recipes.core.run.watchdog import RunningClock
@@ -54,21 +57,49 @@ def process_group(start: Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
+def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
+    """The address of rank 0. Raises MachineError.
+
+    With a topology plugin, Slurm 26.05 orders the tasks by the topology, and its list of nodes by their names. So rank 0 may not be on the
+    first node of the list. It writes its host into the folder of the attempt that the batch script has opened.
+    """
+    by_name = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "node") == "node"
+    if by_name or info.num_nodes == 1 or info.master_addr not in info.nodes[:1] or "MASTER_ADDR" in os.environ:
+        return info.master_addr
+    attempt, own = attempts.given(os.environ), info.nodes[info.node_rank]
+    if not attempt:
+        if info.rank == 0 and info.node_rank:
+            fix = f"give srun the option -m plane={info.local_world_size}, or set MASTER_ADDR={own}"
+            raise MachineError(f"{own}: has rank 0, but is not the first node of this job: {fix}")
+        return info.master_addr
+    path = attempt.folder / f"rank0-{os.environ.get('SLURM_STEP_ID')}.json"
+    if info.rank == 0:
+        files.write_json(path, {"host": own})
+        return own
+    end = time.monotonic() + timeout_s
+    while not (found := files.read_json(path)):
+        if time.monotonic() > end:
+            raise MachineError(f"{own}: does not see {path}, which rank 0 writes, in {timeout_s:g} s (timeout_s)")
+        time.sleep(0.2)
+    return str(found["host"])
+
+
 def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.Store:
     """Connects to the store that all ranks of this attempt share."""
     if info.world_size == 1:
         return torch.distributed.HashStore()
+    host = _host_of_rank_0(info, timeout_s)
     # torchrun's agent already serves the store at that port, and keeps it for every restart of its ranks.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
-    where = f"{info.master_addr}:{info.master_port}"
+    where = f"{host}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
     patience = datetime.timedelta(
         seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     )
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
-            info.master_addr, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
+            host, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:
