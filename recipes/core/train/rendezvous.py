@@ -98,6 +98,12 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
         seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     )
     try:
+        socket.getaddrinfo(host, None)  # TCPStore would repeat this until its timeout
+    except OSError as error:
+        raise MachineError(
+            f"{socket.gethostname()}: cannot resolve {host}, where rank 0 is ({error.strerror}): check MASTER_ADDR"
+        ) from None
+    try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             host, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
             wait_for_workers=False, master_listen_fd=int(listener) if listener else None,

@@ -147,3 +147,31 @@ def test_best_latest_and_a_run_directory_name_a_checkpoint(finished: Path, stopp
     ended = mnist(tmp_path / "new", *RUN, f"resume={tmp_path}")
     assert ended.status == 2, ended.out
     assert f"resume={tmp_path}: there is no checkpoint in that folder: give a run directory that has one" in ended.out
+
+
+def test_a_resume_names_the_code_that_has_changed(tmp_path: Path) -> None:
+    """Each attempt keeps its difference from the commit."""
+    repo = tmp_path / "repo"
+    shutil.copytree(helpers.ROOT / "recipes", repo / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(helpers.ROOT / "env", repo / "env")
+    argv = [
+        sys.executable,
+        "-m",
+        "recipes.toy",
+        "device=cpu",
+        "cpu_threads=1",
+        f"run_dir={tmp_path}/run",
+        "max_steps=2",
+    ]
+
+    def run(*words: str) -> str:
+        return helpers.run(
+            [*argv, *words], cwd=repo, environ={**helpers.clean_environment(), "PYTHONPATH": str(repo)}
+        ).out
+
+    assert "code has changed" not in run()
+    assert "code has changed" not in run("max_steps=3", "force=true")
+    (repo / "recipes/toy.py").write_text((repo / "recipes/toy.py").read_text() + "# other\n")
+    (repo / "recipes/core/launch/cli.py").write_text("# of no rank\n")
+    changed = "warning: the code has changed since this checkpoint was saved: recipes/toy.py\n"
+    assert changed in run("max_steps=4", "force=true")

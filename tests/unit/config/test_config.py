@@ -10,9 +10,9 @@ import pytest
 
 import launch
 from recipes.conf import mnist
-from recipes.core.config import declare, help, job_keys, parser, profiles, recipe_conf
+from recipes.core.config import convert, declare, help, job_keys, parser, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
-from recipes.core.config.run_keys import Device, RunKeys
+from recipes.core.config.run_keys import Device, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError
 from recipes.core.run import command_line, directory, entry
 from tests import helpers
@@ -421,3 +421,18 @@ def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> No
     (tmp_path / "model.pt").touch()
     found = parse(f"resume={tmp_path}/model.pt")
     assert (found.resumes, found.from_run) == (None, {})
+
+
+def test_loader_threads_that_no_recipe_reads_are_refused() -> None:
+    assert refusal("num_workers=2") == "num_workers=2: this recipe does not read it: leave it out"
+    assert parse("num_workers=2", recipe="imagenet").config.num_workers == 2
+
+
+def test_ranges_are_checked_also_if_a_recipe_forgets_the_base_class() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config(TrainKeys):
+        def __post_init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"^epochs=-1: must be at least 0$"):
+        convert.build(Config, {"epochs": "-1"})

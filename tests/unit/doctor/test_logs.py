@@ -134,3 +134,17 @@ def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     found = said(tmp_path, a__log=OOM + "step\n" * 1000 + DISK)
     assert found[0].endswith(": file system failed")
     assert found[3] == f"  a.log: {DISK.strip()}"
+
+
+def test_the_source_code_in_a_traceback_is_not_what_a_log_says(tmp_path: Path) -> None:
+    """Also with the prefix that srun -l or torchrun puts before each line."""
+    for prefix in ("", "[rank0]: ", "3: "):
+        text = [
+            "Traceback (most recent call last):",
+            '  File "/repo/recipes/toy.py", line 7, in main',
+            '    raise ValueError("CUDA out of memory")  # or an Input/output error',
+            "          ^^^^^",
+            "ValueError: no such thing",
+        ]
+        assert said(tmp_path, job__out="".join(f"{prefix}{line}\n" for line in text))[0] == "no known cause in 1 file"
+    assert said(tmp_path, job__out="\n".join([*text, OOM]))[0] == "closest to a cause: CUDA out of memory"

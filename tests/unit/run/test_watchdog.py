@@ -51,6 +51,7 @@ WAYS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "waits": lambda: time.sleep(600),
     "unwatched": lambda: (pulse.beat(watchdog.UNWATCHED), time.sleep(float(sys.argv[1]) * 3), print("alive")),
+    "hangs before its steps": lambda: (pulse.beat(watchdog.UNWATCHED, 0), time.sleep(600)),
     "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
 }
 WAYS[sys.argv[3]]()
@@ -65,7 +66,8 @@ def rank(folder: Path, way: str, timeout_s: float = 1.5) -> subprocess.Popen[str
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
     """A rank for each way, started at once, and its run directory."""
-    folders = {way: tmp_path_factory.mktemp(way) for way in ("stuck", "stopped", "waits", "works", "unwatched")}
+    ways = ("stuck", "stopped", "waits", "works", "unwatched", "hangs before its steps")
+    folders = {way: tmp_path_factory.mktemp(way.replace(" ", "-")) for way in ways}
     return {way: (folder, rank(folder, way)) for way, folder in folders.items()}
 
 
@@ -85,6 +87,13 @@ def test_a_rank_without_progress_is_ended_and_named(way: str, started: Started) 
         assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
     watcher = int(ended.lines[0])
     helpers.wait_for_the_end_of([watcher], 10)
+
+
+def test_a_rank_that_hangs_before_its_steps_is_ended_after_six_times_as_long(started: Started) -> None:
+    _, process = started["hangs before its steps"]
+    ended = helpers.finish(process, timeout_s=60)
+    assert ended.status == -signal.SIGABRT
+    assert "toy: rank 3 on node7 made no progress for 9 s at step 0 (outside the steps): it is ended" in ended.lines
 
 
 @pytest.mark.parametrize("way", ["works", "unwatched"])
