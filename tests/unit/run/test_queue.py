@@ -82,3 +82,19 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(tmp_
     assert queue.seconds_left(job) == pytest.approx(1000, abs=5)
     assert queue.seconds_left({"SLURM_JOB_ID": "7", "PATH": str(tmp_path)}) is None
     assert queue.seconds_left({}) is None
+
+
+def test_a_call_that_fails_twice_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy controller does not always answer."""
+    script = (
+        '#!/bin/bash\necho >> "$0.calls"; [ $(wc -l < "$0.calls") -gt 2 ] || exit 1; echo JobId=7 JobState=RUNNING\n'
+    )
+    (tmp_path / "scontrol").write_text(script)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = queue.find("7")
+    assert job
+    assert job.state == "RUNNING"
+    (tmp_path / "scontrol.calls").unlink()
+    queue.change("requeue", "7")
+    assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 3
