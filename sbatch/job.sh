@@ -44,16 +44,16 @@ load() { # MODULE...
     done
 }
 
-# own FOLDER: stops if another user than root can change what is in it (recipes/core/files.py: who_else_can_change)
-own() {
+# require_own FOLDER: stops if another user can change the code in it, as files.who_else_can_change of recipes/core does
+require_own() {
     local at user mode group by
     at=$(readlink -f "$1")
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
-        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || stop "$at belongs to another user: this job does not run code in it" 3
-        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: other users can write to it: this job does not run code in it" 3
+        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || stop "$at belongs to another user: use a clone of your own" 3
+        [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: chmod go-w it, or export RECIPES_TRUST_GROUP=1 if only its group can" 3
         [ "$at" != / ]
     do at=$(dirname "$at"); done
 }
@@ -66,7 +66,7 @@ begin() {
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
-    [ ! -d "$code" ] || own "$code"
+    [ ! -d "$code" ] || require_own "$code"
     if [ -d "$code" ] && [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
         . "$code/sbatch/job.sh" || exit
         begin "$recipe" "$@"
@@ -100,7 +100,7 @@ examine() {
 
 # finish RECIPE STATUS: requeues a job that was stopped, and returns the exit status of the run.
 finish() {
-    [ -x "$python" ] || stop "$1: ended with status $2, and $python is gone: make that environment again, then submit with the same run_dir=" "$2"
+    [ -x "$python" ] || stop "$1: ended with status $2 and is not requeued: $python no longer exists: make it again, then submit with the same run_dir=" "$2"
     "$python" -m recipes.core.launch.batch finish "$1" "$2" "${words[@]}"
 }
 

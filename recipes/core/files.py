@@ -51,8 +51,8 @@ def who_else_can_change(path: Path) -> str:
     RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
     """
     path, trusted = path.resolve(), {os.geteuid(), 0}
-    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a container of this user
-        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files appear as this user's
+    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
     for one in (path, *path.parents):
         found = one.stat()
         if found.st_uid not in trusted:
@@ -60,8 +60,10 @@ def who_else_can_change(path: Path) -> str:
         by_group = found.st_mode & 0o020 and not _is_own_group(found.st_gid)
         is_sticky = one != path and found.st_mode & stat.S_ISVTX
         if (found.st_mode & 0o002 or by_group) and not is_sticky:
-            whom = "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)" if by_group else ""
-            return f"{one}: {whom or 'every user can write to it'}"
+            group = (
+                "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)" if by_group else ""
+            )
+            return f"{one}: {group or 'every user can write to it'}"
     return ""
 
 
@@ -75,10 +77,10 @@ def _is_own_group(group: int) -> bool:
 
 
 def own_folder(folder: Path) -> None:
-    """Creates ``folder`` if it does not exist. Raises OSError, and MachineError if it, or a link in its place, belongs to another user."""
+    """Creates ``folder``, or finds that it is this user's. Raises OSError, and MachineError if it, or a link in its place, is another's."""
     folder.mkdir(parents=True, exist_ok=True)
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
-        raise MachineError(f"{folder}: belongs to another user: give another run_dir")
+        raise MachineError(f"run_dir: {folder} belongs to another user: give another run_dir")
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -73,7 +73,7 @@ def test_root_the_own_group_and_sticky_folders_are_trusted(path: Path, monkeypat
 @pytest.mark.parametrize("change", [change for change in CHANGES if "folder" in change])
 def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) -> None:
     def status() -> int:
-        command = ["bash", "-c", '. sbatch/job.sh; own "$1"', "bash", str(path.parent)]
+        command = ["bash", "-c", '. sbatch/job.sh; require_own "$1"', "bash", str(path.parent)]
         return subprocess.run(command, cwd=helpers.ROOT, capture_output=True).returncode
 
     assert status() == 0
@@ -186,7 +186,7 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     attempt, _ = opening.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
-    with pytest.raises(InputError, match=r"^run_dir=: rank 0 has run_dir=.*: give it on all machines$"):
+    with pytest.raises(InputError, match=r"^run_dir=.* here, run_dir=.* on rank 0: give the same"):
         opening.open_run_dir(start, world)
 
 

@@ -38,7 +38,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
         except (OmegaConfBaseException, RecursionError):
             raise ConfigError(f"{field.name}={shown(given)}: {_expected(field, str(given))}") from None
     built = cls(**converted)
-    declare.check(built)  # a __post_init__ may not call that of its base
+    declare.check(built)  # the recipe's __post_init__ may leave out super().__post_init__()
     return built
 
 

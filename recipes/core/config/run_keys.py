@@ -91,7 +91,7 @@ class RunKeys:
     )
     umask: str = declare.key(
         "077", "umask of all files, in octal: 077 (only you can read them) or 027 (your group can read them too)",
-        pattern="0?0[2367][2367]", form="three octal digits, the first 0, that let nobody else write, such as 077 or 027",
+        pattern="0?0[2367][2367]", form="three octal digits, the first 0, which forbid others to write, such as 077 or 027",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class TrainKeys:
     lr: float = declare.key(0.1, "peak learning rate", low=0)
     seed: int = declare.key(0, "random seed of weights, sample order and augmentation", low=0, high=2**62)
     num_workers: int = declare.key(
-        0, "loader threads per rank, where the recipe declares this key", low=0, high=1024, may_change=True
+        0, "loader threads per rank, for recipes that declare this key", low=0, high=1024, may_change=True
     )
     accumulate: int = declare.key(
         1,
@@ -165,7 +165,7 @@ class TrainKeys:
         declare.check(self)
         inherited = type(self).__dataclass_fields__["num_workers"] is TrainKeys.__dataclass_fields__["num_workers"]
         if self.num_workers and inherited:
-            raise ConfigError(f"num_workers={self.num_workers}: this recipe does not read it: leave it out")
+            raise ConfigError(f"num_workers={self.num_workers}: this recipe has no loader threads: leave it out")
 
     def choose_dataset(self, *names: str) -> None:
         """Raises ConfigError unless ``dataset`` is one of ``names``."""

@@ -60,9 +60,8 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         folders = list(table.run_directories(path)) if path.is_dir() else []
     except OSError as error:
         raise logs.unreadable(path, error) from None
-    if not path.exists() and re.fullmatch(
-        r"\d+(_\d+)?", path.name
-    ):  # a job ID, or a run directory that does not exist yet
+    # A job ID, or a run directory that does not exist yet.
+    if not path.exists() and re.fullmatch(r"\d+(_\d+)?", path.name):
         with contextlib.suppress(MachineError):
             if job := slurm_queue.find(path.name):
                 return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])

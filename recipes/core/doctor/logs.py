@@ -59,7 +59,7 @@ def read(path: Path, name: str) -> Log:
 
 def _without_source(lines: list[str]) -> Iterator[str]:
     """The lines without the source code in tracebacks, which may contain a text that nothing has printed."""
-    source = None  # the begin of a line of source code
+    source = None  # how a line of source code begins
     for line in lines:
         if frame := _FRAME.match(line):
             source = f"{frame[1]}    "

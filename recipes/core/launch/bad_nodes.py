@@ -33,17 +33,16 @@ def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
     files.write_json(_path(root), {**(files.read_json(_path(root)) or {}), cluster: nodes})
 
 
-def leave_out(job: Job, forget: str) -> tuple[Job, str]:
-    """``job`` without the bad nodes, and a line about them; "" if there are none. forget: node to use again; ``all`` for every node.
-
-    Raises OSError.
-    """
-    if not _path(job.root).exists():
-        return job, ""
+def forget(root: Path, node: str) -> None:
+    """Removes ``node``; ``all`` removes every node of this cluster. Raises OSError."""
     cluster = queue.cluster_name()
-    bad = {node: at for node, at in known(job.root, cluster).items() if forget not in ("all", node)}
-    if forget:
-        _write(job.root, cluster, bad)
+    _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
+
+
+def exclude(job: Job, but: str) -> tuple[Job, str]:
+    """``job`` without the bad nodes, and a line about them; "" if there are none. but: a node to use again; ``all`` for every node."""
+    cluster = queue.cluster_name() if _path(job.root).exists() else ""
+    bad = {node: at for node, at in known(job.root, cluster).items() if but not in ("all", node)}
     if not bad:
         return job, ""
     given = dict(job.directives)

@@ -66,9 +66,11 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        # Each start opens an attempt before it makes the link to its code.
+        # The link shows that an earlier start has opened an attempt.
         if not attempt.number and int(environ.get("SLURM_RESTART_COUNT") or 0) and snapshot.of_job(repository, environ):
-            problem = f"run_dir={folder}: has nothing of this job's earlier start: give a folder that all nodes share"
+            problem = (
+                f"run_dir={folder}: has no attempt of this job's earlier start: give a folder that all nodes share"
+            )
         else:  # the ranks check this again, but in a container they may have no scontrol
             problem = in_use.check(attempt, environ) if settings.config.starts_a_run else ""
         if problem:
@@ -87,7 +89,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
     ]
     by_clock = job and settings.run.stop_before_s and queue.is_short(fields)
     lines += _clock_lines(recipe, fields) if by_clock else ["unset RECIPES_BY_CLOCK"]
-    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash has no others
+    lines += [f"unset {name}" for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]  # bash cannot hold others
     if image:
         variables = profiles.env_variables(settings.run.network, settings.job.cluster)
         step, inside = container.step(image, code, bound, variables, environ, settings.run.device is not Device.cpu)
@@ -158,7 +160,8 @@ def finish(recipe: str, srun_status: int, words: list[str], environ: Mapping[str
         line = requeue(attempt, outcome.step, most, environ)
         print(f"{recipe}: saved at step {outcome.step}; {line}; run directory {run_dir}")
     elif outcome.state == judge.NOT_BEGUN or outcome.is_of_all:
-        after = f"; {queue.NOT_REQUEUED.get(by_slurm, 'requeued by Slurm')}" if outcome.kind is Kind.stopped else ""
+        next_text = queue.NOT_REQUEUED.get(by_slurm, f"{by_slurm.value if by_slurm else ''} by Slurm")
+        after = f"; {next_text}" if outcome.kind is Kind.stopped else ""
         print(f"{recipe}: {outcome.line}{after}", file=sys.stderr)
     else:
         logs = f"; logs in {run_dir}/logs" if (run_dir / "logs").exists() else ""

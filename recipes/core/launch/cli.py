@@ -111,6 +111,8 @@ def submit_job(settings: Settings, python: str) -> int:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
         job = dataclasses.replace(job, variables={**job.variables, "RECIPES_CODE": str(snapshot.take(ROOT))})
+    if settings.job.forget:
+        bad_nodes.forget(ROOT, settings.job.forget)
     submitted = submit.submit(job, python, _run_dir(settings))
     print(f"job {submitted.job_id}: submitted")
     if submitted.elements:
@@ -127,7 +129,7 @@ def submit_job(settings: Settings, python: str) -> int:
 
 def _described(settings: Settings) -> Job:
     """The job without the nodes that the doctor found bad; a line names them."""
-    job, line = bad_nodes.leave_out(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
+    job, line = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()), settings.job.forget)
     if line:
         print(f"nodes:  {line}", flush=True)
     return job

@@ -81,7 +81,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
             except failed:
                 if not (known := queue.find_by_comment(mark)):
                     raise
-                # sbatch failed, for example by a timeout, after the controller had accepted the job. That one cannot run.
+                # sbatch failed, for example by a timeout, after the controller had accepted the job. submitit has left no files for it.
                 queue.cancel(known)
                 accepted = executor.map_array(os.execvp, programs, their_words)
         except failed as error:
@@ -102,7 +102,7 @@ def submit(job: Job, python: str, run_dir: str) -> Submitted:
 
 def refusal(output: str) -> str:
     """One line on why Slurm refuses a job. output: the stderr of sbatch."""
-    if "Could not establish a configuration source" in output:  # Slurm's words, since version 20.02
+    if "Could not establish a configuration source" in output:  # Slurm's message, since version 20.02
         return (
             "sbatch finds no cluster from this machine: type it on a login node, or give launcher=local to run it here"
         )

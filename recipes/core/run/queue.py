@@ -4,9 +4,9 @@ No other module calls ``scontrol``. A call that fails is repeated, since a busy 
 """
 
 import contextlib
+import math
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -104,69 +104,70 @@ def show(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float 
     site may not have accounting. environ: the environment of scontrol. Raises MachineError if the controller cannot be
     asked.
     """
-    why, end = "", time.monotonic() + timeout_s
-    for pause_s in (0.0, *AGAIN_S):
-        if time.monotonic() + pause_s > end:
+    try:
+        asked = _call("scontrol", "show", "job", job_id, environ=environ, timeout_s=timeout_s)
+    except FileNotFoundError:
+        raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
+    except OSError as error:
+        raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
+    if asked.returncode and not _is_unknown(asked):
+        raise MachineError(f"Slurm's controller does not answer: {' '.join(asked.stderr.split())[:200]}")
+    return [] if asked.returncode else parse(asked.stdout)
+
+
+def _call(
+    *command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command of Slurm, and again after `AGAIN_S` if it fails. Raises OSError and subprocess.TimeoutExpired."""
+    end = time.monotonic() + timeout_s
+    for pause_s in (*AGAIN_S, math.inf):
+        done = subprocess.run(
+            command, env=dict(environ), capture_output=True, text=True, timeout=max(1.0, end - time.monotonic()),
+            encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
+        )  # fmt: skip
+        if not done.returncode or _is_unknown(done) or time.monotonic() + pause_s > end:
             break
         time.sleep(pause_s)
-        try:
-            asked = subprocess.run(
-                ["scontrol", "show", "job", job_id], env=dict(environ), capture_output=True, text=True,
-                timeout=max(1.0, end - time.monotonic()),
-                encoding="utf-8", errors="surrogateescape",  # the output may contain job names and paths of any user
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise MachineError("scontrol is not on the PATH, so Slurm cannot be asked about the job") from None
-        except subprocess.TimeoutExpired:
-            raise MachineError(f"Slurm's controller has not answered within {timeout_s:g} s") from None
-        except OSError as error:
-            raise MachineError(f"scontrol show job {job_id} failed: {error}") from None
-        if not asked.returncode:
-            return parse(asked.stdout)
-        # Only these two texts show that Slurm does not know the job: the first for a job ID (stderr), the second (on
-        # stdout) for an element of an array that Slurm knows.
-        if "Invalid job id" in asked.stderr or re.fullmatch(r"Job \S+ not found\s*", asked.stdout):
-            return []
-        why = " ".join(asked.stderr.split())[:200]
-    raise MachineError(f"Slurm's controller does not answer: {why}")
+    return done
+
+
+def _is_unknown(done: "subprocess.CompletedProcess[str]") -> bool:
+    """Whether Slurm does not know the job: only these two texts show it.
+
+    The first is for a job ID (stderr), the second (on stdout) for an element of an array that Slurm knows.
+    """
+    return "Invalid job id" in done.stderr or bool(re.fullmatch(r"Job \S+ not found\s*", done.stdout))
+
+
+def change(*arguments: str) -> None:
+    """Calls ``scontrol`` with ``arguments``, such as requeue and a job ID. Raises OSError and subprocess.SubprocessError."""
+    _call("scontrol", *arguments).check_returncode()
+
+
+def _answer(*command: str) -> str:
+    """The stdout of a command of Slurm; "" if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = _call(*command)
+        return "" if done.returncode else done.stdout
+    return ""
 
 
 def find_by_comment(comment: str) -> str:
     """The ID of this user's job with that comment; "" if there is none, or if Slurm does not answer."""
-    for pause_s in (0.0, *AGAIN_S) if shutil.which("squeue") else ():
-        time.sleep(pause_s)
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["squeue", "--me", "--noheader", "--states=all", "--format=%F %k"]
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
-            return next((line.split()[0] for line in asked.stdout.splitlines() if line.split()[1:] == [comment]), "")
-    return ""
+    lines = _answer("squeue", "--me", "--noheader", "--states=all", "--format=%F %k").splitlines()
+    return next((line.split()[0] for line in lines if line.split()[1:] == [comment]), "")
+
+
+def cancel(job_id: str) -> None:
+    _answer("scancel", job_id)
 
 
 def cluster_name() -> str:
     """The name of this cluster, as SLURM_CLUSTER_NAME is in its jobs; "" if Slurm does not answer."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["scontrol", "show", "config"]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
-        if found := re.search(r"^ClusterName\s*=\s*(\S+)", asked.stdout, re.MULTILINE):
-            return found[1]
-    return ""
-
-
-def cancel(job_id: str) -> None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(["scancel", job_id], capture_output=True, timeout=ANSWER_S)
-
-
-def change(*words: str) -> None:
-    """Calls ``scontrol`` with ``words``, such as requeue and a job ID. Raises OSError or SubprocessError if it fails three times."""
-    for pause_s in (*AGAIN_S, None):
-        try:
-            subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=ANSWER_S, check=True)
-            return
-        except subprocess.SubprocessError:
-            if pause_s is None:
-                raise
-            time.sleep(pause_s)
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def find(job_id: str, environ: Mapping[str, str] = os.environ, timeout_s: float = ANSWER_S) -> Job | None:

@@ -61,7 +61,7 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
     # If the run's path is empty, the site's default applies.
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
-    if "/" in str(words.get("network")):  # the env file of a run may be of another user
+    if "/" in str(words.get("network")):  # the file may belong to another user
         unset.add("network")
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 

@@ -26,11 +26,11 @@ NOTE_AT, BYTES = 64, 1 << 16  # after the pulse: JSON, padded with zero bytes
 # Of two ranks at the same step, the rank in the lower phase is behind. With several ranks, DATA lasts until the model is called, since
 # DDP's forward pass can wait for the other ranks. BACKWARD includes the optimiser.
 PHASES = ("outside the steps", "start", "evaluation", "saving", "data", "forward", "backward", "waiting")
-UNWATCHED, START, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING = range(len(PHASES))
+OUTSIDE, START, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING = range(len(PHASES))
 POLL_S = 0.5
 STOP_S = 2.0  # a process that did not run for this long was stopped; a busy machine delays a thread by less
 MARGIN_S = 15.0  # added to timeout_s, so that ranks that wait for this one report first: they know more about it
-SETUP_TIMES = 6  # what a recipe does outside the steps may take so many times as long, for example to prepare data
+OUTSIDE_TIMES = 6  # the limit outside the steps, for example to prepare data, is so many times timeout_s
 TELL_S = 5.0  # time to write the error record to the run directory's file system
 STACK_S = 3.0  # time for faulthandler to write the stack
 
@@ -123,7 +123,7 @@ def watch(parent: int, memory: mmap.mmap, timeout_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
         now, moment = PULSE.unpack_from(memory), clock.now()
-        limit_s = SETUP_TIMES * timeout_s if now[2] == UNWATCHED else timeout_s
+        limit_s = OUTSIDE_TIMES * timeout_s if now[2] == OUTSIDE else timeout_s
         if now != last:
             last, since = now, moment
         elif moment - since > limit_s:

@@ -75,7 +75,7 @@ def watch_peers(run: Run, over: threading.Event) -> None:
     last, since = world.pulse.read(), clock.now()
     while not over.wait(POLL_S):
         now, moment = world.pulse.read(), clock.now()
-        if now != last or now[2] in (watchdog.UNWATCHED, watchdog.START):
+        if now != last or now[2] in (watchdog.OUTSIDE, watchdog.START):
             last, since = now, moment
         elif world.size > 1 and moment - since > timeout_s and not run.failing.locked():
             behind = world.behind()

@@ -281,7 +281,8 @@ class _StepEnds:
     def _evaluate(self) -> bool:
         """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short on a rank.
 
-        That is so if it raises Stopped, on all ranks, or if `Run.stop_is_near` has returned True to it, whatever it returns.
+        That is so if it raises Stopped, on all ranks, or if `Run.stop_is_near` has returned True to it on any rank: what it returns is
+        then ignored. A collective.
         """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)

@@ -16,7 +16,7 @@ from recipes.core.train.world import World
 
 
 def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
-    """Opens an attempt in the run directory that rank 0 chooses. Called by all ranks.
+    """Opens an attempt in the run directory, which each rank finds by its own keys. Called by all ranks.
 
     Returns it, and whether the run was already done. Raises InputError if another job uses the directory, MachineError if it cannot be
     written.
@@ -24,7 +24,9 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
     own = _choose(start)
     theirs, part, number, was_done = world.from_rank_0("run_dir", lambda: _open_on_rank_0(start, world, own or Path()))
     if not own and str(own := _choose(start, Path(theirs).name)) != theirs:
-        raise InputError(f"run_dir=: rank 0 has run_dir={shown(theirs)}: give it on all machines")
+        raise InputError(
+            f"run_dir={own} here, run_dir={shown(theirs)} on rank 0: give the same run_dir= on all machines"
+        )
     assert own
     path = own / directory.EVALUATION if part else own
     if world.rank != 0:
@@ -33,7 +35,7 @@ def open_run_dir(start: Start, world: World) -> tuple[Attempt, bool]:
 
 
 def _choose(start: Start, name: str = "") -> Path | None:
-    """The run directory by this rank's keys and job. None if only rank 0 knows its name, which contains the time; then give ``name``."""
+    """The run directory by this rank's keys and job. None if the name contains the time at which rank 0 began: give it as ``name``."""
     # In a batch script the run belongs to the job, whatever the number of the step (another srun may have run before).
     run_id = directory.job_id(os.environ) if "RECIPES_BATCH" in os.environ else start.ranks.run_id
     keys, id_or_name = start.settings.run, run_id or name

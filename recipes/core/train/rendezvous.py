@@ -79,7 +79,9 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     end = time.monotonic() + timeout_s
     while not (found := files.read_json(path)):
         if time.monotonic() > end:
-            raise MachineError(f"{own}: does not see {path}, which rank 0 writes, in {timeout_s:g} s (timeout_s)")
+            raise MachineError(
+                f"{own}: does not see {path}, which rank 0 writes, in {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
+            )
         time.sleep(0.2)
     return str(found["host"])
 
@@ -101,7 +103,7 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
         socket.getaddrinfo(host, None)  # TCPStore would repeat this until its timeout
     except OSError as error:
         raise MachineError(
-            f"{socket.gethostname()}: cannot resolve {host}, where rank 0 is ({error.strerror}): check MASTER_ADDR"
+            f"{socket.gethostname()}: cannot resolve {host}, where rank 0 is ({error.strerror}): set MASTER_ADDR to an address of it"
         ) from None
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(

@@ -52,7 +52,9 @@ def _wanted(run: Context) -> Path:
 def at(run: Context, place: int, name: str) -> Path:
     """The checkpoint that rank 0 has chosen: its folder's position in `places`, and its name. Raises InputError."""
     if not checkpoint.NAME.fullmatch(name) and name != _wanted(run).name:
-        raise InputError(f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses its port")
+        raise InputError(
+            f"rank 0 has chosen {shown(name)}, which is not a checkpoint: another program uses its port: set another MASTER_PORT"
+        )
     return places(run)[place] / name
 
 
@@ -132,7 +134,7 @@ def load(run: Context, path: Path, state: State, sampler: Mapping[str, Any]) -> 
     if path.parent == run.checkpoints:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
     run.say(f"resumed from {path}, step {state.step}")
-    before, now = meta.get("code") or state.meta["code"], state.meta["code"]
+    before, now = meta.get("code") or {}, state.meta["code"]
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
         run.say(f"warning: the code has changed since this checkpoint was saved: {', '.join(changed)}")
     other = [name for name in OF_THE_BITS if meta.get(name) != state.meta[name]]

@@ -54,7 +54,7 @@ class Run:
     begun: bool = False
     stopping: str = ""
     results: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the last evaluation; set by loop.steps
-    cut_short: bool = False  # whether stop_is_near() has returned True in this evaluation
+    cut_short: bool = False  # whether stop_is_near() has returned True; each evaluation resets it
     complete: bool = False  # whether the loop over loop.steps has reached its end
     samples: int = 0  # trained in this attempt
     train_s: float = 0.0
@@ -194,12 +194,10 @@ class Run:
         """
         if self.stop:
             agreement.publish(self.world, self.stop.reason)
-            self.cut_short = True
-            return True
-        if time.monotonic() - self._store_asked_at < STORE_EVERY_S:
+        elif time.monotonic() - self._store_asked_at < STORE_EVERY_S:
             return False
         self._store_asked_at = time.monotonic()
-        self.cut_short = agreement.published(self.world)
+        self.cut_short = bool(self.stop) or agreement.published(self.world)
         return self.cut_short
 
     def agree_to_stop(self) -> str:
@@ -261,7 +259,7 @@ class Run:
                 "main() has not reached the end of the loop over loop.steps(): leave out its break or return; max_steps= ends it"
             )
         results = require_results("main()", results)
-        self.world.pulse.beat(watchdog.UNWATCHED)
+        self.world.pulse.beat(watchdog.OUTSIDE)
         if self.world.rank != 0:
             return
         attempts.check_owner(self.attempt)

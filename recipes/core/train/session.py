@@ -107,7 +107,7 @@ def _attempt(main: Callable[[Any, Run], Mapping[str, Any]], start: Start, world:
             opening.introduce(current, start)
             opening.check_shared(current)
             _seed_others(start.settings.config.seed, world.rank)
-            world.pulse.beat(watchdog.UNWATCHED)
+            world.pulse.beat(watchdog.OUTSIDE)
             results = main(start.settings.config, current)
             current.finish(results)
             world.pulse.beat(watchdog.WAITING)

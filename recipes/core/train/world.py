@@ -74,12 +74,12 @@ class World:
     def meeting(self) -> Iterator[None]:
         """Applies ``timeout_s`` to collectives outside the step loop. torch's own timeout never expires."""
         _, _, phase = self.pulse.read()
-        if phase == watchdog.UNWATCHED:
+        if phase == watchdog.OUTSIDE:
             self.pulse.beat(watchdog.WAITING)
         try:
             yield
         finally:
-            if phase == watchdog.UNWATCHED:
+            if phase == watchdog.OUTSIDE:
                 self.pulse.beat(phase)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class World:
         self.store.set(f"{name}/{self.rank}", "done")
         self.store.add(f"{name}/done", 1)
         self._await_all(name)
-        self.pulse.beat(watchdog.UNWATCHED)
+        self.pulse.beat(watchdog.OUTSIDE)
         return result
 
     def _error_of_all(self, name: str, error: Exception) -> Exception:

@@ -468,7 +468,7 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(mo
         (watchdog.WAITING, None, True),
         (watchdog.FORWARD, None, False),
         (watchdog.FORWARD, {"rank": 1}, True),
-        (watchdog.UNWATCHED, {"rank": 1}, False),
+        (watchdog.OUTSIDE, {"rank": 1}, False),
     ],
 )
 def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(

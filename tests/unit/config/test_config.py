@@ -424,7 +424,7 @@ def test_a_config_yaml_outside_a_run_directory_is_not_read(tmp_path: Path) -> No
 
 
 def test_loader_threads_that_no_recipe_reads_are_refused() -> None:
-    assert refusal("num_workers=2") == "num_workers=2: this recipe does not read it: leave it out"
+    assert refusal("num_workers=2") == "num_workers=2: this recipe has no loader threads: leave it out"
     assert parse("num_workers=2", recipe="imagenet").config.num_workers == 2
 
 

@@ -74,7 +74,9 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     words = [f"run_dir={tmp_path}/run"]
     (tmp_path / "runs/code/job-7").mkdir(parents=True)
     assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
-    line = f"mnist: run_dir={tmp_path}/run: has nothing of this job's earlier start: give a folder that all nodes share"
+    line = (
+        f"mnist: run_dir={tmp_path}/run: has no attempt of this job's earlier start: give a folder that all nodes share"
+    )
     assert line in capsys.readouterr().err
     assert batch.begin("mnist", words, environ) == errors.EXIT_DONE
 

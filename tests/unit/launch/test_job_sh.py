@@ -275,5 +275,5 @@ def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:
     status, stderr = bench.run("sbatch/mnist_1x1.sh", "run_dir=/nosuch")
     assert status == 75
     assert stderr.splitlines()[-1].startswith(
-        f"mnist: ended with status 75, and {bench.folder}/bin/python is gone: make"
+        f"mnist: ended with status 75 and is not requeued: {bench.folder}/bin/python no"
     )

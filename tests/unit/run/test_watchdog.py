@@ -50,8 +50,8 @@ WAYS = {
     "stuck": sleep_without_letting_go,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "waits": lambda: time.sleep(600),
-    "unwatched": lambda: (pulse.beat(watchdog.UNWATCHED), time.sleep(float(sys.argv[1]) * 3), print("alive")),
-    "hangs before its steps": lambda: (pulse.beat(watchdog.UNWATCHED, 0), time.sleep(600)),
+    "unwatched": lambda: (pulse.beat(watchdog.OUTSIDE), time.sleep(float(sys.argv[1]) * 3), print("alive")),
+    "hangs before its steps": lambda: (pulse.beat(watchdog.OUTSIDE, 0), time.sleep(600)),
     "works": lambda: ([(time.sleep(0.2), pulse.beat(watchdog.DATA, i)) for i in range(25)], print("alive")),
 }
 WAYS[sys.argv[3]]()
