@@ -44,17 +44,18 @@ load() { # MODULE...
     done
 }
 
-# require_own FOLDER: stops if another user can change the code in it, as files.who_else_can_change of recipes/core does
+# require_own FOLDER REPOSITORY: stops if another user can change the code in it, as files.who_else_can_change of recipes/core does
 require_own() {
-    local at user mode group by
+    local at user mode group by owner
+    owner=$(stat -c %u "$2")
     at=$(readlink -f "$1")
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
-        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || stop "$at belongs to another user: use a clone of your own" 3
+        [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone of your own" 3
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: chmod go-w it, or export RECIPES_TRUST_GROUP=1 if only its group can" 3
-        [ "$at" != / ]
+        [ "$at" != / ] && [ "$at" != "$2" ]
     do at=$(dirname "$at"); done
 }
 
@@ -66,7 +67,11 @@ begin() {
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
     [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -d "$had" ] || code=$had
-    [ ! -d "$code" ] || require_own "$code"
+    if [ -d "$code" ]; then
+        code=$(readlink -f "$code")
+        require_own "$code" "$repository"
+        [ -f "$code/sbatch/job.sh" ] || stop "$code was removed in part: submit the job again with the same run_dir=" 3
+    fi
     if [ -d "$code" ] && [ ! "${BASH_SOURCE[0]}" -ef "$code/sbatch/job.sh" ]; then
         . "$code/sbatch/job.sh" || exit
         begin "$recipe" "$@"

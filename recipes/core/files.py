@@ -47,12 +47,11 @@ def private_folder(folder: Path, fix: str = "chmod 700 it, or use a clone of you
 def who_else_can_change(path: Path) -> str:
     """Which file or folder, ``path`` or one above it, lets other users change what ``path`` holds; "" if none does.
 
-    Root is trusted, and so is a group with the name of the user. A sticky folder, such as /tmp, protects what others own in it. With
+    Root and the owner of this clone are trusted, and so is a group with the name of the user. Folders above the clone do not count for
+    what is in it: who can change them can exchange all of its code. A sticky folder, such as /tmp, protects what others own in it. With
     RECIPES_TRUST_GROUP=1 in the environment every group is trusted. Links are resolved. Raises OSError.
     """
-    path, trusted = path.resolve(), {os.geteuid(), 0}
-    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
-        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
+    path, trusted = Path(os.path.realpath(path)), _trusted()
     for one in (path, *path.parents):
         found = one.stat()
         if found.st_uid not in trusted:
@@ -64,7 +63,17 @@ def who_else_can_change(path: Path) -> str:
                 "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)" if by_group else ""
             )
             return f"{one}: {group or 'every user can write to it'}"
+        if one == ROOT:
+            break
     return ""
+
+
+def _trusted() -> set[int]:
+    """The users whose files are used. In a container, the clone and its run directories may belong to a user of the host."""
+    trusted = {os.geteuid(), 0, ROOT.stat().st_uid}
+    if Path("/proc/self/uid_map").read_text().split()[1:] != ["0", "4294967295"]:  # in a user namespace
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root's files have this owner there
+    return trusted
 
 
 def _is_own_group(group: int) -> bool:
@@ -79,7 +88,7 @@ def _is_own_group(group: int) -> bool:
 def own_folder(folder: Path) -> None:
     """Creates ``folder``, or finds that it is this user's. Raises OSError, and MachineError if it, or a link in its place, is another's."""
     folder.mkdir(parents=True, exist_ok=True)
-    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
+    if not {folder.lstat().st_uid, folder.stat().st_uid} <= _trusted():
         raise MachineError(f"run_dir: {folder} belongs to another user: give another run_dir")
 
 

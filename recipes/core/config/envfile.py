@@ -44,10 +44,12 @@ _REFUSED = re.compile(
 # What a file outside env/ may set: variables of networks, threads and messages. Other names may choose which code runs. So may these
 # names if their value is a path.
 _HARMLESS = re.compile(
-    r"(?:NCCL|RCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|TORCH_CPP|UCX|FI|PSM[23]?|HFI|MLX[45]|EFA|OMP|MKL)_\w+"
-    r"|TORCH_SHOW_CPP_STACKTRACES|CUDA_DEVICE_MAX_CONNECTIONS|MALLOC_ARENA_MAX"
+    r"(?:NCCL|RCCL|OFI_NCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|TORCH_CPP|UCX|FI|PSM[23]?|HFI|MLX[45]|EFA|CXI|SHARP|OMP|MKL)_\w+"
+    r"|TORCH_SHOW_CPP_STACKTRACES|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_LAUNCH_BLOCKING|MALLOC_ARENA_MAX|KMP_AFFINITY|(?:RDMAV|IBV)_FORK_SAFE"
+    r"|PYTORCH_(?:CUDA_)?ALLOC_CONF"
 )
-_NAMES_A_FILE = re.compile(r"\w*(?:PLUGIN|LIB|PATH|DIR|DRIVER|MODULE|TOOL|CONF|COMPONENT|FILE)\w*")
+_NAMES_A_FILE = re.compile(r"\w*(?:PLUGIN|LIB|PATH|DIR|DRIVER|MODULE|TOOL|CONF|COMPONENT)\w*")  # if the value is a path
+_NEVER = re.compile(r"\w*(?:COMMAND|CMD|DEST|MAIL|FILE|RAS_ADDR)\w*")
 
 
 def parse(text: str, name: str) -> dict[str, str]:
@@ -88,8 +90,10 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
     UTF-8, or if another user can change it.
     """
     try:
-        problem = files.who_else_can_change(Path(path))
-        text = files.read_bounded(Path(path), MAX_BYTES).decode("utf-8")
+        resolved = Path(os.path.realpath(path))
+        # Beside the code of this clone, a file is as safe as the code.
+        problem = "" if resolved.is_relative_to(files.ROOT) else files.who_else_can_change(resolved)
+        text = files.read_bounded(resolved, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -103,7 +107,8 @@ def read(path: str | PathLike[str]) -> dict[str, str]:
 def require_harmless(settings: Mapping[str, str], name: str) -> None:
     """Raises ConfigError for a variable that only a file in env/ may set. name: the file's name for the message."""
     for variable, value in settings.items():
-        if not _HARMLESS.fullmatch(variable) or (_NAMES_A_FILE.fullmatch(variable) and re.search("[/.]", value)):
+        is_path = _NAMES_A_FILE.fullmatch(variable) and re.search("[/.]", value)
+        if not _HARMLESS.fullmatch(variable) or _NEVER.fullmatch(variable) or is_path:
             raise ConfigError(
                 f"{shown(name, PATH_SHOWN)}: {variable} may choose which code runs or which file is written: "
                 "set it in env/clusters/ of your clone, or export it in your own shell"

@@ -163,11 +163,16 @@ class TrainKeys:
 
     def __post_init__(self) -> None:
         declare.check(self)
-        inherited = type(self).__dataclass_fields__["num_workers"] is TrainKeys.__dataclass_fields__["num_workers"]
-        if self.num_workers and inherited:
+        if self.num_workers and ignores_workers(type(self)):
             raise ConfigError(f"num_workers={self.num_workers}: this recipe has no loader threads: leave it out")
 
     def choose_dataset(self, *names: str) -> None:
         """Raises ConfigError unless ``dataset`` is one of ``names``."""
         if self.dataset not in names:
             raise ConfigError(f"dataset={shown(self.dataset)}: {declare.choice(self.dataset, names)}")
+
+
+def ignores_workers(keys: type) -> bool:
+    """Whether a recipe with these keys has no loader threads: then it does not declare ``num_workers`` itself."""
+    own = getattr(keys, "__dataclass_fields__", {}).get("num_workers")
+    return own is TrainKeys.__dataclass_fields__["num_workers"]

@@ -12,9 +12,9 @@ from recipes.core.doctor import logs
 from recipes.core.doctor.logs import LONGEST_LINE, Log
 from recipes.core.doctor.patterns import Pattern
 from recipes.core.errors import MachineError, shown
-from recipes.core.files import read_json
+from recipes.core.files import ROOT, read_json
 from recipes.core.run import attempt as attempts
-from recipes.core.run import in_use, judge, table
+from recipes.core.run import in_use, judge, source, table
 from recipes.core.run import queue as slurm_queue
 from recipes.core.run.queue import Outlook
 
@@ -62,6 +62,8 @@ def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
         raise logs.unreadable(path, error) from None
     # A job ID, or a run directory that does not exist yet.
     if not path.exists() and re.fullmatch(r"\d+(_\d+)?", path.name):
+        if folders := sorted((source.home(ROOT) / "runs").glob(f"*/{path.name}")):
+            return (yield from (section for folder in folders for section in _sections(folder)))
         with contextlib.suppress(MachineError):
             if job := slurm_queue.find(path.name):
                 return (yield str(path), [f"it has no run directory yet: {slurm_queue.describe(job)}"])

@@ -61,7 +61,7 @@ def _without_source(lines: list[str]) -> Iterator[str]:
     """The lines without the source code in tracebacks, which may contain a text that nothing has printed."""
     source = None  # how a line of source code begins
     for line in lines:
-        if frame := _FRAME.match(line):
+        if frame := _FRAME.match(line[:LONGEST_LINE]):
             source = f"{frame[1]}    "
         elif source is None or not line.startswith(source):
             source = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.errors import shown
+from recipes.core.errors import MachineError, shown
 from recipes.core.launch.jobs import Job
 from recipes.core.run import queue
 
@@ -21,7 +21,8 @@ def known(root: Path, cluster: str) -> dict[str, float]:
     """The time, as time.time(), at which each node of a cluster was found bad, without those of more than a day ago."""
     found = (files.read_json(_path(root)) or {}).get(cluster)
     found = found if isinstance(found, dict) else {}
-    return {node: at for node, at in found.items() if isinstance(at, float) and time.time() - at < KEPT_S}
+    now = time.time()
+    return {node: at for node, at in found.items() if isinstance(at, float) and now - KEPT_S < at <= now}
 
 
 def remember(root: Path, cluster: str, nodes: Iterable[str]) -> None:
@@ -34,15 +35,23 @@ def _write(root: Path, cluster: str, nodes: dict[str, float]) -> None:
 
 
 def forget(root: Path, node: str) -> None:
-    """Removes ``node``; ``all`` removes every node of this cluster. Raises OSError."""
+    """Removes ``node``; ``all`` removes every node of this cluster. Raises MachineError."""
     cluster = queue.cluster_name()
-    _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
+    try:
+        _write(root, cluster, {name: at for name, at in known(root, cluster).items() if node not in ("all", name)})
+    except OSError as error:
+        raise MachineError(
+            f"forget={node}: {_path(root)} cannot be written ({error.strerror}): free space there"
+        ) from None
 
 
 def exclude(job: Job, but: str) -> tuple[Job, str]:
     """``job`` without the bad nodes, and a line about them; "" if there are none. but: a node to use again; ``all`` for every node."""
     cluster = queue.cluster_name() if _path(job.root).exists() else ""
     bad = {node: at for node, at in known(job.root, cluster).items() if but not in ("all", node)}
+    if bad:  # Slurm refuses to exclude a node that has left the cluster
+        there = queue.nodes()
+        bad = {node: at for node, at in bad.items() if node in there}
     if not bad:
         return job, ""
     given = dict(job.directives)

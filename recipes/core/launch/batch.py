@@ -66,8 +66,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
         except errors.MachineError as error:
             print(f"{recipe}: {error}", file=sys.stderr)
             return errors.EXIT_MACHINE
-        # The link shows that an earlier start has opened an attempt.
-        if not attempt.number and int(environ.get("SLURM_RESTART_COUNT") or 0) and snapshot.of_job(repository, environ):
+        if not attempt.number and snapshot.was_begun(repository, environ["SLURM_JOB_ID"], folder):
             problem = (
                 f"run_dir={folder}: has no attempt of this job's earlier start: give a folder that all nodes share"
             )
@@ -77,7 +76,7 @@ def begin(recipe: str, words: list[str], environ: Mapping[str, str]) -> int:
             attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, errors.EXIT_CONFIG, problem)
             print(f"{recipe}: {problem}", file=sys.stderr)
             return errors.EXIT_CONFIG
-    code = _code(environ) if job else ROOT
+    code = _code(environ, folder) if job else ROOT
     if job and (script := environ.get("RECIPES_SCRIPT")):
         described = {"job_id": job, "recipe": recipe, "arguments": words, "root": str(repository), "code": str(code)}
         with contextlib.suppress(OSError):  # the recipe reports a run directory that cannot be written
@@ -118,7 +117,7 @@ def _run_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     return directory.for_examination(run_dir) if settings.recipe == "doctor" else run_dir
 
 
-def _code(environ: Mapping[str, str]) -> Path:
+def _code(environ: Mapping[str, str], run_dir: Path) -> Path:
     """The code that this job runs: this code if it is a snapshot, else a new snapshot of the repository.
 
     A link lets a requeued job find its snapshot again. The job runs the repository itself with ``snapshot=false`` or if
@@ -128,7 +127,7 @@ def _code(environ: Mapping[str, str]) -> Path:
         return ROOT
     try:
         code = ROOT if source.stamp(ROOT) else snapshot.take(ROOT)
-        snapshot.keep_for(code, environ["SLURM_JOB_ID"])
+        snapshot.keep_for(code, environ["SLURM_JOB_ID"], run_dir)
     except errors.MachineError as error:
         print(f"{error}; the job runs the repository itself, so later edits affect it", file=sys.stderr)
         return ROOT
@@ -205,7 +204,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Mapping[str
     # Recorded before the requeue, since the requeue ends this job and the next attempt may begin a moment later.
     directory.note_next(run_dir, Next.requeued, number)
     try:
-        queue.change("requeue", str(job))
+        queue.requeue(str(job), restarts)
     except (OSError, subprocess.SubprocessError) as error:
         directory.note_next(run_dir, Next.requeue_failed, number)
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())

@@ -108,7 +108,7 @@ def _requeue_without(bad: str, most: int, run_dir: Path, environ: Mapping[str, s
     try:
         _require_other_nodes(run_dir / "job.sh", excluded, fields, environ)
         files.write_json(run_dir / COUNT, {"job_id": job, "count": count + 1})
-        queue.change("requeue", job)
+        queue.requeue(job, int(environ.get("SLURM_RESTART_COUNT") or 0))
         queue.change("update", f"JobId={job}", f"ExcNodeList={excluded}")
     except (OSError, subprocess.SubprocessError) as error:
         why = " ".join((getattr(error, "stderr", "") or str(error)).split())[:200]

@@ -10,12 +10,11 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes.core.errors import MachineError
-from recipes.core.files import private_folder, write_json
+from recipes.core.files import private_folder, read_json, write_json
 from recipes.core.run import source
 
 MAX_BYTES = 64 << 20  # largest size of a snapshot; data among the code must not be copied for each job
@@ -40,18 +39,19 @@ def take(root: Path) -> Path:
     return copy
 
 
-def of_job(repository: Path, environ: Mapping[str, str]) -> bool:
-    """Whether an earlier start of this job has kept its snapshot with `keep_for`."""
-    return (repository / "runs/code" / f"job-{environ['SLURM_JOB_ID']}").exists()
+def was_begun(repository: Path, job: str, run_dir: Path) -> bool:
+    """Whether an earlier start of this job has called `keep_for` with this run directory."""
+    return str(run_dir) in (read_json(repository / f"runs/code/.job-{job}.json") or {})
 
 
-def keep_for(copy: Path, job: str) -> None:
-    """Creates a link with which a requeued job finds its snapshot. Raises MachineError."""
-    link = copy.with_name(f"job-{job}")
+def keep_for(copy: Path, job: str, run_dir: Path) -> None:
+    """Creates a link with which a requeued job finds its snapshot again, and notes its run directory. Raises MachineError."""
+    link, noted = copy.with_name(f"job-{job}"), copy.with_name(f".job-{job}.json")
     new = copy.with_name(f".{link.name}.{os.getpid()}")
     try:
         new.symlink_to(copy.name)
         new.replace(link)
+        write_json(noted, {**(read_json(noted) or {}), str(run_dir): True})
     except OSError as error:
         raise MachineError(f"{link}: cannot be made ({error.strerror})") from None
 

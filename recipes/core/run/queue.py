@@ -160,6 +160,25 @@ def find_by_comment(comment: str) -> str:
     return next((line.split()[0] for line in lines if line.split()[1:] == [comment]), "")
 
 
+def requeue(job_id: str, restarts: int) -> None:
+    """Requeues a job. restarts: how often it has been requeued. A call that fails though Slurm has done it counts as done.
+
+    Raises OSError and subprocess.SubprocessError.
+    """
+    try:
+        change("requeue", job_id)
+    except subprocess.SubprocessError:
+        with contextlib.suppress(MachineError):
+            if (found := find(job_id)) and found.after_start(restarts) in (Next.requeued, Next.held):
+                return
+        raise
+
+
+def nodes() -> set[str]:
+    """The names of all nodes of the cluster."""
+    return set(_answer("sinfo", "--noheader", "--Node", "--format=%N").split())
+
+
 def cancel(job_id: str) -> None:
     _answer("scancel", job_id)
 

@@ -4,6 +4,7 @@ The step loop acts on the flag when all ranks have agreed. A Python signal handl
 waits in a collective. A thread that reads the interpreter's wake-up pipe sees the signal immediately.
 """
 
+import atexit
 import contextlib
 import functools
 import math
@@ -105,10 +106,11 @@ def kept_from_children() -> Iterator[None]:
 def keep_from_workers() -> None:
     """Processes of multiprocessing, such as the workers of a DataLoader, do not receive SIGNALS from now on.
 
-    Their ``terminate()``, which Python calls at exit too, sends SIGKILL.
+    Their ``terminate()``, which Python calls at exit too, sends SIGKILL. Programs that they start inherit this.
     """
     for kind, method in ((BaseProcess, "start"), (resource_tracker.ResourceTracker, "ensure_running")):
         setattr(kind, method, kept_from_children()(getattr(kind, method)))
+    atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # the base of all start methods
 
 

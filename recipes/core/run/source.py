@@ -36,14 +36,14 @@ def code_files(root: Path) -> Iterator[Path]:
 def name_in(code: Path, path: str) -> str:
     """The path of a Python file relative to ``code``; "" if it is outside, or in an environment such as .venv."""
     name = os.path.relpath(path, code) if path.startswith(f"{code}/") else ""
-    return name if name.endswith(".py") and not re.match(r"\.|.*site-packages/", name) else ""
+    return name if name.endswith(".py") and not re.match(r"\.|.*(site-packages|lib/python3[^/]*)/", name) else ""
 
 
 def loaded(code: Path) -> dict[str, str]:
     """The SHA-256 of each imported file of ``code`` that a run's results depend on, by its path: a recipe, its keys, data, train, own modules."""
     names = {name_in(code, str(getattr(module, "__file__", ""))) for module in list(sys.modules.values())}
     other = re.compile(r"$|tests/|recipes/core/(?!data/|train/)")
-    return {name: sha256(code / name) for name in sorted(names) if not other.match(name)}
+    return {name: sha256(code / name) for name in sorted(names) if not other.match(name) and (code / name).exists()}
 
 
 def commit(code: Path) -> str | None:

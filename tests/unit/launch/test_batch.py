@@ -1,5 +1,6 @@
 """The steps of the batch script: what begin writes for the shell, and how finish ends or requeues a job."""
 
+import json
 import shlex
 import signal
 from collections.abc import Sequence
@@ -72,7 +73,8 @@ def test_a_job_that_finds_nothing_of_its_earlier_start_is_refused(
     stub_scontrol(stubs)
     environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "RECIPES_SNAPSHOT": "false", "RECIPES_LINES": "2"}
     words = [f"run_dir={tmp_path}/run"]
-    (tmp_path / "runs/code/job-7").mkdir(parents=True)
+    (tmp_path / "runs/code").mkdir(parents=True)
+    (tmp_path / "runs/code/.job-7.json").write_text(json.dumps({f"{tmp_path}/run": True}))
     assert batch.begin("mnist", words, environ) == errors.EXIT_CONFIG
     line = (
         f"mnist: run_dir={tmp_path}/run: has no attempt of this job's earlier start: give a folder that all nodes share"

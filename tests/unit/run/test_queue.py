@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -98,3 +99,16 @@ def test_a_call_that_fails_twice_is_repeated(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "scontrol.calls").unlink()
     queue.change("requeue", "7")
     assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 3
+
+
+def test_a_requeue_whose_answer_is_lost_counts_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/bash\n[ "$1" = show ] || exit 1; echo "JobId=7 JobState=PENDING Restarts=$RESTARTS"\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("RESTARTS", "1")
+    queue.requeue("7", 0)
+    (tmp_path / "scontrol").write_text("#!/bin/bash\n[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        queue.requeue("7", 0)
