@@ -132,7 +132,11 @@ def test_a_recipe_that_fails_or_never_begins_is_reported(tmp_path: Path) -> None
     text = (repo / "recipes/toy.py").read_text().replace("toy", "mine")
     shutil.copy(repo / "recipes/conf/toy.py", repo / "recipes/conf/mine.py")
     for old, new, wanted in (
-        ("    net = make_net()", "    net = make_nett()", "mine: NameError: name 'make_nett' is not defined"),
+        (
+            "    net = make_net()",
+            "    net = make_nett()",
+            "mine: NameError: name 'make_nett' is not defined (recipes/mine.py, line 46)",
+        ),
         ("    world = run.world\n", "    return {}\n", "mine: ended before it called loop.steps() or run.begin()"),
     ):
         assert old in text
