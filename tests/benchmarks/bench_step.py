@@ -185,7 +185,11 @@ def rank_main(file: Path, rounds: int, steps: int) -> None:
             file.write_text(json.dumps(values))
         return {}
 
-    session.run(main, entry.begin("mnist", [*KEYS, f"run_dir={file.parent / 'run'}"]))
+    sys.argv[1:] = [
+        *KEYS,
+        f"run_dir={file.parent / 'run'}",
+    ]  # typed, so that the rank ends as in a job, without torch's teardown
+    session.run(main, entry.begin("mnist"))
 
 
 if __name__ == "__main__":
