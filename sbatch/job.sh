@@ -46,8 +46,9 @@ load() { # MODULE...
 
 # require_own FOLDER REPOSITORY: stops if another user can change the code in it, as files.who_else_can_change of recipes/core does
 require_own() {
-    local at user mode group by owner
-    owner=$(stat -c %u "$2")
+    local at user mode group by owner repository
+    repository=$(readlink -f "$2")
+    owner=$(stat -c %u "$repository")
     at=$(readlink -f "$1")
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
@@ -55,7 +56,7 @@ require_own() {
         case $group in root | "$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone of your own" 3
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || stop "$at: others can write to it: chmod go-w it, or export RECIPES_TRUST_GROUP=1 if only its group can" 3
-        [ "$at" != / ] && [ "$at" != "$2" ]
+        [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
 }
 

@@ -24,7 +24,7 @@ from recipes.core.train import checkpoint, opening, resume
 from tests import helpers
 
 STRANGER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user: needs root")
+as_root = pytest.mark.usefixtures("needs_root")
 Change = Callable[[Path], object]
 CHANGES: dict[str, Change] = {
     "the file is of another user": lambda path: os.chown(path, STRANGER, STRANGER),
@@ -38,6 +38,11 @@ CHANGES: dict[str, Change] = {
         path.parents[1].chmod(0o775),
     ),
 }
+
+
+@pytest.fixture
+def needs_root() -> None:
+    helpers.need("" if os.geteuid() == 0 else "files of another user can be made by root alone")
 
 
 @pytest.fixture
@@ -113,6 +118,8 @@ def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
 
     (tmp_path / "config.yaml").write_text("network: /tmp/x.env\nlr: 0.5\n")
     assert resumed.keys_of(tmp_path, "toy", Config) == {"lr": "0.5"}
+    (tmp_path / "config.yaml").write_text("network: mine.env\n")
+    assert resumed.keys_of(tmp_path, "toy", Config) == {}
     (tmp_path / "config.yaml").write_text("network: infiniband\n")
     assert resumed.keys_of(tmp_path, "toy", Config) == {"network": "infiniband"}
     (tmp_path / "config.yaml").write_text("num_workers: 4\n")  # of a version that accepted it

@@ -125,6 +125,11 @@ def apply(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> dic
     return added
 
 
+def is_path(network: str) -> bool:
+    """Whether ``network=`` is the path of an env file, and not the name of a fabric."""
+    return "/" in network or network.endswith(".env")
+
+
 def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[Path]:
     """Returns the env files of a run, lowest precedence first: common, then the fabric's, then the site's.
 
@@ -134,7 +139,7 @@ def files_for(network: str, root: Path, site_files: Sequence[str] = ()) -> list[
     """
     fabrics = sorted({path.stem for path in root.glob("*.env")} - {"common"})
     of_network = []
-    if "/" in network or network.endswith(".env"):
+    if is_path(network):
         of_network = [Path(os.path.expanduser(network))]  # Path.expanduser would raise for an unknown user
     elif network in fabrics:
         of_network = [root / f"{network}.env"]

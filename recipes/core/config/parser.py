@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from recipes.core.config import convert, declare, key_value, profiles, recipe_conf
+from recipes.core.config import convert, declare, envfile, key_value, profiles, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
 from recipes.core.errors import ConfigError, shown
@@ -172,7 +172,7 @@ def absolute(typed: Mapping[str, str], classes: Sequence[type], base: Path) -> d
         is_path = (
             name in paths
             or (name == "resume" and value not in RESUME_WORDS)
-            or (name == "network" and ("/" in value or value.endswith(".env")))
+            or (name == "network" and envfile.is_path(value))
         )
         if not is_path or not value or value[0] == "$":  # a variable is resolved on the node
             return value

@@ -1,8 +1,7 @@
 """Which samples each rank takes at each step, and the random generators of an epoch."""
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -116,14 +115,6 @@ class GlobalBatches:
                 part = share(size, self.rank, self.world_size)
                 yield Shard(epoch, batch, order[begin + part.start : begin + part.stop], size)
             begin += size
-
-
-def digest(names: Iterable[str]) -> str:
-    """A digest of the names of files, or of other texts, in their order, for the ``data`` of `GlobalBatches`."""
-    found = hashlib.sha256()
-    for name in names:
-        found.update(name.encode("utf-8", "surrogatepass") + b"\0")
-    return found.hexdigest()
 
 
 def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:

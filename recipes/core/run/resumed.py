@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import convert, declare, key_value, recipe_conf, run_keys
+from recipes.core.config import convert, declare, envfile, key_value, recipe_conf, run_keys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
@@ -61,7 +61,7 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     of_launch = declare.declared(RunKeys, "of_launch") | declare.declared(recipe_class, "of_launch")
     # If the run's path is empty, the site's default applies.
     unset = {name for name in declare.declared(recipe_class, "path") if not words.get(name)}
-    if "/" in str(words.get("network")):  # the file may belong to another user
+    if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         unset.add("network")
     if run_keys.ignores_workers(recipe_class):
         unset.add("num_workers")

@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import popen_fork, resource_tracker
-from multiprocessing.process import BaseProcess
 from types import FrameType
 
 # SIGUSR1 and SIGUSR2: set with --signal by a site or by the scripts. NCCL 2.12 and 2.13 caught SIGUSR1. Since 2.14,
@@ -108,6 +106,9 @@ def keep_from_workers() -> None:
 
     Their ``terminate()``, which Python calls at exit too, sends SIGKILL. Programs that they start inherit this.
     """
+    from multiprocessing import popen_fork, resource_tracker  # not on a login node, which imports this module too
+    from multiprocessing.process import BaseProcess
+
     for kind, method in ((BaseProcess, "start"), (resource_tracker.ResourceTracker, "ensure_running")):
         setattr(kind, method, kept_from_children()(getattr(kind, method)))
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed

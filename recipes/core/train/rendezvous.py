@@ -100,11 +100,14 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
         seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     )
     try:
-        socket.getaddrinfo(host, None)  # TCPStore would repeat this until its timeout
-    except OSError as error:
-        raise MachineError(
-            f"{socket.gethostname()}: cannot resolve {host}, where rank 0 is ({error.strerror}): set MASTER_ADDR to an address of it"
-        ) from None
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if (
+            error.errno != socket.EAI_AGAIN
+        ):  # TCPStore repeats it until its timeout, which only helps if the name server is busy
+            here = socket.gethostname()
+            fix = "set MASTER_ADDR to an address of it"
+            raise MachineError(f"{here}: cannot resolve {host}, where rank 0 is ({error.strerror}): {fix}") from None
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
             host, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,

@@ -132,7 +132,7 @@ class Run:
             "world_size": self.world.size,
             "torch": str(torch.__version__),
             "cpu_threads": torch.get_num_threads(),
-            "code": source.loaded(ROOT),
+            "code": source.loaded(ROOT) if self.world.rank == 0 else {},  # rank 0 saves and compares it
             "best": None,  # best evaluation so far: val_top1 and its step
             "unevaluated": None,  # the row of an epoch's last step if a stop has postponed its evaluation
         }

@@ -95,10 +95,11 @@ class World:
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        torch.distributed.all_gather(sizes, sizes[self.rank].new_tensor([len(mine)]))
-        longest = max(int(size) for size in sizes)
-        padded = [mine.new_zeros(longest) for _ in range(self.size)]
-        torch.distributed.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        with self.meeting():
+            torch.distributed.all_gather(sizes, sizes[self.rank].new_tensor([len(mine)]))
+            longest = max(int(size) for size in sizes)
+            padded = [mine.new_zeros(longest) for _ in range(self.size)]
+            torch.distributed.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
         return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(padded, sizes, strict=True)]
 
     def broadcast_text(self, name: str, text: str) -> str:
