@@ -19,7 +19,7 @@ from recipes.core.config import envfile, profiles
 from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import snapshot
 from recipes.core.run import attempt as attempts
-from recipes.core.run import logs, resumed, table
+from recipes.core.run import command_line, logs, resumed, table
 from recipes.core.train import checkpoint, opening, resume
 from tests import helpers
 
@@ -118,6 +118,8 @@ def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
 
     (tmp_path / "config.yaml").write_text("network: /tmp/x.env\nlr: 0.5\n")
     assert resumed.keys_of(tmp_path, "toy", Config) == {"lr": "0.5"}
+    settings = command_line.parse([f"run_dir={tmp_path}"], recipe="toy")
+    assert resumed.own_env_file(settings) == "/tmp/x.env"  # which is said at the start
     (tmp_path / "config.yaml").write_text("network: mine.env\n")
     assert resumed.keys_of(tmp_path, "toy", Config) == {}
     (tmp_path / "config.yaml").write_text("network: infiniband\n")

@@ -68,6 +68,17 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> dict[str, str]:
     return {name: value for name, value in words.items() if name not in of_launch | unset}
 
 
+def own_env_file(settings: Settings) -> str:
+    """The ``network=`` of the resumed run that `keys_of` does not return, since it is a file; "" if there is none or a key replaces it."""
+    saved = (
+        key_value.read_yaml(settings.resumes / "config.yaml", "")
+        if settings.resumes and not settings.run.network
+        else {}
+    )
+    network = str(saved.get("network", ""))
+    return network if envfile.is_path(network) else ""
+
+
 def check_same_experiment(settings: Settings, resumes: Path, recipe_class: type) -> None:
     """Raises ConfigError if the given keys would change the experiment of the run that is resumed."""
     now = settings.config

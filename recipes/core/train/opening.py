@@ -8,7 +8,7 @@ from recipes.core import files
 from recipes.core.errors import InputError, MachineError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, in_use
+from recipes.core.run import directory, in_use, resumed
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.entry import Start
 from recipes.core.train.run import Run
@@ -96,6 +96,8 @@ def introduce(run: Run, start: Start) -> None:
     run.say(f"run directory: {run.dir}")
     if keys := run.settings.words_from_run():
         run.say(f"from the run: {keys}")
+    if dropped := resumed.own_env_file(run.settings):
+        run.say(f"not from the run: network={shown(dropped, 4096)}: type it again if you trust the file")
     _say_network(run, start)
     if start.from_files:
         run.say("from env files: " + " ".join(sorted(start.from_files)))
