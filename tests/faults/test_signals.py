@@ -154,6 +154,21 @@ def test_a_signal_to_every_process_of_a_rank_does_not_end_its_loader_processes(
     assert step == conftest.steps(tmp_path)[-1]
 
 
+@pytest.mark.fault(8)
+def test_a_loader_process_that_dies_while_the_run_is_to_stop_does_not_fail_it(start: Start, tmp_path: Path) -> None:
+    environ = {"FAULT": "loader", "FAULT_RANK": "1", "FAULT_AT": "8", "FAULT_DIR": str(tmp_path)}
+    launcher = start(tmp_path / "run", *ENDLESS, **environ)
+    loading = int(conftest.wait_for_file(tmp_path / "worker.1"))
+    launcher.send_signal(signal.SIGTERM)
+    helpers.wait_until(lambda: "SIGTERM" in conftest.log(tmp_path / "run", 0), helpers.START_S, "the signal at rank 0")
+    time.sleep(0.5)  # and at rank 1
+    os.kill(loading, signal.SIGKILL)
+    ended = helpers.finish(launcher)
+    status = helpers.read(tmp_path / "run", "status")
+    assert (ended.status, status["state"], status["step"]) == (75, "preempted", 5), ended.out
+    assert status["reason"].startswith("SIGTERM, which ended a worker")
+
+
 @pytest.mark.fault(12)
 def test_ctrl_c_ends_a_rank_that_waits_for_others(repo: Path, tmp_path: Path) -> None:
     """The other rank is never started. The rank waits inside torch, where no Python handler runs."""

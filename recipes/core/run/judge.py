@@ -90,12 +90,13 @@ def gather(attempt: Attempt) -> Evidence:
 
 
 def close(attempt: Attempt, end: End) -> Outcome:
-    """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` if it is failed or incomplete."""
-    outcome = judge(gather(attempt), end)
+    """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
+    seen = gather(attempt)
+    outcome = judge(seen, end)
     with contextlib.suppress(OSError):  # the disk may be full
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
-        if outcome.state in ("failed", "incomplete"):
+        if outcome.state != NOT_BEGUN and seen.own_status.get("state") not in ("done", "preempted"):
             why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}
             directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **why)
     return outcome
@@ -145,6 +146,8 @@ def _first_failure(seen: Evidence, end: End | None) -> Outcome:
     causes = [one for one in seen.records if not _kind(one).is_consequence]
     if causes:
         first = _represents(causes)
+        if _kind(first) is Kind.stopped:
+            return Outcome("preempted", Kind.stopped, str(first["error"]), None, EXIT_REQUEUE)
         return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first, 0)
     if late := _late_rank(seen.records):
         return late

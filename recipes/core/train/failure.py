@@ -119,7 +119,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
     moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))
-    cause = cause_of(error)
+    cause = cause_of(error, run.stop.reason)
     # Write the record at once: the other ranks lose their connections to this rank now.
     record: dict[str, Any] = {
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
@@ -144,14 +144,17 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
         time.sleep(0.0 if behind else LINGER_S)
-    else:
+    elif cause.kind is not Kind.stopped:
         with contextlib.suppress(OSError, MachineError):
             _write_provisional_status(run, record)
     return cause.exit_status
 
 
-def cause_of(error: BaseException) -> Cause:
-    """What ended this rank."""
+def cause_of(error: BaseException, stop: str = "") -> Cause:
+    """What ended this rank. stop: why it was to stop at that moment, or ""."""
+    if stop and torch_errors.is_dead_worker(error):
+        line = f"{stop}, which ended a worker of a DataLoader before the step was complete"
+        return Cause(Kind.stopped, line, errors.EXIT_REQUEUE)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line = f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there"
         return Cause(Kind.disk_full, line, errors.EXIT_MACHINE)

@@ -1,6 +1,7 @@
 """Errors of torch for which it has no class: their texts are searched here, and nowhere else."""
 
 import re
+import traceback
 
 import torch
 import torch.distributed
@@ -12,6 +13,7 @@ SIGNS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Application timeout", "Socket Timeout",
     "gloo/transport", "ncclRemoteError", "remote process exited",
 )  # fmt: skip
+WORKER_MODULES = ("torch.utils.data.dataloader", "torch.utils.data._utils.signal_handling")
 
 
 class PeerTimeout(RuntimeError):
@@ -38,6 +40,12 @@ def peer_text(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate memory. torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in errors.one_line(error)
+
+
+def is_dead_worker(error: BaseException) -> bool:
+    """Whether a worker process of a DataLoader has ended: torch raises a plain RuntimeError, in one of WORKER_MODULES."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, RuntimeError) and bool(frames) and frames[-1].f_globals["__name__"] in WORKER_MODULES
 
 
 def is_port_in_use(error: BaseException) -> bool:
