@@ -5,8 +5,8 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/train/loop.py",
-        "            if not cut_short:\n",
-        "            if True:\n",
+        "({}, reason) if cut_short else",
+        "({}, reason) if False else",
         "an own metric of an evaluation that a stop has cut short is recorded and never repeated",
         "tests/distributed/train/test_loop.py",
     ),

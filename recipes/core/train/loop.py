@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Shard, Source
-from recipes.core.errors import InputError, RunError, Stopped
+from recipes.core.errors import InputError, RunError
 from recipes.core.run import watchdog
 from recipes.core.run.watchdog import RunningClock
 from recipes.core.train import metrics
@@ -34,23 +34,18 @@ def total_steps(cfg: TrainKeys, batches: Source[Shard]) -> int:
 def accuracy(run: Run, answers: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
     """Top-1 and top-5 accuracy over all ranks. Each rank counts its own samples, and the counts are summed.
 
-    answers: gets the network to evaluate, and returns pairs of logits and labels. Raises Stopped, on all ranks, if a
-    rank was notified to stop meanwhile, since there may be no time to complete the evaluation. A collective: every rank
-    must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. If a rank was notified to stop, this rank stops
+    counting. The results then do not count, see `Run.stop_is_near`. A collective: every rank must call it.
     """
-    counts = torch.zeros(4, dtype=torch.int64, device=run.world.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     with evaluation(run) as net:
         for logits, labels in answers(net):
             if run.stop_is_near():
-                counts[3] = 1
                 break
             run.world.pulse.beat(watchdog.EVALUATION)
-            counts[:3] += metrics.right(logits, labels)
+            counts += metrics.right(logits, labels)
     run.world.pulse.beat(watchdog.WAITING)
-    *right, cut_short = run.world.sum(counts).tolist()
-    if cut_short:
-        raise Stopped(run.agree_to_stop())
-    return metrics.accuracy(*right)
+    return metrics.accuracy(*run.world.sum(counts).tolist())
 
 
 @contextlib.contextmanager
@@ -151,9 +146,9 @@ def steps(
 ) -> Iterator[Step[S]]:
     """Yields the steps from ``run.state`` until ``epochs`` or ``max_steps``, or until the ranks agree to stop.
 
-    model: the result of `World.parallel`. evaluate: called by all ranks at the end of each epoch and of the run; it may
-    raise Stopped, on all ranks, if a stop cuts it short. The last evaluation is ``run.results``. With evaluate=true
-    there are no steps: it evaluates the loaded checkpoint, or with ``pretrained`` the weights without one.
+    model: the result of `World.parallel`. evaluate: called by all ranks at the end of each epoch and of the run; it may end
+    early if `Run.stop_is_near`. The last evaluation is ``run.results``. With evaluate=true there are no steps: it evaluates
+    the loaded checkpoint, or with ``pretrained`` the weights without one.
 
     The body of the loop calls ``step.backward`` for each shard, then ``optimizer.step()`` and ``scheduler.step()``
     once. A gradient scaler that skips a step is not supported. What follows a step happens here: averaged weights, the
@@ -279,22 +274,17 @@ class _StepEnds:
         return stop
 
     def _evaluate(self) -> bool:
-        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short on a rank.
+        """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the evaluation short.
 
-        That is so if it raises Stopped, on all ranks, or if `Run.stop_is_near` has returned True to it on any rank: what it returns is
-        then ignored. A collective.
+        That is so if `Run.stop_is_near` has returned True to it on any rank: what it returns is then ignored. A collective.
         """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
-        run.results, run.cut_short = {}, False
-        try:
-            results = require_results("evaluate()", self.evaluate())
-            cut_short, run.stopping, _ = Agreement(run.world, run.stop, torch.tensor(float(run.cut_short))).read()
-            if not cut_short:
-                run.results, run.stopping = results, ""
-        except Stopped as stopped:
-            run.stopping = str(stopped)
-        return not run.stopping
+        run.cut_short = False
+        results = require_results("evaluate()", self.evaluate())
+        cut_short, reason, _ = Agreement(run.world, run.stop, torch.tensor(float(run.cut_short))).read()
+        run.results, run.stopping = ({}, reason) if cut_short else (results, "")
+        return not cut_short
 
     def evaluate_late(self) -> None:
         """Runs an evaluation that a stop has postponed: writes the row of its step again; saves if it is the best."""
