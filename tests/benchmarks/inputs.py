@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from recipes.core.data import datasets, in_memory
-from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import AugmentedImages, ImageSet
 from recipes.core.data.sampling import GlobalBatches
+from recipes.core.errors import InputError
 from tests.benchmarks.measure import FULL, Figure, Size, interleaved, samples_per_s
 from tests.helpers import DATA
 
@@ -127,7 +127,7 @@ def cifar10(train: int, test: int, real: bool = True) -> tuple[ImageSet, ImageSe
 def _prepared(load: Callable[[str], tuple[ImageSet, ImageSet]]) -> tuple[ImageSet, ImageSet] | None:
     try:
         return load(str(DATA))
-    except DataFileError:
+    except InputError:
         return None
 
 

@@ -29,7 +29,6 @@ from PIL import Image
 from recipes import prepare
 from recipes.core.data import crops, datasets, decode, image_sets, pillow
 from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
-from recipes.core.data.datasets import DataFileError
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
@@ -96,7 +95,7 @@ def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(tmp_path: Pat
             path.write_bytes(content)
             try:
                 shape, payload = datasets.read_idx(path)
-            except DataFileError as error:
+            except InputError as error:
                 one_line(str(error), path, "recipes.prepare mnist")
                 seen["named"] += 1
                 continue

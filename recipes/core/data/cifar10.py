@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.core import files
 from recipes.core.data import classfolder, datasets, pillow
 from recipes.core.data.classfolder import Listing
-from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX, DataFileError
+from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX
 from recipes.core.errors import InputError
 
 BATCHES, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # torchvision's
@@ -45,8 +45,8 @@ def local_source(source: str) -> Path:
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     """Writes the four IDX files and then index.json to ``folder``.
 
-    scratch: an empty folder. name: of the source, for index.json. Raises DataFileError (a damaged copy) and InputError
-    (an unreadable image, more than ten classes).
+    scratch: an empty folder. name: of the source, for index.json. Raises InputError (a damaged copy, an unreadable image,
+    more than ten classes).
     """
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if source.name == ARCHIVE:
@@ -75,7 +75,7 @@ def _from_archive(path: Path, scratch: Path) -> dict[str, Images]:
     from torchvision.datasets import CIFAR10, utils
 
     if not utils.check_integrity(str(path), CIFAR10.tgz_md5):
-        raise DataFileError(f"{path} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
+        raise InputError(f"{path} is damaged (its MD5 is not torchvision's): remove it, or give another source=")
     utils.extract_archive(str(path), str(scratch))
     return _from_torchvision(scratch)
 
@@ -87,7 +87,7 @@ def _from_torchvision(root: Path) -> dict[str, Images]:
     try:
         parts = {split: CIFAR10(str(root), train=split == "train") for split in SAMPLES}
     except RuntimeError:
-        raise DataFileError(
+        raise InputError(
             f"{root / BATCHES} is incomplete or damaged (by torchvision's MD5s): give another source="
         ) from None
     return {split: (bytes(part.targets), part.data.transpose(0, 3, 1, 2).tobytes()) for split, part in parts.items()}

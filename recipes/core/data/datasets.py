@@ -13,10 +13,6 @@ from recipes.core import errors, files
 from recipes.core.errors import InputError
 
 
-class DataFileError(InputError):
-    """A data file is missing or invalid. One line: the file, the fault, the fix."""
-
-
 @dataclass(frozen=True)
 class DataFile:
     """A file's name, size in bytes and SHA-256 in hexadecimal."""
@@ -61,13 +57,13 @@ def folder_of(data_dir: str | Path) -> Path:
 
 
 def kind(path: Path, key: str = "data_dir") -> str:
-    """``file`` or ``folder``, links followed; "" for neither. Raises DataFileError with ``key`` where permission is missing."""
+    """``file`` or ``folder``, links followed; "" for neither. Raises InputError with ``key`` where permission is missing."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:  # Path.is_file and its like raise it unchanged, and return False from Python 3.14 on
-        raise DataFileError(
+        raise InputError(
             f"{key}: {str(path)!r} cannot be read ({error.strerror}): make it readable, or give another {key}="
         ) from None
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
@@ -99,11 +95,11 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
 
 
 def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
-    """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises DataFileError if one is missing."""
+    """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises InputError if one is missing."""
     base = folder_of(data_dir)
     found = {name: find_file(base, dataset, name) for name in dataset.names}
     if missing := [name for name, path in found.items() if not path]:
-        raise DataFileError(
+        raise InputError(
             f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): "
             f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
         )
@@ -127,13 +123,13 @@ def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
 def find_imagenet(data_dir: str | Path) -> Path:
     """The folder that has ``train/`` and ``val/``, or a packed copy: ``data_dir``, or ``imagenet`` in it.
 
-    The content is not checked. Raises DataFileError if there is none.
+    The content is not checked. Raises InputError if there is none.
     """
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
         if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
             return folder
-    raise DataFileError(
+    raise InputError(
         f"data_dir={str(base)!r} has neither train/<class>/*.JPEG and val/<class>/*.JPEG nor a packed copy's index.json: give the "
         f"folder that has them, or pack a copy: {prepare_command('imagenet', '…')} source=FOLDER"
     )
@@ -153,19 +149,19 @@ def idx_header(*shape: int) -> bytes:
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
     """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file, plain or gzip.
 
-    Raises DataFileError (one line: file, fault, fix).
+    Raises InputError (one line: file, fault, fix).
     """
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         if content[:3] != bytes([0, 0, UINT8]):
-            raise DataFileError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
+            raise InputError(f"is not an IDX file of bytes (it starts with {content[:4].hex() or 'nothing'})")
         end = 4 + 4 * content[3] if len(content) > 3 else 0
         shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, end, 4))
         if not shape or len(content) != end + math.prod(shape):
-            raise DataFileError(f"has {len(content)} bytes, which is not what its header says")
+            raise InputError(f"has {len(content)} bytes, which is not what its header says")
         return shape, content[end:]
-    except (DataFileError, OSError, EOFError, zlib.error) as error:
+    except (InputError, OSError, EOFError, zlib.error) as error:
         name = "cifar10" if path.parent.name == CIFAR10.folder else "mnist"
         fix = f"to replace it: python -m recipes.prepare {name}, with the same data_dir="
-        raise DataFileError(f"{path}: {errors.shown(error)}; {fix}") from None
+        raise InputError(f"{path}: {errors.shown(error)}; {fix}") from None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.core.data import datasets, sampling
-from recipes.core.data.datasets import DataFileError
 from recipes.core.errors import InputError
 
 
@@ -37,7 +36,7 @@ class ImageSet:
 
 
 def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`. Raises DataFileError with the prepare command."""
+    """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`. Raises InputError with the prepare command."""
     return _image_sets(datasets.find_mnist(data_dir))
 
 
@@ -56,9 +55,9 @@ def _image_sets(paths: Mapping[str, Path]) -> tuple[ImageSet, ImageSet]:
     def part(name: str) -> ImageSet:
         images, labels = tensor(f"{name}_images"), tensor(f"{name}_labels").long()
         if len(images) != len(labels):
-            raise DataFileError(f"{paths[f'{name}_labels']}: {len(labels)} labels for {len(images)} images")
+            raise InputError(f"{paths[f'{name}_labels']}: {len(labels)} labels for {len(images)} images")
         if len(labels) and int(labels.max()) > 9:
-            raise DataFileError(f"{paths[f'{name}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
+            raise InputError(f"{paths[f'{name}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
     return part("train"), part("test")

@@ -13,8 +13,8 @@ import torch
 from recipes import mnist
 from recipes.conf.mnist import Config
 from recipes.core.data import datasets, in_memory
-from recipes.core.data.datasets import DataFileError
 from recipes.core.data.in_memory import ImageSet
+from recipes.core.errors import InputError
 from tests import helpers
 from tests.distributed import alone
 from tests.distributed.alone import Trained
@@ -101,7 +101,7 @@ def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
     for labels, expected in ((bytes(601), "601 labels for 600 images"), (bytes([10] * 600), "label 10 of ten classes")):
         header = struct.pack(">II", 0x801, len(labels))
         (tmp_path / "MNIST/raw" / "train-labels-idx1-ubyte").write_bytes(header + labels)
-        with pytest.raises(DataFileError, match=expected):
+        with pytest.raises(InputError, match=expected):
             in_memory.mnist(str(tmp_path))
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data.datasets import MNIST, DataFileError, find_mnist, read_idx
+from recipes.core.data.datasets import MNIST, find_mnist, read_idx
+from recipes.core.errors import InputError
 
 
 def idx(shape: tuple[int, ...], payload: bytes, dtype: int = 0x08) -> bytes:
@@ -43,7 +44,7 @@ def test_a_damaged_idx_file_is_reported_with_fault_and_fix(
     path.parent.mkdir()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataFileError) as caught:
+    with pytest.raises(InputError) as caught:
         read_idx(path)
     message = str(caught.value)
     assert words in message
@@ -70,7 +71,7 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
     assert list(found) == ["train_images", "train_labels", "test_images", "test_labels"]
     assert found["test_labels"] == folder / "t10k-labels-idx1-ubyte"
     (folder / "t10k-images-idx3-ubyte").unlink()
-    with pytest.raises(DataFileError) as caught:
+    with pytest.raises(InputError) as caught:
         find_mnist(str(tmp_path))
     assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)
     assert f"python -m recipes.prepare mnist data_dir={tmp_path}" in str(caught.value)

@@ -16,7 +16,8 @@ from PIL import Image
 
 from recipes import prepare
 from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10_CLASSES, DataFileError, find_cifar10, read_idx
+from recipes.core.data.datasets import CIFAR10_CLASSES, find_cifar10, read_idx
+from recipes.core.errors import InputError
 from tests.unit.data.common import encoded, picture, put
 from tests.unit.data.serving import Server, serving
 
@@ -220,7 +221,7 @@ def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pyt
         patched.setattr(cifar10, "convert", end)
         assert run(tmp_path / "data", source) == 130
     path.write_bytes(b"half")
-    with pytest.raises(DataFileError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="):
+    with pytest.raises(InputError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="):
         find_cifar10(tmp_path / "data")
 
 

@@ -8,10 +8,11 @@ from typing import BinaryIO
 import numpy as np
 
 from recipes.core.data import datasets
-from recipes.core.data.datasets import DataFile, DataFileError
+from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
 from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
+from recipes.core.errors import InputError
 
 FIELDS = np.dtype(list(zip(format.RECORD_FIELDS, ("<u8", "<u4", "<u4", "<u4", "<u2", "<u2"), strict=True)))
 assert FIELDS.itemsize == format.RECORD.size
@@ -35,7 +36,7 @@ class Packed:
             self._records = np.memmap(opened, FIELDS, "r")
         self._digest = hashlib.sha256(self._records.data).hexdigest()
         if self._digest != found.index.sha256 or not self._is_valid([file.size for file in found.shards]):
-            raise DataFileError(f"{str(folder / found.index.name)!r} is damaged: {again}")
+            raise InputError(f"{str(folder / found.index.name)!r} is damaged: {again}")
 
     def _is_valid(self, sizes: list[int]) -> bool:
         """Whether every record has a known label and points into a shard. sizes: of the shards, in bytes."""
@@ -68,13 +69,13 @@ class Packed:
 
 
 def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
-    """Opens a file for reading. Raises DataFileError where it is missing or has another size."""
+    """Opens a file for reading. Raises InputError where it is missing or has another size."""
     path = folder / file.name
     try:
         opened = open(path, "rb", buffering=0)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
-        raise DataFileError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}") from None
+        raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): make it readable, or {again}") from None
     if size != file.size:
-        raise DataFileError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
+        raise InputError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
     return opened
