@@ -24,7 +24,10 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files: those of IDX_KEYS in this order, and further ones. folder: where they are, below data_dir."""
+    """A dataset of a few files. folder: where they are, below data_dir.
+
+    names: training images and labels, test images and labels, and further files.
+    """
 
     name: str
     recipe: str
@@ -42,7 +45,6 @@ MNIST_FILES = (
 )
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST = Dataset("mnist", "mnist", "MNIST/raw", tuple(file.name for file in MNIST_FILES))
-IDX_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # The files that prepare writes: images of shape (N, 3, 32, 32).
@@ -94,8 +96,8 @@ def prepare_command(dataset_name: str, data_dir: str | Path) -> str:
     return f"python -m recipes.prepare {dataset_name} data_dir={shlex.quote(str(data_dir))}"
 
 
-def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
-    """The dataset's files below ``data_dir``, unverified, by IDX_KEYS. Raises InputError if one is missing."""
+def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
+    """The dataset's files below ``data_dir``, unverified, in the order of its names. Raises InputError if one is missing."""
     base = folder_of(data_dir)
     found = {name: find_file(base, dataset, name) for name in dataset.names}
     if missing := [name for name, path in found.items() if not path]:
@@ -103,21 +105,13 @@ def find_idx(dataset: Dataset, data_dir: str | Path) -> dict[str, Path]:
             f"data_dir={str(base)!r} lacks {', '.join(missing)} (plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself): "
             f"on a machine with internet, or with source=FOLDER, run {prepare_command(dataset.name, base)}"
         )
-    return {key: path for key, path in zip(IDX_KEYS, found.values(), strict=False) if path}
+    return [path for path in found.values() if path]
 
 
 def find_file(base: Path, dataset: Dataset, name: str, key: str = "data_dir") -> Path | None:
     """The file ``name`` below ``base``, plain or .gz: in the dataset's folder, in one with its name, or in ``base`` itself."""
     folders = (base / dataset.folder, base / dataset.name, base)
     return next((p for f in folders for p in (f / name, f / f"{name}.gz") if kind(p, key) == "file"), None)
-
-
-def find_mnist(data_dir: str | Path) -> dict[str, Path]:
-    return find_idx(MNIST, data_dir)
-
-
-def find_cifar10(data_dir: str | Path) -> dict[str, Path]:
-    return find_idx(CIFAR10, data_dir)
 
 
 def find_imagenet(data_dir: str | Path) -> Path:

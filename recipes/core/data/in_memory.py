@@ -1,7 +1,6 @@
 """Small image sets in memory, and their augmentation on the device."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.core.data import datasets, sampling
+from recipes.core.data.datasets import Dataset
 from recipes.core.errors import InputError
 
 
@@ -37,30 +37,31 @@ class ImageSet:
 
 def mnist(data_dir: str) -> tuple[ImageSet, ImageSet]:
     """MNIST's training and test set, 28x28. data_dir: as in `datasets.folder_of`. Raises InputError with the prepare command."""
-    return _image_sets(datasets.find_mnist(data_dir))
+    return _image_sets(datasets.MNIST, data_dir)
 
 
 def cifar10(data_dir: str) -> tuple[ImageSet, ImageSet]:
     """As `mnist`: CIFAR-10's training and test set as ``prepare cifar10`` writes them."""
-    return _image_sets(datasets.find_cifar10(data_dir))
+    return _image_sets(datasets.CIFAR10, data_dir)
 
 
-def _image_sets(paths: Mapping[str, Path]) -> tuple[ImageSet, ImageSet]:
+def _image_sets(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
     """The training and the test set from the IDX files, images (N, H, W) or (N, C, H, W)."""
 
-    def tensor(name: str) -> Tensor:
-        shape, payload = datasets.read_idx(paths[name])
+    def tensor(path: Path) -> Tensor:
+        shape, payload = datasets.read_idx(path)
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(shape)
 
-    def part(name: str) -> ImageSet:
-        images, labels = tensor(f"{name}_images"), tensor(f"{name}_labels").long()
+    def part(images_path: Path, labels_path: Path) -> ImageSet:
+        images, labels = tensor(images_path), tensor(labels_path).long()
         if len(images) != len(labels):
-            raise InputError(f"{paths[f'{name}_labels']}: {len(labels)} labels for {len(images)} images")
+            raise InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
         if len(labels) and int(labels.max()) > 9:
-            raise InputError(f"{paths[f'{name}_labels']}: is damaged (label {int(labels.max())} of ten classes)")
+            raise InputError(f"{labels_path}: is damaged (label {int(labels.max())} of ten classes)")
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
-    return part("train"), part("test")
+    paths = datasets.find_files(dataset, data_dir)
+    return part(*paths[:2]), part(*paths[2:4])
 
 
 def digits() -> tuple[ImageSet, ImageSet]:

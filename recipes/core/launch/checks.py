@@ -113,9 +113,10 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
     if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
         key = "data_dir" if data_dir else "RECIPES_DATA"
         return f"{key}={folder} does not exist on this machine: the nodes must have the data"
-    {"mnist": datasets.find_mnist, "cifar10": datasets.find_cifar10, "imagenet": datasets.find_imagenet}[dataset](
-        folder
-    )
+    if dataset == "imagenet":
+        datasets.find_imagenet(folder)
+    else:
+        datasets.find_files({"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[dataset], folder)
     return ""
 
 

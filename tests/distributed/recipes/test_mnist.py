@@ -106,14 +106,14 @@ def test_a_dataset_with_inconsistent_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_test_set_is_not_the_training_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {}
+    paths = []
     for part, value in (("train", 1), ("test", 2)):
         for name, shape in (("images", (3, 1, 2, 2)), ("labels", (3,))):
-            paths[f"{part}_{name}"] = path = tmp_path / f"{part}-{name}"
+            paths.append(path := tmp_path / f"{part}-{name}")
             header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
             path.write_bytes(header + bytes([value]) * math.prod(shape))
-    for find, load in (("find_mnist", in_memory.mnist), ("find_cifar10", in_memory.cifar10)):
-        monkeypatch.setattr(datasets, find, lambda folder: paths)
+    monkeypatch.setattr(datasets, "find_files", lambda dataset, folder: paths)
+    for load in (in_memory.mnist, in_memory.cifar10):
         found = [(set(each.images.flatten().tolist()), each.labels.tolist()) for each in load("")]
         assert found == [({1}, [1, 1, 1]), ({2}, [2, 2, 2])]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.core.data.datasets import MNIST, find_mnist, read_idx
+from recipes.core.data.datasets import MNIST, find_files, read_idx
 from recipes.core.errors import InputError
 
 
@@ -59,7 +59,7 @@ def test_find_mnist_prefers_torchvisions_folder_then_the_plain_file(tmp_path: Pa
         for suffix in (".gz", ""):
             for name in MNIST.names:
                 (folder / f"{name}{suffix}").write_bytes(b"x")
-            assert find_mnist(tmp_path)["test_labels"] == folder / f"t10k-labels-idx1-ubyte{suffix}"
+            assert find_files(MNIST, tmp_path)[3] == folder / f"t10k-labels-idx1-ubyte{suffix}"
 
 
 def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> None:
@@ -67,12 +67,10 @@ def test_find_mnist_names_the_missing_files_and_the_command(tmp_path: Path) -> N
     folder.mkdir(parents=True)
     for name in MNIST.names:
         (folder / name).write_bytes(b"x")
-    found = find_mnist(tmp_path)
-    assert list(found) == ["train_images", "train_labels", "test_images", "test_labels"]
-    assert found["test_labels"] == folder / "t10k-labels-idx1-ubyte"
+    assert find_files(MNIST, tmp_path) == [folder / name for name in MNIST.names]
     (folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(InputError) as caught:
-        find_mnist(str(tmp_path))
+        find_files(MNIST, str(tmp_path))
     assert "lacks t10k-images-idx3-ubyte (plain or .gz, in MNIST/raw/, mnist/" in str(caught.value)
     assert f"python -m recipes.prepare mnist data_dir={tmp_path}" in str(caught.value)
     assert "\n" not in str(caught.value)

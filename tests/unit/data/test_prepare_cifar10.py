@@ -16,7 +16,7 @@ from PIL import Image
 
 from recipes import prepare
 from recipes.core.data import cifar10, datasets
-from recipes.core.data.datasets import CIFAR10_CLASSES, find_cifar10, read_idx
+from recipes.core.data.datasets import CIFAR10, CIFAR10_CLASSES, find_files, read_idx
 from recipes.core.errors import InputError
 from tests.unit.data.common import encoded, picture, put
 from tests.unit.data.serving import Server, serving
@@ -82,11 +82,11 @@ def run(data_dir: Path, source: object = "") -> int:
 
 def read(data_dir: Path) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
     """Training and test images with their labels, as they are found and read again."""
-    files = find_cifar10(data_dir)
+    files = find_files(CIFAR10, data_dir)
     splits = []
-    for split in ("train", "test"):
-        shape, pixels = read_idx(files[f"{split}_images"])
-        count, labels = read_idx(files[f"{split}_labels"])
+    for images_path, labels_path in (files[:2], files[2:4]):
+        shape, pixels = read_idx(images_path)
+        count, labels = read_idx(labels_path)
         assert shape == (*count, 3, 32, 32)
         images = [bytes(pixels[i * 3072 : (i + 1) * 3072]) for i in range(shape[0])]
         splits.append(list(zip(bytes(labels), images, strict=True)))
@@ -222,7 +222,7 @@ def test_an_interrupted_conversion_is_not_found(tmp_path: Path, monkeypatch: pyt
         assert run(tmp_path / "data", source) == 130
     path.write_bytes(b"half")
     with pytest.raises(InputError, match=r"lacks index.json .*python -m recipes.prepare cifar10 data_dir="):
-        find_cifar10(tmp_path / "data")
+        find_files(CIFAR10, tmp_path / "data")
 
 
 @pytest.fixture
