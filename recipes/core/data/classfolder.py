@@ -15,7 +15,7 @@ ENDINGS = tuple(b".jpg .jpeg .jpe .jfif .png .ppm .pgm .bmp .tif .tiff .webp .gi
 class Listing:
     """The images below ``folder``, sorted by class, then by name, both as bytes. No Python object is kept for a sample."""
 
-    kind = "files"
+    kind = "files"  # for the log, as ``place`` is for error messages
 
     def __init__(self, folder: Path, classes: tuple[str, ...]):
         self.folder, self.place = folder, str(folder)
@@ -45,7 +45,7 @@ class Listing:
             return file.readall()
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of all names and labels in their order."""
+        """SHA-256, in hexadecimal, of all names and labels in their order: equal for equal samples."""
         digest = hashlib.sha256("\0".join([*self.classes, ""]).encode("utf-8", "surrogateescape"))
         for part in (self._names, self._ends, self._labels):
             digest.update(part)

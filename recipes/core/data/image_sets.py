@@ -3,33 +3,13 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from recipes.core.data import classfolder, datasets
+from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
-
-
-class Images(Protocol):
-    """A set of compressed images with labels."""
-
-    kind: str  # for the user: files; packed jpeg, 256 px
-    place: str  # the folder, for error messages
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    def __len__(self) -> int: ...
-    def label(self, i: int) -> int: ...
-    def name(self, i: int) -> str: ...
-    def digest(self) -> str:
-        """Equal for equal samples in the same order."""
-        ...
-
-    def read(self, i: int) -> bytes:
-        """A compressed image. Raises OSError, Unreadable."""
-        ...
 
 
 class Fake:
@@ -62,6 +42,10 @@ class Fake:
 
     def read(self, i: int) -> bytes:
         return self._jpegs[i % len(self._jpegs)]
+
+
+# A set of compressed images with labels. `read` raises OSError and Unreadable.
+Images = Listing | Packed | Fake
 
 
 def open_images(folder: Path, split: str, report: Callable[[object], None] = lambda done: None) -> Images:
