@@ -1,6 +1,7 @@
 """The files of each dataset: names, sizes, SHA-256, where they are searched, and the IDX format. Standard library only."""
 
 import gzip
+import hashlib
 import math
 import os
 import shlex
@@ -9,7 +10,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors
 from recipes.core.errors import InputError
 
 
@@ -74,16 +75,17 @@ def kind(path: Path, key: str = "data_dir") -> str:
 def fault_of(path: Path, file: DataFile) -> str | None:
     """The fault of the file at ``path`` as a clause for a message. None if its size and SHA-256 are correct."""
     try:
-        size = path.stat().st_size
-        return content_fault(size, files.sha256(path) if size == file.size else "", file)
+        with path.open("rb") as opened:
+            return content_fault(opened.read(file.size + 1), file)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def content_fault(size: int, sha256: str, file: DataFile) -> str | None:
-    """As `fault_of`, from a size and a SHA-256."""
+def content_fault(content: bytes, file: DataFile) -> str | None:
+    """As `fault_of`, for the content of a file."""
+    size, sha256 = len(content), hashlib.sha256(content).hexdigest()
     if size != file.size:
         return f"has {'more' if size > file.size else size} bytes instead of {file.size}"
     if sha256 != file.sha256:

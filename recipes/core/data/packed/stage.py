@@ -3,7 +3,6 @@
 No partial file has its final name, one process of a node copies at a time, and another user's folder is never used.
 """
 
-import hashlib
 import os
 import stat
 import time
@@ -91,6 +90,6 @@ def _copy(file: DataFile, folder: Path, target: Path) -> None:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-    if fault := datasets.content_fault(len(content), hashlib.sha256(content).hexdigest(), file):
+    if fault := datasets.content_fault(content, file):
         raise InputError(f"{str(path)!r} {fault}: pack again: {datasets.prepare_command('imagenet', folder)}")
     files.write_bytes(target / file.name, content)
