@@ -239,12 +239,16 @@ def check_free(folder: Path, need: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {sizes}", str(folder))
 
 
-def disk_error(error: OSError, key: str, folder: Path) -> MachineError:
-    """The MachineError to raise after a failed write to ``folder``, the value of ``key``."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = f"{'make room there, or ' if is_full else ''}give another {key}="
-    line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
-    return DiskFull(line) if is_full else MachineError(line)
+@contextlib.contextmanager
+def writing_to(folder: Path, key: str) -> Iterator[None]:
+    """Raises MachineError in place of an OSError within the ``with`` block, which writes into ``folder``, the value of ``key``."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        fix = f"{'make room there, or ' if is_full else ''}give another {key}="
+        line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
+        raise (DiskFull if is_full else MachineError)(line) from None
 
 
 def size_text(size: int) -> str:

@@ -216,7 +216,7 @@ def test_an_unwritable_run_directory_fails_before_training(made: Path, tmp_path:
     ended = helpers.Ended(max(rank.status for rank in ranks), "".join(rank.out for rank in ranks))
     assert [rank.status for rank in ranks] == [3, 3], ended.out
     [line] = {line for line in ended.lines if line.startswith("broken: ")}  # the same from both ranks
-    assert f"run_dir={run_dir}: cannot be written (Permission denied)" in line
+    assert f"run_dir={str(run_dir)!r}: cannot be written (Permission denied)" in line
     assert "give another run_dir" in line
     assert "Traceback" not in ended.out
     assert "step 1" not in ended.out

@@ -119,16 +119,14 @@ def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Seq
     hosts: the host of each rank; empty if the caller is the parent of the ranks. Raises MachineError if the run directory cannot be
     written.
     """
-    try:
+    with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             files.own_folder(folder)
         _convert(run_dir)
         new = _number(run_dir)
         (new.folder / "failed").mkdir()
         describe(new, recipe, environ, hosts)
-    except OSError as error:
-        raise MachineError(f"run_dir={run_dir}: cannot be written ({error.strerror}): give another run_dir") from None
-    return new
+        return new
 
 
 def _number(run_dir: Path) -> Attempt:

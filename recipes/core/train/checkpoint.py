@@ -8,9 +8,10 @@ import io
 import random
 import re
 import sys
-import threading
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,8 @@ def size_in_training(state: State) -> int:
 class Saver:
     """Writes checkpoints into ``folder`` in its own thread, one at a time. Only rank 0 has a Saver.
 
-    keep, keep_every_steps: as for `prune`. staging: the folder in which files are written before they are renamed into ``folder``. A later attempt removes it. saved: called from
-    that thread with the path and the step of a checkpoint that is on disk, before older checkpoints are removed.
+    staging: as for `write`. keep, keep_every_steps: as for `prune`. saved: called from that thread with the path and the step of a
+    checkpoint that is on disk, before older checkpoints are removed.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Saver:
     ) -> None:
         self._folder, self._staging, self._saved = folder, staging, saved
         self._keep, self._keep_every_steps = keep, keep_every_steps
-        self._copy, self._writing = HostCopy(), threading.Thread()
-        self._error: BaseException | None = None
+        self._copy, self._pool = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None  # raises its error at `check`
 
     def save(self, content: Mapping[str, Any], best: bool = False) -> None:
         """Waits for the previous write, copies ``content`` and starts to write the copy. best: point ``best`` to this checkpoint.
@@ -136,36 +137,26 @@ class Saver:
         Raises MachineError (one line) if there is not enough space or the previous write failed.
         """
         self.wait()
-        need = size_of(content)
-        try:
-            files.check_free(self._folder, need)
-        except OSError as error:
-            raise files.disk_error(error, "run_dir", self._folder.parent) from None
-        copied = self._copy.take(dict(content))
-        self._writing = threading.Thread(target=self._write, args=(copied, best), name="checkpoint")
-        self._writing.start()
+        with files.writing_to(self._folder.parent, "run_dir"):
+            files.check_free(self._folder, size_of(content))
+        self._writing = self._pool.submit(self._write, self._copy.take(dict(content)), best)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the current write is on disk, at most ``timeout_s``. Raises MachineError (one line) if it failed."""
-        if self._writing.ident:
-            self._writing.join(timeout_s)
+        futures.wait([self._writing] if self._writing else [], timeout_s)
         self.check()
 
     def check(self) -> None:
         """Raises the error of the last write if it has failed. Does not wait."""
-        error, self._error = self._error, None
-        if isinstance(error, OSError):
-            raise files.disk_error(error, "run_dir", self._folder.parent) from None
-        if error:
-            raise error
+        if self._writing and self._writing.done():
+            done, self._writing = self._writing, None
+            done.result()
 
     def _write(self, content: Mapping[str, Any], best: bool) -> None:
-        try:
+        with files.writing_to(self._folder.parent, "run_dir"):
             path = write(self._folder, content, self._staging, best=best)
             self._saved(path, int(content["meta"]["step"]))
             prune(self._folder, self._keep, self._keep_every_steps)
-        except BaseException as error:  # `check` raises it in the training's thread
-            self._error = error
 
 
 def write(folder: Path, content: Mapping[str, Any], staging: Path | None = None, *, best: bool = False) -> Path:

@@ -22,19 +22,15 @@ class Rows:
         # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
         self._path = path
         torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        try:
+        with files.writing_to(path.parent, "run_dir"):
             self._file = open(path, "a", encoding="utf-8", buffering=1, opener=files.without_links)  # noqa: SIM115
-        except OSError as error:
-            raise files.disk_error(error, "run_dir", path.parent) from None
-        if torn:
-            self._file.write("\n")
+            if torn:
+                self._file.write("\n")
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Appends a row. Raises MachineError (one line) if it cannot be written."""
-        try:
+        with files.writing_to(self._path.parent, "run_dir"):
             self._file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise files.disk_error(error, "run_dir", self._path.parent) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError), self._file:  # `add` has already raised the error that ends the run

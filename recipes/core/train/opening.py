@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.errors import InputError, MachineError, shown
+from recipes.core.errors import InputError, shown
 from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, resumed
@@ -47,7 +47,7 @@ def _choose(start: Start, name: str = "") -> Path | None:
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
     recipe, keys = start.settings.recipe, start.settings.run
     path = directory.for_evaluation(run_dir) if start.settings.config.evaluate else run_dir
-    try:
+    with files.writing_to(path, "run_dir"):
         given = attempts.given(os.environ)
         if given and given.run_dir == path and not given.has_begun:
             attempt = given
@@ -58,15 +58,8 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
             raise InputError(problem)
         for name in ("logs", "checkpoints"):
             files.own_folder(path / name)
-        status = directory.read_status(path)
-    except OSError as error:
-        raise MachineError(f"run_dir={path}: cannot be written ({error.strerror}): give another run_dir") from None
-    return (
-        str(run_dir),
-        path != run_dir,
-        attempt.number,
-        bool(status and status["state"] == "done"),
-    )
+    status = directory.read_status(path)
+    return str(run_dir), path != run_dir, attempt.number, bool(status and status["state"] == "done")
 
 
 def check_shared(run: Run) -> None:

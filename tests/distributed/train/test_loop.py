@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -314,7 +315,8 @@ def test_a_rank_that_fails_together_with_its_checkpoint_reports_its_own_error(tm
     _, run = Trained(tmp_path).run(epochs=1)
     assert run.saver
     run.begun = True
-    run.saver._error = MemoryError()  # want of memory may well end both
+    run.saver._writing = Future()
+    run.saver._writing.set_exception(MemoryError())  # want of memory may well end both
     assert failure.fail(run, RuntimeError("this")) == 1
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "failed"
@@ -360,8 +362,7 @@ def test_a_rank_0_that_fails_completes_its_last_save(tmp_path: Path) -> None:
     _, run = Trained(tmp_path).run(epochs=1)
     assert run.saver
     written: list[int] = []
-    run.saver._writing = threading.Thread(target=lambda: (time.sleep(0.3), written.append(1)))
-    run.saver._writing.start()
+    run.saver._writing = run.saver._pool.submit(lambda: (time.sleep(0.3), written.append(1)))
     assert failure.fail(run, ValueError("this")) == 1
     assert written == [1]
     assert attempts.records(run.attempt)[0]["error"] == "ValueError: this"

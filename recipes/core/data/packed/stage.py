@@ -48,15 +48,13 @@ def to_local_disk(folder: Path, stage_dir: Path, report: Report) -> Path:
         show()
         time.sleep(REPORT_S)
 
-    try:
+    with files.writing_to(target.parent, "stage_dir"):
         files.private_folder(target, "remove it, or give another stage_dir=")
         if missing():
             with files.locked(target / LOCK, wait_for_copy):
                 files.remove_temporary(target)
                 files.check_free(target, sum(file.size for file in missing()))
                 _copy_all(missing(), folder, target, show)
-    except OSError as error:
-        raise files.disk_error(error, "stage_dir", target.parent) from None
     return target
 
 

@@ -40,7 +40,7 @@ def pack(source: Path, target: Path, options: PackOptions, say: Callable[[str], 
     MachineError (disk, lock, a worker that was killed), one line each.
     """
     source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    try:
+    with files.writing_to(target, "data_dir"):
         if datasets.kind(target / format.INDEX):
             say("imagenet: already there; verifying it")
             return _verified(target, options)
@@ -59,8 +59,6 @@ def pack(source: Path, target: Path, options: PackOptions, say: Callable[[str], 
             index |= {"classes": listings["train"].classes, "splits": splits}
             files.write_json(target / format.INDEX, index)
             return format.read_index(target)
-    except OSError as error:
-        raise files.disk_error(error, "data_dir", target) from error
 
 
 def _verified(target: Path, options: PackOptions) -> PackedCopy:
