@@ -85,10 +85,7 @@ def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:
-    """Side of the training images in an epoch, in pixels.
-
-    It grows from ``small_px`` to 32 in steps of 4, and is 32 in the last third of the epochs.
-    """
+    """Side of the training images in an epoch, in pixels: it grows from ``small_px`` to 32 in steps of 4, over two thirds of the epochs."""
     grown = min(1.0, epoch / max(1.0, epochs * 2 / 3))
     return cfg.small_px + int((32 - cfg.small_px) * grown) // 4 * 4
 

@@ -61,10 +61,7 @@ def lr_factor(cfg: Config, steps_per_epoch: int, total_steps: int, step: int) ->
 
 
 def side(cfg: Config, epochs: int, epoch: int) -> int:
-    """Side of the training images in an epoch, in pixels.
-
-    It grows from ``small_px`` to ``px`` in steps of 32, and is ``px`` in the last quarter of the epochs.
-    """
+    """Side of the training images in an epoch, in pixels: it grows from ``small_px`` to ``px`` in steps of 32, over 3/4 of the epochs."""
     small = cfg.small_px or cfg.px
     grown = min(1.0, epoch / max(1.0, epochs * 3 / 4))
     return cfg.px if grown == 1 else small + int((cfg.px - small) * grown) // 32 * 32

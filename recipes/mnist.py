@@ -74,10 +74,7 @@ def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def lr_factor(cfg: Config, total_steps: int, step: int) -> float:
-    """The learning rate of a step as a fraction of its peak.
-
-    It rises linearly, then falls to zero along a cosine, or stays constant (``schedule``).
-    """
+    """The learning rate of a step as a fraction of its peak: a linear rise, then a cosine to zero, or a constant (``schedule``)."""
     rise = cfg.warmup * total_steps
     if step < rise:
         return (step + 1) / (rise + 1)

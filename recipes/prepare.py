@@ -211,10 +211,7 @@ def prepare_imagenet(keys: ImagenetKeys) -> None:
 
 
 def prepare_weights(keys: WeightsKeys) -> None:
-    """Fetches torchvision's weights into torch's cache. Raises InputError, MachineError.
-
-    The hash in the file's name verifies them. A damaged file is fetched again.
-    """
+    """Fetches torchvision's weights into torch's cache. The hash in the file's name verifies them. Raises InputError, MachineError."""
     from recipes.core.train import models
 
     chosen = models.find_weights(keys.arch, keys.weights)

@@ -25,14 +25,11 @@ class _Printable(Exception):
 
 
 class ConfigError(_Printable, ValueError):
-    """A key, an env file or a launcher's variable is invalid. The message is one line with its name, its value and the fix.
-
-    Exit status 2.
-    """
+    """A key, an env file or a launcher's variable is invalid. One line: its name, its value and the fix. Exit status 2."""
 
 
 class MachineError(_Printable, RuntimeError):
-    """This machine or allocation cannot run the recipe. The message is one line. Exit status 3."""
+    """This machine or allocation cannot run the recipe. One line. Exit status 3."""
 
 
 class DiskFull(MachineError):
@@ -40,10 +37,7 @@ class DiskFull(MachineError):
 
 
 class RunError(_Printable, RuntimeError):
-    """The run cannot continue because of what it computes or calls (a loss that is not finite, a call left out). The message is one line.
-
-    Exit status 1.
-    """
+    """The run cannot continue because of what it computes or calls, such as a loss that is not finite. One line. Exit status 1."""
 
 
 class Stopped(Exception):
@@ -51,10 +45,7 @@ class Stopped(Exception):
 
 
 class InputError(_Printable, ValueError):
-    """Other input (data, a checkpoint) is invalid. The message is one line.
-
-    Exit status 2.
-    """
+    """Other input (data, a checkpoint) is invalid. One line. Exit status 2."""
 
 
 class Kind(str, Enum):
@@ -106,10 +97,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """``value`` as text for a one-line message. Unprintable characters are escaped.
-
-    Text longer than ``limit`` is cut.
-    """
+    """``value`` as text for a one-line message: cut at ``limit`` characters, unprintable ones escaped."""
     text = printable(str(value.name if isinstance(value, Enum) else value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

@@ -135,10 +135,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], staging: Path 
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes temporary files of `write_whole` that killed processes left in ``folder``.
-
-    The caller must hold the folder's lock, or own the run directory.
-    """
+    """Removes temporary files of killed `write_whole` calls. The caller must hold the folder's lock, or own the run directory."""
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", name):
             with contextlib.suppress(FileNotFoundError):
@@ -223,10 +220,7 @@ def sha256(path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """The free space for this user in ``folder``, in bytes. None if the file system does not report it.
-
-    Raises OSError.
-    """
+    """This user's free space in ``folder``, in bytes; None if the file system does not report it. Raises OSError."""
     usage = shutil.disk_usage(folder)
     return usage.free if usage.total else None  # some network file systems report 0 of 0
 

@@ -117,10 +117,7 @@ def find_file(base: Path, dataset: Dataset, name: str, key: str = "data_dir") ->
 
 
 def find_imagenet(data_dir: str | Path) -> Path:
-    """The folder that has ``train/`` and ``val/``, or a packed copy: ``data_dir``, or ``imagenet`` in it.
-
-    The content is not checked. Raises InputError if there is none.
-    """
+    """The folder ``data_dir``, or ``imagenet`` in it, that has ``train/`` and ``val/`` or a packed copy. Raises InputError if none has."""
     base = folder_of(data_dir)
     for folder in (base, base / "imagenet"):
         if kind(folder / "index.json") or all(kind(folder / split) == "folder" for split in ("train", "val")):
@@ -143,10 +140,7 @@ def idx_header(*shape: int) -> bytes:
 
 
 def read_idx(path: Path) -> tuple[tuple[int, ...], bytes]:
-    """Shape and payload (row-major uint8, as many bytes as the shape's product) of an IDX file, plain or gzip.
-
-    Raises InputError (one line: file, fault, fix).
-    """
+    """Shape and payload (row-major uint8) of an IDX file, plain or gzip. Raises InputError (one line: file, fault, fix)."""
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content

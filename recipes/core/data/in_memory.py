@@ -65,10 +65,7 @@ def _image_sets(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
-    """scikit-learn's 1,797 real handwritten digits, 8x8 resized to 28x28; every fifth is in the test set.
-
-    Raises InputError where scikit-learn is not installed.
-    """
+    """scikit-learn's 1,797 real digits, 8x8 resized to 28x28; every fifth is in the test set. Raises InputError without scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:

@@ -30,10 +30,7 @@ def read_file(path: Path) -> bytes:
 
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
-    """An image for a packed copy: payload, height and width.
-
-    An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable.
-    """
+    """Payload, height and width for a packed copy. An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable."""
     from PIL import Image
 
     image, plain = decode(data)

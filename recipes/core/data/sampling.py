@@ -118,9 +118,6 @@ class GlobalBatches:
 
 
 def generator(seed: int, epoch: int, stream: int = 0, batch: int = 0) -> torch.Generator:
-    """An independent generator for each (seed, epoch, stream, batch), the same on every rank.
-
-    stream: 0 is the order, 1 augmentation; 2 and above are for recipes.
-    """
+    """A generator for each (seed, epoch, stream, batch), the same on every rank. stream: 0 order, 1 augmentation, 2 and above recipes."""
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + stream) + batch * 1_000_000_000_039
     return torch.Generator().manual_seed(mixed % 2**63)

@@ -216,10 +216,7 @@ def heartbeat(attempt: Attempt) -> None:
 
 
 def newest_heartbeat(attempt: Attempt) -> float:
-    """The time of the newest heartbeat, as time.time(); 0 if there is none.
-
-    Opening the file makes a network file system ask its server for the current time stamp.
-    """
+    """The time of the newest heartbeat, or 0. Opening the file makes a network file system ask its server for the current time."""
     with contextlib.suppress(OSError), open(attempt.folder / "opened.json", "rb") as file:
         return os.fstat(file.fileno()).st_mtime
     return 0.0
@@ -255,10 +252,7 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:
-    """Records in the attempt that the parent has opened why the launch is refused. Does nothing without a parent.
-
-    exit_status: EXIT_CONFIG or EXIT_MACHINE.
-    """
+    """Records in the attempt that the parent has opened, if there is one, why the launch ends with EXIT_CONFIG or EXIT_MACHINE."""
     kind = Kind.input if exit_status == EXIT_CONFIG else Kind.machine
     if attempt := given(environ):
         with contextlib.suppress(OSError):

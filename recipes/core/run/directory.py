@@ -105,10 +105,7 @@ def accuracy(run_dir: Path) -> str:
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
-    """The exit status for the content of ``status.json``.
-
-    If the content does not determine it, the result is ``fallback``, or 1 if ``fallback`` is 0.
-    """
+    """The exit status for the content of ``status.json``; ``fallback``, or 1 if that is 0, if the content does not determine it."""
     status = status or {}
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
     return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

@@ -16,10 +16,7 @@ class DryRunEnd(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a dry run.
-
-    file: where to write `Found`. ranks: number of ranks of the job.
-    """
+    """The input of a dry run. file: where to write `Found`. ranks: number of ranks of the job."""
 
     file: str
     ranks: int

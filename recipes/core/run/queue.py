@@ -134,10 +134,7 @@ def _call(
 
 
 def _is_unknown(done: "subprocess.CompletedProcess[str]") -> bool:
-    """Whether Slurm does not know the job: only these two texts show it.
-
-    The first is for a job ID (stderr), the second (on stdout) for an element of an array that Slurm knows.
-    """
+    """Whether Slurm does not know the job ID (as stderr says), or the element of an array that it knows (stdout)."""
     return "Invalid job id" in done.stderr or bool(re.fullmatch(r"Job \S+ not found\s*", done.stdout))
 
 
@@ -161,10 +158,7 @@ def find_by_comment(comment: str) -> str:
 
 
 def requeue(job_id: str, restarts: int) -> None:
-    """Requeues a job. restarts: how often it has been requeued. A call that fails though Slurm has done it counts as done.
-
-    Raises OSError and subprocess.SubprocessError.
-    """
+    """Requeues a job that has been requeued ``restarts`` times. Raises OSError and SubprocessError, unless Slurm has done it anyway."""
     try:
         change("requeue", job_id)
     except subprocess.SubprocessError:
@@ -247,11 +241,7 @@ def time_left_s(fields: Mapping[str, str]) -> float | None:
 
 
 def is_short(fields: Mapping[str, str]) -> bool:
-    """Whether the time limit of a job is below SHORT_S.
-
-    The ready scripts request their signal for jobs of hours. In such a short job, the signal would come soon after the
-    start.
-    """
+    """Whether the time limit is below SHORT_S. The ready scripts' signal, meant for jobs of hours, would then come soon after the start."""
     limit_s = durations.seconds(fields.get("TimeLimit", ""))
     return limit_s is not None and limit_s < SHORT_S
 

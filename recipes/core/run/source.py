@@ -21,10 +21,7 @@ GIT_S = 20.0  # timeout for git
 
 
 def code_files(root: Path) -> Iterator[Path]:
-    """The files that a job needs: Python modules and packages in the top folder, env/, and sbatch/job.sh.
-
-    Hidden files are left out, and symbolic links are followed.
-    """
+    """The files that a job needs: modules and packages in the top folder, env/, sbatch/job.sh. No hidden files; links are followed."""
     tops = (entry for entry in root.iterdir() if entry.name not in LEFT_OUT and not entry.name.startswith("."))
     packages = [top.name for top in tops if any(top.glob("*.py")) or any(top.glob("*/__init__.py"))]
     for pattern in ("*.py", "sbatch/job.sh", "env/**", *(f"{glob.escape(name)}/**" for name in sorted(packages))):

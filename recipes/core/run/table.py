@@ -25,11 +25,7 @@ WIDEST, LONGEST_NOTE = 60, 300  # maximum number of characters of a value, and o
 
 @dataclass(frozen=True)
 class Run:
-    """One row of the table.
-
-    values: the keys of its recipe, and other keys from its submission. results: from summary.json, else from the last
-    row of metrics.jsonl.
-    """
+    """A row. values: the keys of recipe and submission. results: from summary.json, else from the last row of metrics.jsonl."""
 
     folder: Path
     recipe: str

@@ -54,10 +54,7 @@ class Agreement:
             self._arrived.record()
 
     def read(self) -> tuple[float, str, bool]:
-        """Waits for the sum. Returns the sum of the scalars, why all ranks stop ("" if none must), and whether to save.
-
-        All three are the same on all ranks.
-        """
+        """Waits. Returns, the same on all ranks: the sum of the scalars, why all ranks stop ("" if none must), and whether to save."""
         self._world.pulse.beat(watchdog.WAITING)
         if self._arrived:
             self._arrived.synchronize()

@@ -212,10 +212,7 @@ def named(folder: Path, pointer: str) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first: the one that ``latest`` names, then those of earlier steps, then those of later steps.
-
-    Those of later steps are left from before a resume from an earlier step.
-    """
+    """The checkpoints, newest first: the one that ``latest`` names, those of earlier steps, those that an earlier resume left."""
     steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
     latest = named(folder, "latest")
     newest = step_of(Path(latest)) if latest else max(steps, default=0)
@@ -255,10 +252,7 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def restore(path: Path, state: State, content: Mapping[str, Any], to_train: bool) -> None:
-    """Loads the content of the checkpoint ``path`` into ``state``. Optimiser and scheduler are loaded only if ``to_train``.
-
-    Raises InputError if the checkpoint is of another model.
-    """
+    """Loads a checkpoint into ``state``; optimiser and scheduler only if ``to_train``. Raises InputError if it is of another model."""
     try:
         state.model.load_state_dict(content["model"])
         if to_train:

@@ -42,20 +42,14 @@ def leave(code: int) -> NoReturn:
 
 
 def _keep_flight_record(run: Run) -> None:
-    """Writes NCCL's record of the last collectives to ``logs/flight-RANK``, which `torchfrtrace` reads.
-
-    torch writes it only after its own timeout, which never expires here.
-    """
+    """Writes NCCL's last collectives to ``logs/flight-RANK``, for `torchfrtrace`. torch writes them only after its own timeout."""
     if run.world.backend == "nccl":
         record = cast(Any, torch._C._distributed_c10d)._dump_nccl_trace()
         files.write_whole(run.dir / "logs" / f"flight-{run.world.rank}", lambda file: file.write(record))
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
-    """Ends this process if a later attempt has taken over the run directory; writes heartbeats until then.
-
-    A thread does this, since the main thread may be waiting in a step.
-    """
+    """A thread that writes heartbeats, and ends this process if a later attempt has taken over the run directory."""
     while not over.wait(FENCE_S):
         try:
             attempts.check_owner(run.attempt)
@@ -112,10 +106,7 @@ class Cause(NamedTuple):
 
 
 def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None) -> int:
-    """Records and prints what ended this rank, and returns the exit status.
-
-    behind: the rank for which it waited without success, if that is already known.
-    """
+    """Records and prints what ended this rank, and returns the exit status. behind: the rank for which it waited, if that is known."""
     moment = time.time()
     if isinstance(error, Stopped):
         return _stopped_early(run, str(error))

@@ -195,10 +195,7 @@ class _StepEnds:
         self.sums: Agreement | None = None
 
     def begin(self, pretrained: bool) -> bool:
-        """Does what comes before the first step: evaluate=true, an evaluation that a stop has postponed, or a run that has finished.
-
-        Returns whether there are steps to do.
-        """
+        """Does what precedes the first step: evaluate=true, a postponed evaluation. Returns whether there are steps to do."""
         run, state = self.run, self.run.state
         if self.cfg.evaluate and run.resumed_from_step is None and not pretrained:
             raise InputError(

@@ -51,10 +51,7 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
 
 @contextlib.contextmanager
 def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes torchvision use ``state`` for ``weights`` and not load the file itself.
-
-    torchvision would execute the code in the file's pickle, and unpack a file that is a zip archive.
-    """
+    """Makes torchvision use ``state`` for ``weights``. It would execute the code in the file's pickle, and unpack a zip archive."""
     vars(weights)["get_state_dict"] = lambda *args, **kwargs: state
     try:
         yield
@@ -82,10 +79,7 @@ def _check_arch(arch: str) -> None:
 
 
 def fault_of(path: Path) -> str:
-    """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its SHA-256.
-
-    No code in the file is executed.
-    """
+    """Why a file of weights is invalid; "" if it is valid. The end of its name is the start of its SHA-256. No code in it is executed."""
     if not path.is_file():
         return "is not there"
     if not files.sha256(path).startswith(path.stem.rpartition("-")[2]):

@@ -65,10 +65,7 @@ def averaged(
 
 
 class _Average(swa_utils.AveragedModel):
-    """torch's average of weights and buffers. Unlike torch's update, this one does not make the host wait for the GPU at each step.
-
-    torch's update copies the step count to the GPU.
-    """
+    """torch's average of weights and buffers. torch's own update copies the step count to the GPU: the host would wait at each step."""
 
     def __init__(self, net: nn.Module, decay: float) -> None:
         super().__init__(net, use_buffers=True)

@@ -28,10 +28,7 @@ TEARDOWN_S = 10.0  # the teardown of a process group that has lost a rank may ne
 
 @contextlib.contextmanager
 def process_group(start: Start, device: torch.device) -> Iterator[World]:
-    """The process group of all ranks. At exit it is destroyed within `TEARDOWN_S`, also if a rank was lost.
-
-    Raises MachineError if the ranks do not meet within ``timeout_s``.
-    """
+    """The process group of all ranks, destroyed within `TEARDOWN_S`. Raises MachineError if they do not meet within ``timeout_s``."""
     info, run = start.ranks, start.settings.run
     clock, backend = start.pulse.clock, choose_backend(run.backend, device)
     if device.type == "cuda":

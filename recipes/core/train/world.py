@@ -103,10 +103,7 @@ class World:
         return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(padded, sizes, strict=True)]
 
     def broadcast_text(self, name: str, text: str) -> str:
-        """Returns rank 0's ``text`` on every rank. Every rank must call it. ``name`` must be unique in a run.
-
-        Raises DistStoreError after ``timeout_s``.
-        """
+        """Rank 0's ``text``, on every rank; each must call it. ``name`` is unique in a run. Raises DistStoreError after ``timeout_s``."""
         if self.rank == 0:
             self.store.set(f"text/{name}", text)
         await_keys(self.store, [f"text/{name}"], self.clock, self.timeout_s)
@@ -265,10 +262,7 @@ class World:
         return {"rank": rank, "host": self.hosts[rank], "at": watchdog.place(*now[rank][1:])}
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copies rank 0's floating-point buffers of ``model``, such as the averages of batch normalisation, to every rank.
-
-        A collective: every rank must call it.
-        """
+        """Copies rank 0's floating-point buffers, such as batch normalisation's averages, to every rank. A collective."""
         with self.meeting():
             for buffer in model.buffers():
                 if self.size > 1 and buffer.is_floating_point():
@@ -300,10 +294,7 @@ class World:
 
 
 def _group_of_gradients() -> torch.distributed.ProcessGroup | None:
-    """In debug mode (DETAIL), a group without debug checks, since DDP crashes on a checked group (torch 2.15, gloo: SIGSEGV).
-
-    Otherwise None, which means the default group.
-    """
+    """In debug mode (DETAIL), a group without checks: DDP crashes on a checked one (torch 2.15, gloo: SIGSEGV). Else None, the default."""
     level = torch.distributed.get_debug_level()
     if level != torch.distributed.DebugLevel.DETAIL:
         return None

@@ -117,10 +117,7 @@ def _tasks(listings: Mapping[str, Listing]) -> Iterator[tuple[str, int, list[tup
 def _write_shards(
     source: Path, target: Path, listings: Mapping[str, Listing], options: PackOptions, say: Callable[[str], None]
 ) -> list[_Shard]:
-    """Writes all shards. say: gets a line about the progress every ten seconds.
-
-    Raises MachineError (a worker was killed or has no memory) and OSError (the disk).
-    """
+    """Writes all shards, and tells ``say`` the progress. Raises MachineError (a worker was killed or has no memory) and OSError."""
     tasks, total = _tasks(listings), sum(map(len, listings.values()))
     count = min(options.workers or len(os.sched_getaffinity(0)), -(-total // SAMPLES_PER_SHARD))
     shards: list[_Shard] = []
