@@ -26,8 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/in_memory.py",
-        'return part("train"), part("test")',
-        'return part("train"), part("train")',
+        "return part(*paths[:2]), part(*paths[2:4])",
+        "return part(*paths[:2]), part(*paths[:2])",
         "MNIST and CIFAR-10 are evaluated on their training sets",
         "tests/distributed/recipes/test_mnist.py::test_the_test_set_is_not_the_training_set",
     ),

@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/checkpoint.py",
-        "copied = self._copy.take(dict(content))",
-        "copied = dict(content)",
+        "self._copy.take(dict(content)), best",
+        "dict(content), best",
         "a checkpoint contains weights of later steps",
         "tests/distributed/train/test_saving.py::test_changes_after_the_call_are_not_saved",
     ),
@@ -145,8 +145,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/train/metrics.py",
-        '        if torn:\n            self._file.write("\\n")\n',
-        "",
+        "            if torn:\n",
+        "            if False:\n",
         "a row that a kill has cut damages the first row of the next attempt",
         "tests/distributed/train/test_saving.py",
     ),

@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, path: Path) -> None:
         # A killed attempt may have left an incomplete last line. A line end is added, so that the next row is valid.
         self._path = path
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with files.writing_to(path.parent, "run_dir"):
             self._file = open(path, "a", encoding="utf-8", buffering=1, opener=files.without_links)  # noqa: SIM115
             if torn:
