@@ -18,8 +18,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ from PIL import Image
 
 from recipes import prepare
 from recipes.core.data import crops, datasets, decode, image_sets, pillow
-from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
+from recipes.core.data.crops import Crop
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
 from recipes.core.data.pillow import Unreadable
@@ -138,16 +136,16 @@ def test_a_damaged_photo_is_packed_or_unreadable() -> None:
 
 def cropped(content: bytes, decoder: str, crop: Crop) -> str:
     """What becomes of an image while it is trained on: ``read``, or why it is unreadable."""
-    alone: Any = SimpleNamespace(read=lambda i: content)  # a set of one image
+    made = decode.make_decoder(decoder)
     try:
-        crop(alone, decode.make_decoder(decoder), 0, 0, np.zeros((32, 32, 3), np.uint8))
+        crop(made, decode.decode_any(made, content), 0, np.zeros((32, 32, 3), np.uint8))
     except Unreadable as error:
         one_line(str(error))
         return str(error)
     return "read"
 
 
-CROPS = (CentreCrop(40), RandomCrop(torch.rand(1, 2 * crops.TRIES + 2), 0.08))
+CROPS = (crops.centre_crop(40), crops.random_crop(torch.rand(1, 2 * crops.TRIES + 2), 0.08))
 
 
 def test_a_damaged_photo_is_decoded_or_skipped(decoder: str) -> None:
@@ -184,7 +182,7 @@ def test_a_very_long_narrow_image_is_not_enlarged_in_memory(width: int, height: 
     """With a shorter side of 256 px it would take 11 GiB."""
     content = encoded(Image.new("RGB", (width, height)))
     with bounded():
-        assert "too long for its width" in cropped(content, decoder, CentreCrop(256))
+        assert "too long for its width" in cropped(content, decoder, crops.centre_crop(256))
         assert cropped(content, decoder, CROPS[1]) == "read"
 
 

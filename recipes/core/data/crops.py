@@ -8,12 +8,14 @@ from torch import Tensor
 
 from recipes.core.data import decode, pillow
 from recipes.core.data.decode import Decoder, Pixels
-from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
 
 RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop; as TRIES, from torchvision's RandomResizedCrop
 TRIES = 10
 Box = tuple[int, int, int, int]  # y, x, height, width
+Crop = Callable[
+    [Decoder, Pixels, int, Pixels], None
+]  # writes a crop of the pixels of image i of a batch into the last argument
 
 
 def random_box(uniform: Sequence[float], height: int, width: int, least: float) -> Box:
@@ -36,27 +38,22 @@ def random_box(uniform: Sequence[float], height: int, width: int, least: float) 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-class RandomCrop:
-    """A random box of each image, resized. uniform: row i has the numbers for sample i's `random_box`."""
+def random_crop(uniform: Tensor, least: float) -> Crop:
+    """A random box of each image, resized. uniform: row i has the numbers for the `random_box` of image i of the batch."""
+    rows = uniform.tolist()
 
-    def __init__(self, uniform: Tensor, least: float) -> None:
-        self._uniform, self._least = uniform.tolist(), least
-
-    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> None:
-        pixels = decode.decode_any(decoder, images.read(sample))
-        y, x, h, w = random_box(self._uniform[i], pixels.shape[0], pixels.shape[1], self._least)
+    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
+        y, x, h, w = random_box(rows[i], pixels.shape[0], pixels.shape[1], least)
         decoder.resize(pixels[y : y + h, x : x + w], out)
 
+    return crop
 
-class CentreCrop:
+
+def centre_crop(shorter: int) -> Crop:
     """The centre of each image after its shorter side is resized to ``shorter``, as torchvision's Resize and CenterCrop."""
 
-    def __init__(self, shorter: int) -> None:
-        self._shorter = shorter
-
-    def __call__(self, images: Images, decoder: Decoder, sample: int, i: int, out: Pixels) -> None:
-        pixels = decode.decode_any(decoder, images.read(sample))
-        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], self._shorter)
+    def crop(decoder: Decoder, pixels: Pixels, i: int, out: Pixels) -> None:
+        height, width = pillow.resized(pixels.shape[0], pixels.shape[1], shorter)
         if height * width > decode.MOST_PIXELS:
             raise Unreadable(f"is {pixels.shape[1]} x {pixels.shape[0]} pixels: too long for its width")
         if (height, width) != pixels.shape[:2]:
@@ -67,5 +64,4 @@ class CentreCrop:
         y, x = round((height - out.shape[0]) / 2), round((width - out.shape[1]) / 2)
         out[...] = pixels[y : y + out.shape[0], x : x + out.shape[1]]
 
-
-Crop = Callable[[Images, Decoder, int, int, Pixels], None]
+    return crop

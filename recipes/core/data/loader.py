@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recipes.core.data import crops, decode
-from recipes.core.data.crops import CentreCrop, Crop, RandomCrop
+from recipes.core.data.crops import Crop
 from recipes.core.data.decode import Decoder
 from recipes.core.data.image_sets import Images
 from recipes.core.data.pillow import Unreadable
@@ -105,17 +105,10 @@ class Loader:
                 random = generator(self._batches.seed, epoch, AUGMENTATION, shard.batch)
                 uniform = torch.rand(shard.global_size, 2 * crops.TRIES + 3, dtype=torch.float64, generator=random)
                 mine = uniform[share(shard.global_size, self._batches.rank, self._batches.world_size)]
-                crop = RandomCrop(mine, self._min_crop)
+                crop, flip = crops.random_crop(mine, self._min_crop), mine[:, -1] < 0.5
                 samples = shard.indices.tolist()
-                yield _Job(
-                    self._images,
-                    self._decoder,
-                    crop,
-                    samples,
-                    self._to.empty(len(samples), size),
-                    shard,
-                    mine[:, -1] < 0.5,
-                )
+                host = self._to.empty(len(samples), size)
+                yield _Job(self._images, self._decoder, crop, samples, host, shard, flip)
 
         with contextlib.closing(self._labelled(jobs())) as finished:
             for job, labels in finished:
@@ -133,7 +126,7 @@ class Loader:
 
         Images and labels, as `LoadedShard` has them, on the rank's device. Raises as `epoch` does.
         """
-        crop, samples = CentreCrop(resize), range(len(images))[part]
+        crop, samples = crops.centre_crop(resize), range(len(images))[part]
 
         def jobs() -> Iterator[_Job]:
             for begin in range(0, len(samples), batch_size):
@@ -189,11 +182,12 @@ class _Job:
 
     def run(self, begin: int, end: int) -> None:
         """Decodes a chunk. Unreadable images become black and are noted in ``bad``."""
-        out, samples, crop = self.host.numpy(), self.samples, self.crop
+        out = self.host.numpy()
         for i in range(begin, end):
             self.at[begin] = i
             try:
-                crop(self.source, self.decoder, samples[i], i, out[i])
+                pixels = decode.decode_any(self.decoder, self.source.read(self.samples[i]))
+                self.crop(self.decoder, pixels, i, out[i])
             except (OSError, Unreadable) as error:
                 out[i] = 0
                 self.bad[i] = (error.strerror if isinstance(error, OSError) else None) or str(error)
