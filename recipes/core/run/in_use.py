@@ -28,22 +28,14 @@ def check(attempt: Attempt, environ: Mapping[str, str], patience_s: float = ENDI
 
     An earlier start of this same job does not count. patience_s: how long to wait for a job that is ending and for a heartbeat.
     """
-    problems = (_check_attempt(one, environ, patience_s) for one in _last_attempts(attempt.run_dir, attempt.number))
-    return next(filter(None, problems), "")
-
-
-def _last_attempts(run_dir: Path, below: int) -> list[Attempt]:
-    """The attempts that may still run: the last one that has begun, and those that were opened later.
-
-    An attempt begins only when those before it have ended. below: only attempts with lower numbers count.
-    """
-    found = []
-    for number in attempts.numbers(run_dir):
-        if number < below:
-            found.append(attempt := Attempt(run_dir, number))
-            if attempt.has_begun:
+    for number in attempts.numbers(attempt.run_dir):
+        earlier = Attempt(attempt.run_dir, number)
+        if number < attempt.number:
+            if problem := _check_attempt(earlier, environ, patience_s):
+                return problem
+            if earlier.has_begun:  # it began only when those before it had ended
                 break
-    return found
+    return ""
 
 
 def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: float) -> str:
