@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
 from recipes.core.run import directory
 
 VARIABLE = "RECIPES_ATTEMPT"  # set by the parent of the ranks: the folder of the attempt that it has opened
+REPEATED_S = 1.5  # the other ranks wait this long before they print their refusal
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,12 @@ def facts(run_dir: Path) -> dict[str, Any]:
 
 def describe_process(environ: Mapping[str, str]) -> dict[str, Any]:
     """The facts about this process and its job that `open_next` records. ``cluster`` is None outside Slurm."""
-    process = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": start_time(os.getpid()),
-        "place": namespace(),
-    }
-    job = directory.job_id(environ)
+    job, pid = directory.job_id(environ), os.getpid()
     return {
         "launch": directory.launch_id(environ),
         "job": job,
         "cluster": environ.get("SLURM_CLUSTER_NAME", "") if job else None,
-        "process": process,
+        "process": {"host": socket.gethostname(), "pid": pid, "started": start_time(pid), "place": namespace()},
     }
 
 
@@ -184,12 +180,6 @@ def begin(attempt: Attempt, step: int, own: bool) -> None:
         ) from None
 
 
-def remove_staging(attempt: Attempt) -> None:
-    """Removes the empty staging folder of an attempt that has saved everything."""
-    with contextlib.suppress(OSError):
-        attempt.staging.rmdir()
-
-
 def _remove(folder: Path) -> None:
     """Removes a folder. It is renamed first, so that a process that still writes in it cannot rename a file out of it."""
     removed = folder.with_name(f"{folder.name}.removed")
@@ -249,6 +239,16 @@ def records(attempt: Attempt) -> list[dict[str, Any]]:
     """The error records of an attempt, earliest first."""
     found = map(files.read_json, (attempt.folder / "failed").glob("rank*.json"))
     return sorted(filter(None, found), key=lambda one: one["time"])
+
+
+def print_refusal(line: str, is_first: bool) -> None:
+    """Prints why a rank is refused. With a parent, which prints the judgement, only the first rank does.
+
+    Without one, the others print it later: the end of the first rank, which has the same refusal, usually ends them before.
+    """
+    if is_first or not given(os.environ):
+        time.sleep(0.0 if is_first else REPEATED_S)
+        print(line, file=sys.stderr, flush=True)
 
 
 def refuse(environ: Mapping[str, str], exit_status: int, line: str, rank: int = 0) -> None:

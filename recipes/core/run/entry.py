@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,14 +114,8 @@ def _rank_unchecked() -> str:
 
 
 def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
-    """Records a refusal in the attempt that the parent has opened, and ends the process with one line.
-
-    With a parent, which prints the judgement, only the rank with ``prints`` prints the line. Without one, the other ranks print it 1.5 s
-    later: the end of the first rank usually ends them before.
-    """
+    """Records a refusal in the attempt that the parent has opened, and ends the process with one line."""
     rank = _rank_unchecked()
     attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    if prints or not attempts.given(os.environ):
-        time.sleep(0.0 if prints else 1.5)
-        print(f"{recipe}: {line}", file=sys.stderr, flush=True)
+    attempts.print_refusal(f"{recipe}: {line}", prints)
     sys.exit(status)

@@ -30,8 +30,6 @@ FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
 LAST_SAVE_S = 20.0  # a rank that has failed waits this long for the checkpoint that is being written
 # A rank that only lost its peers waits this long before it ends. Otherwise srun -K would kill the cause before its record is written.
 LINGER_S = 2.0
-# Rank 0, or the first rank of the node, has the same refusal; if its end ends this rank, its line is enough.
-REPEATED_S = 1.5
 
 
 def leave(code: int) -> NoReturn:
@@ -182,9 +180,8 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
         if cause.traceback:
             traceback.print_exception(error)
         say(f"{me} failed after step {run.step}: {cause.line}")
-    elif run.world.rank == 0 or not has_parent:
-        time.sleep(REPEATED_S if run.world.rank else 0.0)
-        say(f"{recipe}: {cause.line}")
+    else:
+        attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0)
     if crashed and not has_parent and (record["behind"] or not cause.kind.is_consequence):
         say(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
 

@@ -1,5 +1,6 @@
 """What a recipe's ``main`` gets: this rank's part of one attempt of a run."""
 
+import contextlib
 import json
 import sys
 import threading
@@ -263,7 +264,8 @@ class Run:
         if self.world.rank != 0:
             return
         attempts.check_owner(self.attempt)
-        attempts.remove_staging(self.attempt)
+        with contextlib.suppress(OSError):
+            self.attempt.staging.rmdir()  # it is empty: everything is saved
         step = self.step
         if self.stopping:
             number = self.attempt.number

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -72,10 +71,7 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         code = errors.EXIT_MACHINE if isinstance(error, MachineError) else errors.EXIT_CONFIG
         # The record comes first, since the end of another rank may end this one.
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
-        has_parent = attempts.given(os.environ) is not None  # it prints the judgement, also if rank 0 was not refused
-        if start.ranks.rank == 0 or not has_parent:
-            time.sleep(failure.REPEATED_S if start.ranks.local_rank else 0.0)
-            print(f"{start.settings.recipe}: {error}", file=sys.stderr)
+        attempts.print_refusal(f"{start.settings.recipe}: {error}", start.ranks.rank == 0)
     except torch.distributed.DistError as error:
         info = start.ranks
         print(
