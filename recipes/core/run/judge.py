@@ -6,7 +6,7 @@
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,6 @@ class Evidence:
     taken_by: str = ""
     run_dir: str = ""
 
-    @property
-    def own_status(self) -> Mapping[str, Any]:
-        """``status.json`` if this attempt wrote it, else {}."""
-        return self.status if self.status and self.status.get("attempt") == self.number else {}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -65,8 +60,8 @@ class Outcome:
     state: str
     kind: Kind | None
     reason: str
-    first: Mapping[str, Any] | None
-    exit_status: int
+    first: Mapping[str, Any] | None = None
+    exit_status: int = 0  # set by `judge`
     step: int = 0
 
     @property
@@ -91,12 +86,11 @@ def gather(attempt: Attempt) -> Evidence:
 
 def close(attempt: Attempt, end: End) -> Outcome:
     """Judges an attempt whose processes have all ended. Writes ``ended.json``, and ``status.json`` unless rank 0 has written its end there."""
-    seen = gather(attempt)
-    outcome = judge(seen, end)
+    outcome = judge(gather(attempt), end)
     with contextlib.suppress(OSError):  # the disk may be full
         judgement = {**asdict(outcome), "line": outcome.line, "time": time.time()}
         files.write_json(attempt.folder / "ended.json", judgement)
-        if outcome.state != NOT_BEGUN and seen.own_status.get("state") not in ("done", "preempted"):
+        if outcome.state in ("failed", "incomplete") or (outcome.state == "preempted" and outcome.first):
             why = {name: getattr(outcome, name) for name in ("step", "reason", "kind", "first")}
             directory.write_status(attempt.run_dir, outcome.state, attempt=attempt.number, **why)
     return outcome
@@ -117,8 +111,9 @@ def why_not_begun(run_dir: Path) -> str:
 
 def judge(seen: Evidence, end: End | None = None) -> Outcome:
     """How the attempt ended. end: None for a reader, which has not seen the processes end."""
-    own = seen.own_status
-    step = int((seen.status or {}).get("step") or 0)
+    status = seen.status or {}
+    own = status if status.get("attempt") == seen.number else {}  # written by this attempt
+    step = int(status.get("step") or 0)
     if own.get("state") == "done":
         return Outcome("done", None, "", None, EXIT_DONE, step)
     if own.get("state") == "preempted":
@@ -129,32 +124,31 @@ def judge(seen: Evidence, end: End | None = None) -> Outcome:
     if end and end.stopped and not seen.begun:
         return Outcome(NOT_BEGUN, Kind.stopped, "it was stopped before the run began", None, EXIT_REQUEUE, step)
     found = _first_failure(seen, end)
-    status = end.exit_status if end else 0
-    code = int((found.first or {}).get("exit_status") or found.exit_status or status or EXIT_CRASH)
+    code = int((found.first or {}).get("exit_status") or (end.exit_status if end else 0) or EXIT_CRASH)
     state = NOT_BEGUN if not seen.begun and seen.status and not own else found.state
-    return Outcome(state, found.kind, found.reason, found.first, code, step)
+    return replace(found, state=state, exit_status=code, step=step)
 
 
 def _first_failure(seen: Evidence, end: End | None) -> Outcome:
-    """Why the attempt failed. The exit status is 0 if the failure does not determine it."""
+    """Why the attempt failed, without its exit status."""
     reported = {one["rank"] for one in seen.records}
     by_parent = None
     if end and end.first and end.first["rank"] not in reported:
-        by_parent = Outcome("failed", end.kind, end.reason, dict(end.first), 0)
+        by_parent = Outcome("failed", end.kind, end.reason, dict(end.first))
     if by_parent and by_parent.kind is Kind.killed:  # the other ranks do not know why this one ended
         return by_parent
     causes = [one for one in seen.records if not _kind(one).is_consequence]
     if causes:
         first = _represents(causes)
         if _kind(first) is Kind.stopped:
-            return Outcome("preempted", Kind.stopped, str(first["error"]), None, EXIT_REQUEUE)
-        return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first, 0)
+            return Outcome("preempted", Kind.stopped, str(first["error"]), first)
+        return Outcome("failed", _kind(first), f"{_who(first)} failed first: {first['error']}", first)
     if late := _late_rank(seen.records):
         return late
     if not (by_parent or seen.begun or seen.records or seen.hosts):
-        return Outcome("failed", Kind.killed, "it ended before the run began", None, 0)
+        return Outcome("failed", Kind.killed, "it ended before the run began")
     if end and end.exit_status == 0 and not seen.records:
-        return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run", None, 0)
+        return Outcome("incomplete", Kind.exited, "every rank exited with status 0 before the end of the run")
     return by_parent or _silent_ranks(seen.records, seen.hosts) or _lost(seen.records)
 
 
@@ -190,7 +184,7 @@ def _late_rank(records: Sequence[Mapping[str, Any]]) -> Outcome | None:
     for failure in records:
         # A rank that SIGSTOP has stopped, and that continues only to be ended, reports afterwards that it has lost its peers.
         if (late := failure.get("behind")) and late["rank"] not in reported:
-            return Outcome("failed", Kind.timeout, _behind(late), late, 0)
+            return Outcome("failed", Kind.timeout, _behind(late), late)
         reported.add(failure["rank"])
     return None
 
@@ -201,16 +195,16 @@ def _silent_ranks(records: Sequence[Mapping[str, Any]], hosts: Sequence[str]) ->
     silent = [{"rank": rank, "host": host} for rank, host in enumerate(hosts) if rank not in reported]
     if not records:
         reason = "all ranks exited without an error record (killed from outside, or by NCCL: see their logs)"
-        return Outcome("failed", Kind.killed, reason, None, 0)
+        return Outcome("failed", Kind.killed, reason)
     if not silent:
         return None
     named = ", ".join(_who(one) for one in silent[:4])
     more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
     reason = f"{named}{more} exited without an error record (killed, out of memory, or its node is gone)"
-    return Outcome("failed", Kind.killed, reason, silent[0], 0)
+    return Outcome("failed", Kind.killed, reason, silent[0])
 
 
 def _lost(records: Sequence[Mapping[str, Any]]) -> Outcome:
     """All ranks only lost the connection to others: a rank that timed out takes precedence, else the earliest."""
     first = next((one for one in records if _kind(one) is Kind.timeout), records[0])
-    return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first, 0)
+    return Outcome("failed", _kind(first), f"{_who(first)} lost its peers: {first['error']}", first)
