@@ -95,7 +95,7 @@ class OurEpochs:
         """Raises RuntimeError where an image could not be read, and so was not decoded."""
         yield from batches(self._loader, next(self._epochs))
         if self._loader.skipped:
-            raise RuntimeError(f"images: {self._loader.skipped} could not be read")
+            raise RuntimeError(f"images: {len(self._loader.skipped)} could not be read")
 
 
 def crops(loader: Loader, epoch: int) -> Iterator[Batch]:

@@ -72,7 +72,9 @@ class Loader:
         self._images, self._batches, self._size, self._min_crop = images, batches, size, min_crop
         self._decoder, self._workers, self._warn = decode.make_decoder(decoder), workers, warn
         self._to = _Mover(device)
-        self._skipped: set[tuple[bool, str]] = set()  # whether it is of the training set, and its name
+        self.skipped: set[tuple[bool, str]] = (
+            set()
+        )  # of each sample that this rank could not read: whether it is for training, its name
 
     @property
     def per_epoch(self) -> int:
@@ -82,14 +84,9 @@ class Loader:
     def order(self) -> dict[str, Any]:
         return self._batches.order
 
-    @property
-    def skipped(self) -> int:
-        """Number of samples that this rank could not read so far, each counted once."""
-        return len(self._skipped)
-
     def skipped_on_all(self, gather: Callable[[bytes], list[bytes]]) -> int:
         """Number of samples that some rank could not read, each counted once. gather: `World.gather`. Collective."""
-        found = gather(json.dumps(sorted(self._skipped)).encode())
+        found = gather(json.dumps(sorted(self.skipped)).encode())
         return len({(is_training, name) for one in found for is_training, name in json.loads(one)})
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[LoadedShard]:
@@ -148,8 +145,8 @@ class Loader:
                 for i, reason in sorted(job.bad.items()):
                     labels[i] = IGNORE
                     name = source.name(samples[i])
-                    if (known := (source is self._images, name)) not in self._skipped:
-                        self._skipped.add(known)
+                    if (known := (source is self._images, name)) not in self.skipped:
+                        self.skipped.add(known)
                         self._warn(f"{name!r} cannot be read ({reason}) and is skipped")
                 if job.bad and bad > max(MOST_SKIPPED, FRACTION * seen):
                     raise InputError(
