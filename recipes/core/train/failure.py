@@ -59,10 +59,7 @@ def watch_owner(run: Run, over: threading.Event) -> None:
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:
-    """Ends this process if it times out waiting for the other ranks (``timeout_s``), and names the rank that is behind.
-
-    It replaces torch's own timeouts, which also count the time in which the job was suspended.
-    """
+    """A thread that ends this process after ``timeout_s`` of waiting for other ranks. torch also counts the time of a suspended job."""
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
     last, since = world.pulse.read(), clock.now()
     while not over.wait(POLL_S):
@@ -114,10 +111,8 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
         "rank": run.world.rank, "host": run.world.host, "kind": cause.kind, "error": cause.line, "exit_status": cause.exit_status,
         "behind": behind, "moment": moment,
     }  # fmt: skip
-    recorded = False
     with contextlib.suppress(OSError):
         attempts.record(run.attempt, **record)
-        recorded = True
     if cause.kind is Kind.timeout:
         behind = behind or run.world.behind()
     elif cause.kind is Kind.peer_lost:
@@ -127,8 +122,7 @@ def fail(run: Run, error: BaseException, behind: Mapping[str, Any] | None = None
             run.saver.wait(LAST_SAVE_S)
     record["behind"] = behind
     with contextlib.suppress(OSError):
-        if behind or not recorded:  # a full disk may have space again
-            attempts.record(run.attempt, **record)
+        attempts.record(run.attempt, **record)  # with the rank that is behind; a full disk may have space again
     with contextlib.suppress(OSError):
         _print(run, cause, error, record)
     if cause.kind.is_consequence:
