@@ -43,11 +43,7 @@ def local_source(source: str) -> Path:
 
 
 def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
-    """Writes the four IDX files and then index.json to ``folder``.
-
-    scratch: an empty folder. name: of the source, for index.json. Raises InputError (a damaged copy, an unreadable image,
-    more than ten classes).
-    """
+    """Writes the four IDX files and then index.json to ``folder``. scratch: an empty folder. name: of the source. Raises InputError."""
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if source.name == ARCHIVE:
         found = _from_archive(source, scratch)

@@ -25,10 +25,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a few files. folder: where they are, below data_dir.
-
-    names: training images and labels, test images and labels, and further files.
-    """
+    """names: training images and labels, test images and labels, further files. folder: where they are, below data_dir."""
 
     name: str
     recipe: str

@@ -110,11 +110,7 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
 
 
 def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()) -> Attempt:
-    """Opens a new attempt. The run still belongs to the last attempt that has begun.
-
-    hosts: the host of each rank; empty if the caller is the parent of the ranks. Raises MachineError if the run directory cannot be
-    written.
-    """
+    """Opens an attempt; the last one that has begun still owns the run. hosts: by rank, or none for the parent. Raises MachineError."""
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             files.own_folder(folder)

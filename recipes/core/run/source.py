@@ -91,10 +91,6 @@ def home(code: Path) -> Path:
 
 
 def go_home(code: Path) -> None:
-    """Makes the repository the working folder of a process that runs a snapshot.
-
-    Typed paths are relative to the repository. Python still imports modules from the snapshot, which is the first entry
-    of its search path.
-    """
+    """Makes the repository, to which typed paths are relative, the working folder. A snapshot's modules are still imported from it."""
     if stamp(code):
         os.chdir(home(code))

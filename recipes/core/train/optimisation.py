@@ -13,10 +13,7 @@ from recipes.core.train.run import Run
 
 
 def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
-    """The context of the forward pass: bfloat16 if ``dtype=bfloat16``, or if ``dtype=auto`` and the GPUs of all ranks support it.
-
-    With auto, rank 0 logs the choice. A collective: every rank must call it.
-    """
+    """The forward pass in bfloat16 if ``dtype`` says so, or if it is auto and the GPUs of all ranks support it. A collective."""
     device, lower, why = run.world.device, cfg.dtype is Dtype.bfloat16, "auto"
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     # Every rank takes part, whatever its keys: they have not been compared yet.
@@ -29,10 +26,7 @@ def autocast(run: Run, cfg: TrainKeys) -> torch.autocast:
 
 
 def scaled_lr(run: Run, lr: float, lr_batch_size: int, batches: GlobalBatches) -> float:
-    """The learning rate by the linear scaling rule (Goyal et al., 2017). Rank 0 logs a rate that was changed.
-
-    lr: the rate for batches of ``lr_batch_size`` samples. With ``lr_batch_size`` 0 it applies to any size.
-    """
+    """``lr``, which is for ``lr_batch_size`` samples (0: any number), in proportion to the batch size (Goyal et al., 2017)."""
     share = _of_batch(lr_batch_size, batches)
     if share != 1:
         run.say(

@@ -93,22 +93,18 @@ def _meet(info: RankInfo, backend: str, timeout_s: float) -> torch.distributed.S
     listener = os.environ.pop("RECIPES_LISTEN_FD", None)
     where = f"{host}:{info.master_port}"
     # A rank that cannot reach rank 0 knows the reason. It reports the reason before rank 0 times out and ends the others.
-    patience = datetime.timedelta(
-        seconds=timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
-    )
+    patience_s = timeout_s if info.rank == 0 else max(timeout_s - EARLIER_S, SHARE_EARLIER * timeout_s)
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        if (
-            error.errno != socket.EAI_AGAIN
-        ):  # TCPStore repeats it until its timeout, which only helps if the name server is busy
-            here = socket.gethostname()
-            fix = "set MASTER_ADDR to an address of it"
+        # TCPStore would repeat it until its timeout, which only helps if the name server is busy.
+        if error.errno != socket.EAI_AGAIN:
+            here, fix = socket.gethostname(), "set MASTER_ADDR to an address of it"
             raise MachineError(f"{here}: cannot resolve {host}, where rank 0 is ({error.strerror}): {fix}") from None
     try:
         store: torch.distributed.Store = torch.distributed.TCPStore(
-            host, info.master_port, info.world_size, is_master=info.rank == 0 and not served, timeout=patience,
-            wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
+            host, info.master_port, info.world_size, is_master=info.rank == 0 and not served,
+            timeout=datetime.timedelta(seconds=patience_s), wait_for_workers=False, master_listen_fd=int(listener) if listener else None,
         )  # fmt: skip
     except (torch.distributed.DistError, RuntimeError) as error:
         if is_port_in_use(error):
