@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         name, keys = parse(arguments)
-        DATASETS[name](keys)
+        DATASETS[name][1](keys)
     except (ConfigError, InputError) as err:
         message, status = str(err), errors.EXIT_CONFIG
     except MachineError as err:
@@ -95,12 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help(dataset: str) -> str:
-    fields = dataclasses.fields(KEYS.get(dataset, PrepareKeys))
-    lines = []
-    for field in fields:
+    lines = [f"  {dataset}"]
+    for field in dataclasses.fields(DATASETS[dataset][0]):
         shown = "" if field.default in ("", None) else f" (default {field.default})"
         lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{shown}")
-    return "\n".join([f"  {dataset}", *lines])
+    return "\n".join(lines)
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Any]:
@@ -110,7 +109,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Any]:
         raise ConfigError(
             f"{errors.shown(name)}: give a dataset first, one of {', '.join(DATASETS)}{declare.nearest(name, DATASETS)}"
         )
-    return name, parser.parse_keys(KEYS.get(name, PrepareKeys), words)
+    return name, parser.parse_keys(DATASETS[name][0], words)
 
 
 def prepare_mnist(keys: PrepareKeys) -> None:
@@ -231,13 +230,12 @@ def _say(text: str) -> None:
     print(errors.shown(text, 1000), flush=True)  # names of folders may contain any bytes
 
 
-DATASETS: dict[str, Callable[[Any], None]] = {
-    "mnist": prepare_mnist,
-    "cifar10": prepare_cifar10,
-    "imagenet": prepare_imagenet,
-    "weights": prepare_weights,
+DATASETS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "mnist": (PrepareKeys, prepare_mnist),
+    "cifar10": (PrepareKeys, prepare_cifar10),
+    "imagenet": (ImagenetKeys, prepare_imagenet),
+    "weights": (WeightsKeys, prepare_weights),
 }
-KEYS: dict[str, type] = {"imagenet": ImagenetKeys, "weights": WeightsKeys}  # the others: PrepareKeys
 
 
 if __name__ == "__main__":
