@@ -58,11 +58,10 @@ def who_else_can_change(path: Path) -> str:
             return f"{one} belongs to another user"
         by_group = found.st_mode & 0o020 and not _is_own_group(found.st_gid)
         is_sticky = one != path and found.st_mode & stat.S_ISVTX
-        if (found.st_mode & 0o002 or by_group) and not is_sticky:
-            group = (
-                "its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)" if by_group else ""
-            )
-            return f"{one}: {group or 'every user can write to it'}"
+        if by_group and not is_sticky:
+            return f"{one}: its group can write to it (export RECIPES_TRUST_GROUP=1 if you trust the group)"
+        if found.st_mode & 0o002 and not is_sticky:
+            return f"{one}: every user can write to it"
         if one == ROOT:
             break
     return ""
