@@ -2,10 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from recipes.core import files
+from dataclasses import dataclass
 
 VARIABLE = "RECIPES_CHECK"  # set in the process of a dry run; its value is `Request` as JSON
 
@@ -21,16 +18,10 @@ class Request:
     file: str
     ranks: int
 
-    def write(self, found: "Found") -> None:
-        files.write_json(Path(self.file), asdict(found))
-
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of a dry run. A value is None if the run does not have it.
-
-    checkpoint_bytes: maximum size of the tensors in one checkpoint, including the optimiser's state.
-    """
+    """What a dry run found; None for what it does not have. checkpoint_bytes: at most, of the tensors, with the optimiser's state."""
 
     parameters: int | None = None
     samples: int | None = None

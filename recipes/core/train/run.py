@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -163,7 +163,7 @@ class Run:
         if self.state and not evaluates:
             size = checkpoint.size_in_training(self.state)
             found = replace(found, samples=self.sampler.get("num_samples"), checkpoint_bytes=size)
-        self.dry_run.write(found)
+        files.write_json(Path(self.dry_run.file), asdict(found))
         raise DryRunEnd
 
     def _begin(self) -> None:
