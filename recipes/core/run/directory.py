@@ -31,10 +31,7 @@ def launch_id(environ: Mapping[str, str]) -> str:
 
 
 def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
-    """The run directory: ``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` in the repository.
-
-    A time stamp replaces ``run_id`` if there is none. base: the repository, or a snapshot of its code.
-    """
+    """``run_dir`` if it is given, else ``runs/<recipe>/<run_id>`` (without an ID: a time stamp) in the repository of the code ``base``."""
     if run_dir:
         return Path(os.path.realpath(os.path.expanduser(run_dir)))  # Path.resolve() raises for links in a circle
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"

@@ -43,9 +43,8 @@ def _check_attempt(attempt: Attempt, environ: Mapping[str, str], patience_s: flo
     run_dir, facts = attempt.run_dir, attempt.facts()
     own_job, job = directory.job_id(environ), facts.get("job")
     status = directory.read_status(run_dir) or {}
-    judged = files.read_json(attempt.folder / "ended.json") or (
-        status if status.get("attempt") == attempt.number else {}
-    )
+    own_status = status if status.get("attempt") == attempt.number else {}
+    judged = files.read_json(attempt.folder / "ended.json") or own_status
     if judged.get("state") not in (None, "running", "preempted"):  # the job of a saved run may be requeued
         return ""
     is_saved, runs = judged.get("state") == "preempted", is_running(facts)
@@ -75,10 +74,7 @@ def is_running(facts: Mapping[str, Any]) -> bool | None:
 
 
 def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
-    """Checks by the state of the job in Slurm. Raises MachineError if Slurm cannot be asked.
-
-    saved: whether the attempt was stopped and saved. Slurm does not start it again in an allocation of salloc, which continues.
-    """
+    """Checks by the job's state in Slurm. saved: its attempt was saved; salloc does not start it again. Raises MachineError."""
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:

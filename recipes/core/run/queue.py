@@ -263,11 +263,7 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The job of a run.
-
-    id: the job ID; "" outside Slurm. job: None if Slurm does not know the job or could not be asked. asked: whether
-    Slurm answered. line: one line about the job.
-    """
+    """The job of a run. id: "" outside Slurm. job: None if it is unknown. asked: whether Slurm answered. line: one line about the job."""
 
     id: str
     job: Job | None

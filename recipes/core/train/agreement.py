@@ -47,9 +47,8 @@ class Agreement:
             # GPU would be idle while the host prepares the next step.
             if self._work:
                 self._work.wait()
-            self._sums = torch.empty_like(self._sums, device="cpu", pin_memory=True).copy_(
-                self._sums, non_blocking=True
-            )
+            on_host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
+            self._sums = on_host.copy_(self._sums, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 

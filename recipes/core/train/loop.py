@@ -294,10 +294,7 @@ class _StepEnds:
 
 
 def _log_row(run: Run, epoch: int, loss: float, lr: float, speed: float) -> None:
-    """Writes a row of ``metrics.jsonl`` with ``run.results``, and a log line, from rank 0. Called by all ranks.
-
-    loss and speed (samples per second) are values over all ranks. A result does not replace another value of the row.
-    """
+    """Writes a row of ``metrics.jsonl`` and a log line, on rank 0. loss, speed (samples/s): over all ranks. Called by all ranks."""
     run.world.pulse.beat(watchdog.SAVING, run.step)
     if not run.rows:
         return

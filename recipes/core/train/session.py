@@ -73,11 +73,8 @@ def run(main: Callable[[Any, Run], Mapping[str, Any]], start: Start) -> NoReturn
         attempts.refuse(os.environ, code, str(error), start.ranks.rank)
         attempts.print_refusal(f"{start.settings.recipe}: {error}", start.ranks.rank == 0)
     except torch.distributed.DistError as error:
-        info = start.ranks
-        print(
-            f"{start.settings.recipe}: rank {info.rank} lost its peers before the run began: {torch_errors.peer_text(error)}",
-            file=sys.stderr,
-        )
+        lost = f"rank {start.ranks.rank} lost its peers before the run began"
+        print(f"{start.settings.recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     if code in (errors.EXIT_DONE, errors.EXIT_REQUEUE):

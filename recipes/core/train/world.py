@@ -201,10 +201,8 @@ class World:
                 self.pulse.beat(watchdog.START)
             elif self.clock.now() - since > self.timeout_s:
                 rank = next(rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"]))
-                late = (
-                    f"{self.hosts[rank]}: rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
-                )
-                raise self._error_of_all(name, MachineError(late))
+                late = f"rank {rank} made no progress with {name} in {self.timeout_s:g} s (timeout_s)"
+                raise self._error_of_all(name, MachineError(f"{self.hosts[rank]}: {late}"))
             time.sleep(POLL_S)
 
     @contextlib.contextmanager

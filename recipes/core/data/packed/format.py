@@ -22,7 +22,6 @@ INDEX = "index.json"
 SPLITS = ("train", "val")
 # Length bytes from offset in a shard, the label, and the image's height and width in pixels.
 RECORD = struct.Struct("<QIIIHH")
-RECORD_FIELDS = ("offset", "length", "shard", "label", "height", "width")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 
-FIELDS = np.dtype(list(zip(format.RECORD_FIELDS, ("<u8", "<u4", "<u4", "<u4", "<u2", "<u2"), strict=True)))
+NAMES = ("offset", "length", "shard", "label", "height", "width")
+FIELDS = np.dtype(list(zip(NAMES, ("<u8", "<u4", "<u4", "<u4", "<u2", "<u2"), strict=True)))
 assert FIELDS.itemsize == format.RECORD.size
 
 
