@@ -29,9 +29,8 @@ def run_to_resume(run: RunKeys, recipe: str, recipe_class: type) -> Path | None:
     for name, path in named:
         folder = Path(os.path.expanduser(path))
         # A config.yaml beside a checkpoint that was copied elsewhere may belong to another program.
-        if not os.path.isfile(folder / "config.yaml") or (
-            name == "resume" and not os.path.isdir(folder / "checkpoints")
-        ):
+        is_copy = name == "resume" and not os.path.isdir(folder / "checkpoints")
+        if is_copy or not os.path.isfile(folder / "config.yaml"):
             continue
         other = recipe_of(folder)
         if other not in ("", recipe) and getattr(recipe_class, "starts_a_run", False):

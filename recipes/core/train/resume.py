@@ -174,11 +174,8 @@ def compare_keys(world: World, settings: Settings, keys: dict[str, Any]) -> None
     keys = keys | {name: getattr(settings.run, name) for name in OF_ALL_RANKS}
     first = parsed(world.broadcast_text("keys", json.dumps(keys, default=str)))
     paths = {f.name for f in fields(settings.config) if f.metadata.get("path")}
-    other = [
-        f"{n}={keys[n]} here, {n}={shown(first.get(n))} there"
-        for n in keys
-        if n not in paths and keys[n] != first.get(n)
-    ]
+    compared = [name for name in keys if name not in paths]
+    other = [f"{n}={keys[n]} here, {n}={shown(first.get(n))} there" for n in compared if keys[n] != first.get(n)]
     if other:
         host = world.hosts[0]
         raise InputError(
