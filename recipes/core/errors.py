@@ -41,7 +41,7 @@ class RunError(_Printable, RuntimeError):
 
 
 class Stopped(Exception):
-    """Ends work outside the steps (start, evaluation) because the run is to stop. The message is the reason. Exit status 75."""
+    """Ends work outside the steps because the run is to stop. The message is the reason. Exit status 75."""
 
 
 class InputError(_Printable, ValueError):

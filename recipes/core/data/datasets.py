@@ -25,7 +25,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """names: training images and labels, test images and labels, further files. folder: where they are, below data_dir."""
+    """A dataset of files below data_dir, in ``folder``. names: training images and labels, test images and labels, and others."""
 
     name: str
     recipe: str

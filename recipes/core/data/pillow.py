@@ -30,7 +30,7 @@ def read_file(path: Path) -> bytes:
 
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
-    """Payload, height and width for a packed copy. An upright RGB JPEG of at most ``size`` is stored unchanged. Raises Unreadable."""
+    """An image for a packed copy: payload, height, width. An upright RGB JPEG of at most ``size`` is unchanged. Raises Unreadable."""
     from PIL import Image
 
     image, plain = decode(data)

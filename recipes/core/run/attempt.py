@@ -110,7 +110,7 @@ def given(environ: Mapping[str, str]) -> Attempt | None:
 
 
 def open_next(run_dir: Path, recipe: str, environ: Mapping[str, str], hosts: Sequence[str] = ()) -> Attempt:
-    """Opens an attempt; the last one that has begun still owns the run. hosts: by rank, or none for the parent. Raises MachineError."""
+    """Opens an attempt; the last one that has begun still owns the run. hosts: by rank; empty for the parent. Raises MachineError."""
     with files.writing_to(run_dir, "run_dir"):
         for folder in (run_dir, run_dir / "attempts"):
             files.own_folder(folder)

@@ -102,7 +102,7 @@ def accuracy(run_dir: Path) -> str:
 
 
 def exit_code(status: Mapping[str, Any] | None, fallback: int) -> int:
-    """The exit status for the content of ``status.json``; ``fallback``, or 1 if that is 0, if the content does not determine it."""
+    """The exit status that the content of ``status.json`` determines; otherwise ``fallback``, or 1 if that is 0."""
     status = status or {}
     known = {"done": EXIT_DONE, "preempted": EXIT_REQUEUE}
     return known.get(status.get("state", ""), status.get("exit_status") or fallback or EXIT_CRASH)

@@ -21,7 +21,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dry run found; None for what it does not have. checkpoint_bytes: at most, of the tensors, with the optimiser's state."""
+    """What a dry run found. None: the run does not have it. checkpoint_bytes: the most bytes of tensors in a checkpoint."""
 
     parameters: int | None = None
     samples: int | None = None

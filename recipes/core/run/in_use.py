@@ -74,7 +74,7 @@ def is_running(facts: Mapping[str, Any]) -> bool | None:
 
 
 def _check_by_slurm(job: str, run_dir: Path, environ: Mapping[str, str], patience_s: float, saved: bool) -> str:
-    """Checks by the job's state in Slurm. saved: its attempt was saved; salloc does not start it again. Raises MachineError."""
+    """Checks by the job's state in Slurm. saved: whether it was saved; salloc does not start it again. Raises MachineError."""
     deadline = time.monotonic() + patience_s
     while (found := queue.find(job, environ, ASK_S)) and found.state == queue.COMPLETING:
         if time.monotonic() >= deadline:

@@ -53,7 +53,7 @@ class Agreement:
             self._arrived.record()
 
     def read(self) -> tuple[float, str, bool]:
-        """Waits. Returns, the same on all ranks: the sum of the scalars, why all ranks stop ("" if none must), and whether to save."""
+        """Waits for the sum. The same on all ranks: the sum of the scalars, why all stop ("" if none must), whether to save."""
         self._world.pulse.beat(watchdog.WAITING)
         if self._arrived:
             self._arrived.synchronize()

@@ -212,7 +212,7 @@ def named(folder: Path, pointer: str) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints, newest first: the one that ``latest`` names, those of earlier steps, those that an earlier resume left."""
+    """The checkpoints, newest first: the one that ``latest`` names, earlier steps, then later steps, which an earlier resume left."""
     steps = {step_of(path): path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)}
     latest = named(folder, "latest")
     newest = step_of(Path(latest)) if latest else max(steps, default=0)

@@ -47,7 +47,7 @@ def _keep_flight_record(run: Run) -> None:
 
 
 def watch_owner(run: Run, over: threading.Event) -> None:
-    """A thread that writes heartbeats, and ends this process if a later attempt has taken over the run directory."""
+    """Run in a thread: writes heartbeats, and ends this process if a later attempt has taken over the run directory."""
     while not over.wait(FENCE_S):
         try:
             attempts.check_owner(run.attempt)
@@ -59,7 +59,7 @@ def watch_owner(run: Run, over: threading.Event) -> None:
 
 
 def watch_peers(run: Run, over: threading.Event) -> None:
-    """A thread that ends this process after ``timeout_s`` of waiting for other ranks. torch also counts the time of a suspended job."""
+    """Run in a thread: ends this process if it waits ``timeout_s`` for other ranks. torch's timeouts also count time in suspension."""
     world, clock, timeout_s = run.world, run.world.clock, run.keys.timeout_s
     last, since = world.pulse.read(), clock.now()
     while not over.wait(POLL_S):

@@ -12,7 +12,7 @@ from recipes.core.train.run import Run
 
 
 def open_sets(run: Run, dataset: str, data_dir: str, stage_dir: str) -> tuple[Images, Images]:
-    """The training and the validation set; logs what they are. Called by all ranks. An InputError or MachineError is raised on all."""
+    """The training and the validation set. Called by all ranks: an InputError or MachineError of one is raised on all."""
     if dataset == "fake":
         return image_sets.Fake(1_281_167), image_sets.Fake(2000)
     world = run.world

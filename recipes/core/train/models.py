@@ -51,7 +51,7 @@ def classifier(arch: str, weights: str, classes: int, zero_init_residual: bool =
 
 @contextlib.contextmanager
 def _in_place_of(weights: WeightsEnum, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes torchvision use ``state`` for ``weights``. It would execute the code in the file's pickle, and unpack a zip archive."""
+    """Makes torchvision use ``state`` for ``weights``. Otherwise it would execute the code in the file, or unpack a zip archive."""
     vars(weights)["get_state_dict"] = lambda *args, **kwargs: state
     try:
         yield
