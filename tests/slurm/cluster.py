@@ -1,7 +1,6 @@
 """A real Slurm cluster on this one machine: munged, slurmctld and N slurmd, for tests and for trying things out.
 
     eval "$(sudo python tests/slurm/cluster.py up --nodes 2 --gpus 8)"   # then sinfo, sbatch, salloc, srun
-    sudo python tests/slurm/cluster.py status
     sudo python tests/slurm/cluster.py down
 
 Each node is a host of its own as far as programs can see: it has its own network, host name, process, mount and IPC
@@ -47,6 +46,7 @@ PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sinfo", "srun", "ip", "unshare", "nsenter", "setpriv", "bash")
 CONTROLLER = "slurmctl"
 SLURMD_PORT = 6818
+CPUS = 64  # of a node
 DOCKER0 = "172.17.0.1/16"
 UP_TIMEOUT_S = 30.0
 KILLED_S = 30.0  # for a process to be gone that was killed: a large one wants CPU time of its own for it
@@ -63,10 +63,8 @@ class ClusterError(RuntimeError):
 class ClusterOptions:
     nodes: int = 2
     gpus: tuple[int, ...] | int = 8  # one number for all nodes, or one a node
-    cpus: int = 64
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 20
-    ipv6: bool = True  # left out where the kernel has none
     preempt: bool = False  # partition `high` preempts `main` by requeue
     topology: str = ""  # topology.conf, for a TopologyPlugin in extra_conf
     extra_conf: str = ""  # lines for slurm.conf; one with the key (and name) of a line written here replaces it
@@ -446,8 +444,7 @@ class _Keeper:
         self.link = f"slt{self.id}"
         self.network = _free_network()
         self.login = str(self.network[1])
-        with_ipv6 = options.ipv6 and Path("/proc/sys/net/ipv6").exists()
-        self.network6 = f"fd{self.id[:2]}:{self.id[2:]}" if with_ipv6 else ""
+        self.network6 = f"fd{self.id[:2]}:{self.id[2:]}" if Path("/proc/sys/net/ipv6").exists() else ""
         self.nodes: list[Node] = []
         self.switch = 0
         self.children: list[subprocess.Popen[bytes]] = []
@@ -571,7 +568,7 @@ class _Keeper:
         for number, (name, gpus) in enumerate(zip(names, options.gpus_per_node, strict=True), 1):
             gres = f" Gres=gpu:{gpus}" if gpus else ""
             lines.append(
-                f"NodeName={name} NodeAddr={self.address(number)} Sockets=1 CoresPerSocket={options.cpus}"
+                f"NodeName={name} NodeAddr={self.address(number)} Sockets=1 CoresPerSocket={CPUS}"
                 f" ThreadsPerCore=1 RealMemory=1000{gres} State=UNKNOWN"
             )
         every = "Nodes=" + ",".join(names)
@@ -772,37 +769,13 @@ def _running() -> list[tuple[Path, bool, bool]]:
     return found
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of counts such as 8,2") from None
-
-
 def _up(arguments: argparse.Namespace) -> int:
-    options = ClusterOptions(
-        nodes=arguments.nodes,
-        gpus=arguments.gpus if len(arguments.gpus) > 1 else arguments.gpus[0],
-        cpus=arguments.cpus,
-        ipv6=not arguments.no_ipv6,
-        preempt=arguments.preempt,
-        kill_wait_s=arguments.kill_wait,
-        extra_conf="\n".join(arguments.conf),
-    )
-    cluster = start(options)
+    cluster = start(ClusterOptions(nodes=arguments.nodes, gpus=arguments.gpus))
     (cluster.root / "user").write_text(_user())
     for node in cluster.nodes:
         print(f"{node.name}: {node.address} {node.address6} {node.gpus} GPUs", file=sys.stderr)
     print(f"logs in {cluster.root}/log; take down with: {sys.argv[0]} down {cluster.root}", file=sys.stderr)
     print(f"export SLURM_CONF={cluster.conf}")
-    return 0
-
-
-def _status() -> int:
-    for root, alive, stays in _running():
-        print(f"{root}: {'up' if alive else 'crashed'}{'' if stays else ', belongs to a running program'}")
-        if alive:
-            print(Cluster(root).run("sinfo", "-N", "-o", "%N %P %t %c %G").stdout, end="")
     return 0
 
 
@@ -829,13 +802,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help='bring one up: eval "$(sudo python tests/slurm/cluster.py up)"')
     up.add_argument("--nodes", type=int, default=2)
-    up.add_argument("--gpus", type=_counts, default=(8,), help="a node, or one count for each node: 8,2")
-    up.add_argument("--cpus", type=int, default=64, help="a node")
-    up.add_argument("--no-ipv6", action="store_true")
-    up.add_argument("--preempt", action="store_true", help="partition high preempts main")
-    up.add_argument("--kill-wait", type=int, default=ClusterOptions.kill_wait_s, help="seconds")
-    up.add_argument("--conf", action="append", default=[], metavar="LINE", help="of slurm.conf, again for each line")
-    commands.add_parser("status", help="what is up")
+    up.add_argument("--gpus", type=int, default=8, help="a node")
     down = commands.add_parser("down", help="take down the clusters that this user has brought up")
     down.add_argument("root", type=Path, nargs="?", help="this one, whoever has brought it up")
     arguments = parser.parse_args(argv)
@@ -844,9 +811,7 @@ def main(argv: Sequence[str]) -> int:
         print(reason, file=sys.stderr)
         return 3
     try:
-        if arguments.command == "up":
-            return _up(arguments)
-        return _status() if arguments.command == "status" else _down(arguments.root)
+        return _up(arguments) if arguments.command == "up" else _down(arguments.root)
     except (ClusterError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
