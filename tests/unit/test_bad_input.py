@@ -4,7 +4,6 @@ Values that a shell would run are in tests/faults/test_canaries.py.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -190,24 +189,6 @@ def test_a_submission_without_slurm_is_refused(
     monkeypatch.setenv("PATH", str(here))
     line = refused(lambda: launch.main(["recipe=toy"]), here, capsys, errors.EXIT_MACHINE)
     assert "launcher=local" in line
-
-
-def test_the_message_of_a_failed_sbatch_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sbatch = here.parent / "bin" / "sbatch"
-    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no\\nsbatch: error: never\\n' >&2\nexit 1\n")
-    line = refused(lambda: launch.main(["recipe=toy", "partition=x"]), here, capsys, errors.EXIT_MACHINE)
-    assert line == "launch.py: Slurm refuses this job: no never"
-
-
-def test_a_local_run_with_too_few_gpus_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    argv = ["recipe=mnist", "launcher=local", "gpus_per_node=4"]
-    line = refused(lambda: launch.main(argv), here, capsys, errors.EXIT_MACHINE)
-    assert "4 ranks" in line
-    assert "2 are visible" in line
-    assert socket.gethostname() in line
 
 
 def test_launch_in_a_snapshot_names_the_repository(

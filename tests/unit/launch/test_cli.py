@@ -95,11 +95,6 @@ def test_check_of_a_sweep_checks_its_first_run(
     assert "No such file or directory: 'sbatch'" in capsys.readouterr().err
 
 
-def test_a_sweep_on_this_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["recipe=mnist", "launcher=local", "device=cpu", "sweep.lr=0.1,0.2"]) == 2
-    assert "sweep.lr: with launcher=local, give lr= one value" in capsys.readouterr().err
-
-
 def test_local_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
