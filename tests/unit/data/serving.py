@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
         name = self.path.rsplit("/", 1)[-1]
-        with contextlib.suppress(OSError, ssl.SSLError):
+        with contextlib.suppress(OSError):
             self.server.answers.get(name, whole)(self)
 
     @property
@@ -35,7 +34,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
-    scheme = "http"
 
     def __init__(self, contents: Mapping[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -45,18 +43,15 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.server_port}/data/"
+        return f"http://127.0.0.1:{self.server_port}/data/"
 
     def handle_error(self, *args: Any) -> None:
         pass
 
 
 @contextlib.contextmanager
-def serving(contents: Mapping[str, bytes], context: ssl.SSLContext | None = None) -> Iterator[Server]:
+def serving(contents: Mapping[str, bytes]) -> Iterator[Server]:
     with Server(contents) as server:
-        if context:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-            server.scheme = "https"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

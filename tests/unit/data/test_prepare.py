@@ -2,13 +2,10 @@ import dataclasses
 import gzip
 import hashlib
 import random
-import shutil
-import ssl
 import struct
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -157,39 +154,6 @@ def test_offline_the_reason_and_the_fix_are_named(run: Run) -> None:
     assert code == 3
     for words in (f":{port}/a/{IMAGES}", "Connection refused", "login node", "source=", "PROXY"):
         assert words in err
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl command to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command.split() + names, check=True, capture_output=True)
-    return key, cert
-
-
-def test_tls_is_verified(
-    run: Run, certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, cert = certificate
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-    with serving(SERVED, context) as server:
-        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-        monkeypatch.setattr(urllib.request, "_opener", None)  # has the certificates of its first use
-        code, _, err = run(server.url)
-        assert code == 3
-        assert "CERTIFICATE_VERIFY_FAILED" in err
-        assert server.requests == []
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        monkeypatch.setattr(urllib.request, "_opener", None)
-        assert run(server.url)[0] == 0
-        assert_complete(tmp_path / "data")
-        other_name = server.url.replace("127.0.0.1", "localhost")
-        assert "CERTIFICATE_VERIFY_FAILED" in run(other_name, data_dir=tmp_path / "other")[2]
 
 
 def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: Path) -> None:
