@@ -95,6 +95,34 @@ def test_a_damaged_checkpoint_is_refused_or_its_content_is_unchanged(
     assert refused >= {flipped: count // 2, zeroed: count // 2, cut: count}[damage], refused
 
 
+@pytest.mark.fault(27, 28)
+def test_a_run_resumes_from_the_newest_valid_checkpoint_and_refuses_if_none_is_valid(
+    start: Start, made: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(made, tmp_path / "run")
+    newest, older, oldest = checkpoint.candidates(run_dir / "checkpoints")
+    newest.write_bytes(newest.read_bytes()[:-5000])
+    good = bytearray(older.read_bytes())
+    good[len(good) // 2] ^= 1
+    older.write_bytes(good)
+    whole = oldest.read_bytes()
+    oldest.write_bytes(b"")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".log"}
+    refused = helpers.finish(start(run_dir, "max_steps=12", ranks=0))
+    assert refused.status == 2, refused.out
+    [line] = [line for line in refused.lines if line.startswith("broken: ") and " rank on " not in line]
+    assert "no checkpoint can be read" in line
+    assert "move them to another folder" in line
+    assert "Traceback" not in refused.out
+    assert {path: path.read_bytes() for path in before} == before
+    oldest.write_bytes(whole)
+    ended = helpers.finish(start(run_dir, "max_steps=12", ranks=0))
+    assert ended.status == 0, ended.out
+    for path in (newest, older):
+        assert any(f"{path.name}: is damaged" in line for line in ended.lines if line.startswith("warning: ")), path
+    assert f"resumed from {oldest}, step 4" in ended.lines
+
+
 # Killed over a save.
 
 

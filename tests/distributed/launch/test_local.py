@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -88,86 +85,6 @@ def test_metrics_and_summary(run_dir: Path) -> None:
     assert summary["samples_per_second"] > 0
     assert summary["wall_seconds"] > 0
     assert summary["versions"]["torch"] == torch.__version__
-
-
-# A second start in the same run directory. Each case has a copy of it, and one rank by default. All start at the same time.
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path: Path) -> None:
-    """Flips one bit of the largest weight."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
-    content = bytearray(path.read_bytes())
-    content[largest.header_offset + largest.file_size // 2] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGED = {
-    "damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip},
-    "all damaged": {"step-00000010.pt": truncate, "step-00000008.pt": flip, "step-00000004.pt": truncate},
-}
-CASES: dict[str, list[str]] = {
-    "damaged": [*WORDS, "evaluate=true"],
-    "all damaged": [*WORDS],
-}
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """The files that a refused run may not change."""
-    names = [folder / name for name in ("status.json", "summary.json", "metrics.jsonl", "config.yaml")]
-    return {str(p): p.read_bytes() for p in [*names, *(folder / "checkpoints").iterdir()]}
-
-
-@pytest.fixture(scope="module")
-def second(elsewhere: Path, run_dir: Path) -> dict[str, tuple[Ended, Path, dict[str, bytes]]]:
-    """The result of each case, its run directory, and the earlier content of it."""
-    started = {}
-    for case, words in CASES.items():
-        copy = elsewhere / case
-        shutil.copytree(run_dir, copy)
-        for name, damage in DAMAGED.get(case, {}).items():
-            damage(copy / "checkpoints" / name)
-        words = ["ranks_per_node=1", "cpu_threads=1", *words, f"run_dir={case}"]
-        before = snapshot(copy)
-        started[case] = helpers.fork([*LOCAL, *words], cwd=elsewhere), copy, before
-    return {case: (helpers.finish(process), copy, before) for case, (process, copy, before) in started.items()}
-
-
-Second = dict[str, tuple[Ended, Path, dict[str, bytes]]]
-
-
-def test_the_newest_valid_checkpoint_replaces_a_damaged_one(second: Second) -> None:
-    ended, folder, before = second["damaged"]
-    assert ended.status == 0, ended.out
-    for name in ("step-00000010.pt", "step-00000008.pt"):
-        assert any(
-            name in line and "is damaged" in line and line.startswith("warning: rank 0") for line in ended.lines
-        ), name
-    assert f"resumed from {folder}/checkpoints/step-00000004.pt, step 4" in ended.lines
-    # evaluate=true: of step 4, nothing is trained, and what is known of the training stays as it is.
-    summary = helpers.read(folder / "evaluation", "summary")
-    assert (summary["val_samples"], summary["steps"]) == (359, 4)
-    assert helpers.read(folder / "evaluation", "status")["state"] == "done"
-    kept = [Path(name) for name in before if Path(name).parent == folder]
-    assert {"metrics.jsonl", "summary.json", "status.json"} <= {path.name for path in kept}
-    for path in kept:
-        assert path.read_bytes() == before[str(path)], path
-    assert summary["val_top1"] != json.loads(before[str(folder / "summary.json")])["val_top1"]
-
-
-def test_a_refused_resume_is_one_line_and_changes_nothing(second: Second) -> None:
-    ended, folder, before = second["all damaged"]
-    assert ended.status == 2, ended.out
-    [line] = [line for line in ended.lines if line.startswith("mnist: ") and " rank on " not in line]
-    assert "no checkpoint can be read" in line
-    assert "move them to another folder" in line
-    assert "Traceback" not in ended.out
-    assert "failed:" not in ended.out
-    assert snapshot(folder) == before
 
 
 # Without any rank
@@ -249,21 +166,6 @@ def test_no_rank_outlives_a_killed_launcher() -> None:
         for pid in filter(helpers.alive, pids):
             os.kill(pid, signal.SIGKILL)
         helpers.finish(process)
-
-
-def test_a_rank_that_exits_early_with_status_0_is_reported(tmp_path: Path) -> None:
-    """Rank 1 ends first, then 0 and 2. Each waits until the launcher has reaped the one before, which /proc shows."""
-    code = f"""{STUBBORN}os.chdir({str(tmp_path)!r})
-os.symlink(f"/proc/{{os.getpid()}}", str(rank))
-before = {{0: "1", 2: "0"}}.get(rank)
-while before and (not os.path.islink(before) or os.path.exists(before)):
-    time.sleep(0.02)
-sys.exit(int(rank != 1))
-"""
-    ended = helpers.finish(helpers.start(launch(code, 3)), timeout_s=20)
-    assert ended.status == 1, ended.out
-    assert ended.lines[-1].startswith("failed: rank 1 on "), ended.out
-    assert ended.lines[-1].endswith(" ended with status 0 before the run's end"), ended.out
 
 
 def test_a_second_signal_ends_the_ranks_immediately() -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests import helpers
 
 TOY = (sys.executable, "-m", "recipes.toy", "device=cpu", "cpu_threads=1")
-LAUNCHED = (*helpers.LOCAL[:2], "recipe=toy", "launcher=local", "device=cpu", "cpu_threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +30,10 @@ def test_it_learns_and_writes_the_usual_files(alone: Path, tmp_path: Path) -> No
     summary = helpers.read(tmp_path, "summary")
     assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("toy", 320, 1)
     assert summary["val_loss"] < 0.01
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert {"metrics.jsonl", "summary.json", "status.json"} <= {path.name for path in before}
     evaluated = helpers.run_fork([*TOY, "evaluate=true", f"run_dir={tmp_path}"])
     assert evaluated.status == 0, evaluated.out
     assert helpers.read(tmp_path / "evaluation", "summary")["val_loss"] == summary["val_loss"]
+    assert helpers.read(tmp_path / "evaluation", "status")["state"] == "done"
+    assert {path: path.read_bytes() for path in before} == before
