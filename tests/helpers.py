@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -37,8 +36,6 @@ _PLACE = ("SLURM_", "SRUN_", "SBATCH_", "PMI", "OMPI_", "MPI_", "RECIPES_", "TOR
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 Found = TypeVar("Found")
-
-long = functools.partial(pytest.param, marks=pytest.mark.long)  # a value of a parameter that takes long
 
 
 def need(missing: str | None) -> None:

@@ -15,31 +15,19 @@ tests/distributed/recipes/test_goldens.py compares the code with these records:
 
 from __future__ import annotations
 
-import random
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from recipes.core.data import datasets
 from tests import helpers
 
 FOLDER = Path(__file__).parent
 RUNS = FOLDER / "runs"
 
-# In float32, on the CPU. The batches are uneven on two ranks; those of mnist are also divided into pieces.
+# In float32, on the CPU. The batches are uneven on two ranks, and divided into pieces.
 TRAININGS = {
     "mnist": ("dataset=digits", "global_batch_size=61", "accumulate=2", "max_steps=16"),
-    "cifar": (
-        "epochs=2", "global_batch_size=33", "lr=0.02", "lr_batch_size=0", "small_px=16", "cutout=8",
-        "ema=0.5", "dtype=float32",
-    ),
-    "imagenet": (
-        "arch=resnet18", "epochs=2", "global_batch_size=31", "lr=0.01", "lr_batch_size=0", "warmup_epochs=0", "px=64",
-        "val_px=32", "val_resize=40", "mixup=0.2", "ema=0.5", "dtype=float32", "num_workers=1",
-    ),
 }  # fmt: skip
 KEPT = (
     "step",
@@ -76,45 +64,10 @@ runpy.run_module("recipes.toy", run_name="__main__", alter_sys=True)
 def train(recipe: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a training of ``TRAININGS``, one for each step."""
     words = [f"recipe={recipe}", "launcher=local", "ranks_per_node=2", "device=cpu", "log_every_steps=1"]
-    if recipe in DATA:
-        DATA[recipe](folder / "data")
-        words.append(f"data_dir={folder / 'data'}")
     argv = [sys.executable, str(helpers.ROOT / "launch.py"), *words, *TRAININGS[recipe], f"run_dir={folder / 'run'}"]
     ended = helpers.run_fork(argv)
     assert ended.status == 0, ended.out
     return [{name: row[name] for name in KEPT if name in row} for row in helpers.rows(folder / "run")]
-
-
-def write_cifar10(folder: Path) -> None:
-    """Noise as bright as its class, in the files of `prepare cifar10`: 100 images to train on, 60 to evaluate."""
-    place = folder / datasets.CIFAR10.folder
-    place.mkdir(parents=True)
-    random_bytes = random.Random(0).randbytes
-    files = iter(datasets.CIFAR10_IDX)
-    for count in (100, 60):
-        labels = bytes(i % 10 for i in range(count))
-        images = (bright(random_bytes(3 * 32 * 32), label) for label in labels)
-        (place / next(files)).write_bytes(datasets.idx_header(count, 3, 32, 32) + b"".join(images))
-        (place / next(files)).write_bytes(datasets.idx_header(count) + labels)
-    (place / "index.json").write_text("{}")
-
-
-def write_imagenet(folder: Path) -> None:
-    """Noise as bright as its class, as PNG, which loses nothing: 80 images to train on, 40 to evaluate."""
-    random_bytes = random.Random(0).randbytes
-    for part, count in (("train", 80), ("val", 40)):
-        for i in range(count):
-            place = folder / part / f"class{i % 10}"
-            place.mkdir(parents=True, exist_ok=True)
-            coarse = Image.frombytes("RGB", (9, 7), bright(random_bytes(3 * 9 * 7), i % 10))
-            coarse.resize((90, 70), Image.Resampling.NEAREST).save(place / f"{i}.png")
-
-
-def bright(noise: bytes, label: int) -> bytes:
-    return noise.translate(bytes(10 * label + i % 160 for i in range(256)))
-
-
-DATA = {"cifar": write_cifar10, "imagenet": write_imagenet}  # mnist has its digits
 
 
 def make_run(name: str, run_dir: Path) -> None:

@@ -18,7 +18,7 @@ SAMPLES = 2  # of the evaluated samples: two logits that are almost equal may ch
 TOY = (sys.executable, "-m", "recipes.toy")
 
 
-@pytest.mark.parametrize("recipe", ["mnist", helpers.long("cifar"), helpers.long("imagenet")])
+@pytest.mark.parametrize("recipe", goldens.TRAININGS)
 def test_two_ranks_give_the_recorded_losses_and_accuracies(recipe: str, tmp_path: Path) -> None:
     recorded = json.loads((goldens.FOLDER / f"{recipe}.json").read_text())
     found = goldens.train(recipe, tmp_path)
