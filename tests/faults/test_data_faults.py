@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import random
 import resource
@@ -25,7 +24,7 @@ import torch
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import crops, datasets, decode, image_sets, pillow
+from recipes.core.data import crops, decode, image_sets
 from recipes.core.data.crops import Crop
 from recipes.core.data.packed import format, write
 from recipes.core.data.packed.format import PackOptions
@@ -80,29 +79,6 @@ def bounded(more: int = 2 << 30) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-# --- IDX
-
-
-def test_a_damaged_idx_file_is_reported_or_read_as_its_header_says(tmp_path: Path) -> None:
-    plain = bytes([0, 0, 8, 3]) + struct.pack(">3I", 40, 9, 9) + random.Random(0).randbytes(40 * 81)
-    path = tmp_path / "t-images-idx3-ubyte"
-    seen: Counter[str] = Counter()
-    with bounded():
-        for number in range(900):
-            content = damaged(random.Random(number), plain)
-            path.write_bytes(content)
-            try:
-                shape, payload = datasets.read_idx(path)
-            except InputError as error:
-                one_line(str(error), path, "recipes.prepare mnist")
-                seen["named"] += 1
-                continue
-            seen["read"] += 1
-            assert math.prod(shape) == len(payload)
-            assert bytes(payload) == content[4 + 4 * len(shape) :], number
-    assert min(seen["named"], seen["read"]) > 5, seen
-
-
 # --- images
 
 
@@ -116,22 +92,6 @@ PHOTOS = (
     photo(2, exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"),
     photo(3, subsampling=0),
 )
-
-
-def test_a_damaged_photo_is_packed_or_unreadable() -> None:
-    seen: Counter[str] = Counter()
-    with bounded():
-        for number in range(250):
-            content = damaged(random.Random(number), PHOTOS[number % len(PHOTOS)])
-            try:
-                payload, height, width = pillow.encode(content, 48, 90)
-            except Unreadable as error:
-                one_line(str(error))
-                seen["unreadable"] += 1
-                continue
-            seen["packed"] += 1
-            assert Image.open(io.BytesIO(payload)).size == (width, height)
-    assert min(seen.values()) > 30, seen
 
 
 def cropped(content: bytes, decoder: str, crop: Crop) -> str:
@@ -311,18 +271,6 @@ def test_incomplete_weights_leave_no_file(
     assert prepare.main(["weights", "arch=resnet18"]) == 0
     assert os.listdir(path.parent) == [path.name]
     assert models.fault_of(path) == ""
-
-
-def test_damaged_weights_are_downloaded_again(weights: tuple[Server, Path]) -> None:
-    server, path = weights
-    assert prepare.main(["weights", "arch=resnet18"]) == 0
-    good = path.read_bytes()
-    for number in range(5):
-        path.write_bytes(damaged(random.Random(number), good))
-        assert models.fault_of(path)
-        assert prepare.main(["weights", "arch=resnet18"]) == 0
-        assert path.read_bytes() == good
-    assert len(server.requests) == 6
 
 
 def test_weights_fetched_by_several_processes_are_complete(weights: tuple[Server, Path]) -> None:
